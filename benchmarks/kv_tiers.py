@@ -1,15 +1,24 @@
-"""What KV beyond the device gives: the time to the first token behind a long beginning that a tier has.
+"""What KV beyond the device gives, and what it costs who has no use of it.
 
     python benchmarks/kv_tiers.py                                # every line, qwen2-0.5b's shape
     python benchmarks/kv_tiers.py --line host --precision int8 --repeat 3
 
-Lines:
+Lines of what it gives, the time to the first token behind a long beginning that a tier has, by that of a new one:
 
-    host    the beginning was evicted to host memory and comes back, in one engine whose cache holds one such beginning
-    disk    another engine saved the beginning on disk, and ended; it is read by one that starts on the directory
+    host      the beginning was evicted to host memory and comes back, in an engine whose cache holds one such beginning
+    disk      another engine saved the beginning on disk, and ended; it is read by one that starts on the directory
+    mooncake  another engine put the beginning into the pool of a `mooncake_master` on this machine
 
 A turn asks for a new beginning, and for one that the tier has by then; their own tokens behind it differ. A ratio is
 the second time by the first, the median of the turns' own. The first tokens must be those of an engine without tiers.
+
+Lines of what it costs, the throughput of workload B with a store by that without, in turns on prompts that nobody asked
+for before:
+
+    saving    all of it is saved on disk
+    never     a store is asked for each prompt and offered each block, has nothing, and keeps nothing
+
+Exits with 1 where a ratio is not what was asked for.
 """
 
 from __future__ import annotations
@@ -17,23 +26,33 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from make_workloads import HIGH_ID, LOW_ID, make_workloads
 from workloads import prepare
 
-from octavo import LLM, SamplingParams
+from octavo import SamplingParams
+from octavo.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.llm import LLMEngine
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from octavo.outputs import RequestOutput
 
 BLOCK_SIZE = 16
 NUM_OWN_TOKENS = 24
+CACHE_BYTES = 1 << 28
 PRECISIONS = ("bf16", "int8")
 
 
@@ -48,9 +67,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a line is measured on. load(options): an engine on the model, with these options of `LLM`."""
+    """What a line is measured on. load(...): an engine on the model, see `loader`. num_tokens: of a beginning."""
 
-    load: Callable[..., LLM]
+    load: Callable[..., LLMEngine]
     num_tokens: int
     repeat: int
     rng: random.Random
@@ -59,11 +78,11 @@ class Setting:
         """Return one that nobody asked for before."""
         return [self.rng.randrange(1000, 100_000) for _ in range(self.num_tokens)]
 
-    def ask(self, llm: LLM, beginning: list[int], *, is_found: bool) -> Answer:
+    def ask(self, engine: LLMEngine, beginning: list[int], *, is_found: bool) -> Answer:
         """Ask for a beginning and some tokens behind it; it has to be found, or not to be."""
         prompt = beginning + [self.rng.randrange(1000, 100_000) for _ in range(NUM_OWN_TOKENS)]
         start = time.perf_counter()
-        output = first_token(llm, prompt)
+        output = first_token(engine, prompt)
         seconds = time.perf_counter() - start
         num_found = output.num_cached_tokens
         if num_found != (self.num_tokens if is_found else 0):
@@ -72,7 +91,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Tier:
     """A tier, how long the beginnings are, and the largest ratio that was asked for.
 
     run: yields (computed, found) of each turn.
@@ -84,97 +103,256 @@ class Line:
     run: Callable[[Setting], Iterator[tuple[Answer, Answer]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A store that costs something, and the smallest ratio that was asked for. load: an engine that has it."""
+
+    name: str
+    asked_for: float
+    load: Callable[[Callable[..., LLMEngine], Path], LLMEngine]
+
+
+# --- what it gives ----------------------------------------------------------------------------------------------------
+
+
 def host(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
     """Ask for a new beginning, which evicts the one before, and for that one again."""
     num_blocks = (setting.num_tokens + NUM_OWN_TOKENS) // BLOCK_SIZE + 4
-    llm = setting.load(num_gpu_blocks_override=num_blocks, swap_space_bytes=1 << 30)
+    engine = setting.load(num_gpu_blocks=num_blocks, kv_cache_memory_bytes=None, swap_space_bytes=1 << 30)
     beginning = setting.beginning()
-    setting.ask(llm, beginning, is_found=False)
+    setting.ask(engine, beginning, is_found=False)
     for _ in range(setting.repeat):
         before, beginning = beginning, setting.beginning()
-        computed = setting.ask(llm, beginning, is_found=False)
-        yield computed, setting.ask(llm, before, is_found=True)
+        computed = setting.ask(engine, beginning, is_found=False)
+        yield computed, setting.ask(engine, before, is_found=True)
 
 
 def disk(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
     """Ask a new engine for a new beginning, and for the one that the engine before was asked for."""
     with tempfile.TemporaryDirectory() as place:
-        llm = setting.load(kv_disk_dir=place, kv_cache_memory_bytes=1 << 28)
+        stores = KVTransferConfig(disk_dir=Path(place))
+        engine = setting.load(stores)
         beginning = setting.beginning()
-        setting.ask(llm, beginning, is_found=False)
+        setting.ask(engine, beginning, is_found=False)
         for _ in range(setting.repeat):
-            end_saves(llm)
-            llm = setting.load(kv_disk_dir=place, kv_cache_memory_bytes=1 << 28)
+            end_saves(engine)
+            engine.shutdown()
+            engine = setting.load(stores)
             before, beginning = beginning, setting.beginning()
-            computed = setting.ask(llm, beginning, is_found=False)
-            yield computed, setting.ask(llm, before, is_found=True)
-        end_saves(llm)
+            computed = setting.ask(engine, beginning, is_found=False)
+            yield computed, setting.ask(engine, before, is_found=True)
+        end_saves(engine)
+        engine.shutdown()
 
 
-def end_saves(llm: LLM) -> None:
-    """Let an engine save what it is saving, and shut it down."""
-    core = llm.llm_engine.core
-    while core.has_work():
-        llm.llm_engine.step()
-    core.executor.shutdown()
+def mooncake(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
+    """Ask one engine for a beginning, and another one for a new beginning and for that one."""
+    from mooncake_master import Master  # noqa: PLC0415 - of the tests; it needs octavo[mooncake]
+
+    master = Master()
+    engines: list[LLMEngine] = []
+    try:
+        for lent_bytes in (1 << 30, 0):
+            stores = KVTransferConfig(mooncake=master.address, mooncake_segment_bytes=lent_bytes)
+            engines.append(setting.load(stores))
+            wait_until_usable(engines[-1])
+        first, second = engines
+        for _ in range(setting.repeat):
+            beginning = setting.beginning()
+            setting.ask(first, beginning, is_found=False)
+            end_saves(first)
+            computed = setting.ask(second, setting.beginning(), is_found=False)
+            yield computed, setting.ask(second, beginning, is_found=True)
+            end_saves(second)
+    finally:
+        for engine in engines:
+            engine.shutdown()
+        master.kill()
 
 
-LINES = [
-    Line("host", 4096, 0.15, host),
-    Line("disk", 4096, 0.25, disk),
-]
+def wait_until_usable(engine: LLMEngine, seconds: float = 30.0) -> None:
+    """Wait until an engine's only store is open."""
+    [tier] = engine.core.metrics.stats.kv_stores.values()
+    deadline = time.monotonic() + seconds
+    while not tier.is_usable:
+        if time.monotonic() > deadline:
+            raise SystemExit("the store does not open")
+        time.sleep(0.02)
+
+
+def end_saves(engine: LLMEngine) -> None:
+    """Let an engine save what it is saving."""
+    while engine.core.has_work():
+        engine.step()
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+class Nothing(MemoryStore):
+    """A store that wants nothing, and so has nothing."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(GlobalKVPool(1), "nothing", block_bytes)
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Want none of them."""
+        del keys
+        return set()
+
+
+def saving(load: Callable[..., LLMEngine], place: Path) -> LLMEngine:
+    """Return an engine that saves on disk."""
+    return load(KVTransferConfig(disk_dir=place), max_num_seqs=64, kv_cache_memory_bytes=2 * CACHE_BYTES)
+
+
+def never(load: Callable[..., LLMEngine], place: Path) -> LLMEngine:
+    """Return an engine whose store is asked for nothing."""
+    del place
+    return load(kv_store=Nothing, max_num_seqs=64, kv_cache_memory_bytes=2 * CACHE_BYTES)
+
+
+def workload_b(rng: random.Random) -> tuple[list[list[int]], list[int]]:
+    """Return workload B's prompts, of the same lengths and with other tokens each time, and lengths of answers."""
+    items = make_workloads(1234)["B"]
+    prompts = [[rng.randrange(LOW_ID, HIGH_ID) for _ in item["prompt"]] for item in items]
+    return prompts, [item["out"] for item in items]
+
+
+def answer_all(engine: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[int]]]:
+    """Return the seconds until all is answered and, as far as it is saved, saved; and the tokens."""
+    params = [SamplingParams(temperature=0.0, max_tokens=each, ignore_eos=True, detokenize=False) for each in lengths]
+    start = time.perf_counter()
+    outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    end_saves(engine)
+    seconds = time.perf_counter() - start
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs.values()]
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+TIERS = [Tier("host", 4096, 0.15, host), Tier("disk", 4096, 0.25, disk), Tier("mooncake", 2048, 0.50, mooncake)]
+COSTS = [Cost("saving", 0.98, saving), Cost("never", 0.99, never)]
+NAMES = [line.name for line in (*TIERS, *COSTS)]
+
+
+def loader(model: Path, precision: str, kv_dtype: str) -> Callable[..., LLMEngine]:
+    """Return what makes engines on a model; they have computed something when they are returned."""
+
+    def load(
+        kv_transfer: KVTransferConfig | None = None,
+        *,
+        kv_store: Callable[[int], Nothing] | None = None,
+        max_num_seqs: int = 4,
+        **cache: Any,
+    ) -> LLMEngine:
+        quantization = None if precision == "bf16" else precision
+        engine = LLMEngine(
+            ModelConfig(model=str(model), quantization=quantization, skip_tokenizer_init=True),
+            SchedulerConfig(max_num_seqs=max_num_seqs, mixed_step_ms=0.0),
+            cache_config=CacheConfig(
+                **{"block_size": BLOCK_SIZE, "kv_cache_dtype": kv_dtype, "kv_cache_memory_bytes": CACHE_BYTES} | cache
+            ),
+            kv_transfer_config=kv_transfer,
+            kv_store=kv_store,
+        )
+        first_token(engine, [1000])
+        return engine
+
+    return load
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
-    parser.add_argument("--line", action="append", choices=[line.name for line in LINES], help="(default: all)")
+    parser.add_argument("--line", action="append", choices=NAMES, help="(default: all)")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="(default: %(default)s)")
     parser.add_argument("--kv", choices=("auto", "int8"), default="auto", help="kv_cache_dtype (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="of a beginning (default: those of the line)")
     parser.add_argument("--repeat", type=int, default=5, help="turns (default: %(default)s)")
     arguments = parser.parse_args()
-    model = arguments.model or prepare("qwen2-0.5b")[0]
-
-    def load(**options: object) -> LLM:
-        quantization = None if arguments.precision == "bf16" else arguments.precision
-        llm = LLM(
-            str(model),
-            quantization=quantization,
-            kv_cache_dtype=arguments.kv,
-            block_size=BLOCK_SIZE,
-            skip_tokenizer_init=True,
-            max_num_seqs=4,
-            **options,
-        )
-        first_token(llm, [1000])
-        return llm
-
-    reference = load(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28)
-    print("| line | tokens | ratio to computing | asked for | found, ms | computed, ms |\n|---|---|---|---|---|---|")
-    for line in LINES:
-        if arguments.line is None or line.name in arguments.line:
-            num_tokens = (arguments.tokens or line.num_tokens) // BLOCK_SIZE * BLOCK_SIZE
-            measure(line, Setting(load, num_tokens, arguments.repeat, random.Random(line.name)), reference)
+    load = loader(arguments.model or prepare("qwen2-0.5b")[0], arguments.precision, arguments.kv)
+    names, missed = arguments.line or NAMES, []
+    tiers, costs = ([line for line in lines if line.name in names] for lines in (TIERS, COSTS))
+    if tiers:
+        reference = load(enable_prefix_caching=False)
+        print_row("line", "tokens", "ratio to computing", "asked for", "found, ms", "computed, ms")
+        print("|---" * 6 + "|")
+        for tier in tiers:
+            num_tokens = (arguments.tokens or tier.num_tokens) // BLOCK_SIZE * BLOCK_SIZE
+            setting = Setting(load, num_tokens, arguments.repeat, random.Random(tier.name))
+            missed += [] if measure_tier(tier, setting, reference) else [tier.name]
+    if costs:
+        print()
+        print_row("line", "ratio of throughput", "asked for", "of the turns", "with, tok/s", "without, tok/s")
+        print("|---" * 6 + "|")
+        missed += [cost.name for cost in costs if not measure_cost(cost, load, arguments.repeat)]
+    if missed:
+        raise SystemExit(f"not what was asked for: {', '.join(missed)}")
 
 
-def measure(line: Line, setting: Setting, reference: LLM) -> None:
-    """Measure a line and print its row; the last turn's tokens are compared."""
-    turns = list(line.run(setting))
+def measure_tier(tier: Tier, setting: Setting, reference: LLMEngine) -> bool:
+    """Measure a tier and print its row; return whether it is what was asked for.
+
+    The tokens of the last turn are compared.
+    """
+    turns = list(tier.run(setting))
     for answer in turns[-1]:
         if first_token(reference, answer.prompt).outputs[0].token_ids != answer.token_ids:
-            raise SystemExit(f"{line.name}: tokens differ from those of an engine without tiers")
+            raise SystemExit(f"{tier.name}: tokens differ from those of an engine without tiers")
     ratio = statistics.median(found.seconds / computed.seconds for computed, found in turns)
     computed_s, found_s = (statistics.median(turn[index].seconds for turn in turns) for index in (0, 1))
-    cells = [line.name, f"{setting.num_tokens}", f"{ratio:.3f}", f"{line.asked_for:.2f}"]
-    print("| " + " | ".join([*cells, f"{1000 * found_s:.0f}", f"{1000 * computed_s:.0f}"]) + " |", flush=True)
+    cells = [f"{setting.num_tokens}", f"{ratio:.3f}", f"<= {tier.asked_for:.2f}"]
+    print_row(tier.name, *cells, f"{1000 * found_s:.0f}", f"{1000 * computed_s:.0f}")
+    return ratio <= tier.asked_for
 
 
-def first_token(llm: LLM, prompt: list[int]) -> RequestOutput:
+def measure_cost(cost: Cost, load: Callable[..., LLMEngine], repeat: int) -> bool:
+    """Measure a cost and print its row; tokens are compared. Return whether it is what was asked for.
+
+    A turn before the others is not counted.
+    """
+    rng, seconds = random.Random(cost.name), ([], [])
+    with engines_of(cost, load) as engines:
+        for turn in range(repeat + 1):
+            prompts, lengths = workload_b(rng)
+            told: dict[int, list[list[int]]] = {}
+            for index in (0, 1) if turn % 2 else (1, 0):
+                taken, told[index] = answer_all(engines[index], prompts, lengths)
+                seconds[index].append(taken)
+            if told[0] != told[1]:
+                raise SystemExit(f"{cost.name}: tokens differ from those of an engine without a store")
+    given, plain = (each[1:] for each in seconds)
+    ratios = [without / taken for taken, without in zip(given, plain, strict=True)]
+    ratio, num_tokens = statistics.median(ratios), sum(lengths)
+    cells = [f"{ratio:.3f}", f">= {cost.asked_for:.2f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
+    print_row(cost.name, *cells, *(f"{num_tokens / statistics.median(each):.1f}" for each in (given, plain)))
+    return ratio >= cost.asked_for
+
+
+@contextmanager
+def engines_of(cost: Cost, load: Callable[..., LLMEngine]) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+    """Make an engine with the store and one without; shut them down in the end."""
+    with tempfile.TemporaryDirectory() as place:
+        engines = cost.load(load, Path(place)), load(max_num_seqs=64, kv_cache_memory_bytes=2 * CACHE_BYTES)
+        wait_until_usable(engines[0])
+        try:
+            yield engines
+        finally:
+            for engine in engines:
+                engine.shutdown()
+
+
+def print_row(*cells: str) -> None:
+    """Print a row of a table at once."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def first_token(engine: LLMEngine, prompt: list[int]) -> RequestOutput:
     """Answer a prompt with one token, greedily."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    [output] = engine.generate_batch([{"prompt_token_ids": prompt}], params).values()
     return output
 
 

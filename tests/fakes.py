@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import CacheConfig, ModelInfo, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
-from octavo.data.events import FanOut, RecentEvents
+from octavo.data.events import FanOut
 from octavo.data.metrics import EngineMetrics
 from octavo.data.model_output import ModelOutput, TokenLogprobs
+from octavo.data.recent_events import RecentEvents
 from octavo.engine.chat_template import template_role
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor

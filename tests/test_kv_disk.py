@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from test_exactness import answers, make_requests, needs_kernels
-from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, settle
+from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, node, settle
 
 from octavo.config import KVTransferConfig
 from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.errors import ConfigError
 from octavo.kv_transfer import create_store
+from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 __all__ = ["alone", "checkpoint"]  # fixtures
@@ -52,13 +53,47 @@ def test_two_engines_at_once_share_a_directory(tmp_path, checkpoint, alone):
     assert count(log, events.KVLoadEnded, outcome="done") >= 4
 
 
-def test_a_full_disk_costs_no_request(tmp_path, checkpoint, alone, monkeypatch):
-    def is_full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def test_what_came_from_a_disk_is_in_the_pool_of_all_by_then(tmp_path, checkpoint, alone):
+    pool, of_disk, of_pool = GlobalKVPool(5000), EventLog(), EventLog()
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    stores = KVTransferConfig(disk_dir=tmp_path / "kv")
+    asked(engine_over(node(pool, "a"), checkpoint, sink=of_disk, stores=stores), alone("bfloat16"))
+    asked(engine_over(node(pool, "b"), checkpoint, sink=of_pool), alone("bfloat16"))
+    loaded, again = (
+        sum(each.num_tokens for each in log.events if isinstance(each, events.KVLoadEnded))
+        for log in (of_disk, of_pool)
+    )
+    assert again >= loaded > 100
 
-    monkeypatch.setattr(os, "fsync", is_full)
+
+def fail(number):
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_takes_nothing_costs_no_request(tmp_path, checkpoint, alone, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", fail(number))
     asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize(("call", "number"), [("preadv", errno.EIO), ("scandir", errno.EACCES)])
+def test_a_disk_that_gives_nothing_costs_no_request(tmp_path, checkpoint, alone, monkeypatch, call, number):
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    log = EventLog()
+    monkeypatch.setattr(os, call, fail(number))
+    asked(over_disk(tmp_path / "kv", checkpoint, sink=log), alone("bfloat16"))
+    assert count(log, events.KVLoadEnded, outcome="done") == 0
+    assert (count(log, events.KVLoadStarted) > 0) == (call == "preadv")
+
+
+def test_a_place_where_no_directory_can_be_made_costs_no_request(tmp_path, checkpoint, alone, caplog):
+    (tmp_path / "file").touch()
+    asked(over_disk(tmp_path / "file" / "kv", checkpoint), alone("bfloat16"))
+    assert "left alone for a while and tried again" in caplog.text
 
 
 def test_what_was_changed_on_disk_is_computed(tmp_path, checkpoint, alone):
@@ -87,6 +122,19 @@ def test_another_model_never_hits(tmp_path, checkpoint, alone):
     log = EventLog()
     asked(over_disk(tmp_path / "kv", checkpoint, sink=log), alone("bfloat16"))
     assert count(log, events.KVLoadEnded) == 0
+
+
+@pytest.mark.parametrize(("name", "older"), [("__version__", "0.1.0"), ("LAYOUT_VERSION", 0)])
+def test_what_an_older_process_saved_never_hits(tmp_path, checkpoint, alone, monkeypatch, name, older):
+    """It had the same weights and was asked the same; what it computed may be other numbers, or lie otherwise."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"octavo.build.{name}", older)
+        asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    num_files = len(list((tmp_path / "kv").glob("*.kv")))
+    log = EventLog()
+    asked(over_disk(tmp_path / "kv", checkpoint, sink=log), alone("bfloat16"))
+    assert count(log, events.KVLoadStarted) == 0
+    assert len(list((tmp_path / "kv").glob("*.kv"))) > num_files > 0
 
 
 KILLED = """

@@ -15,8 +15,9 @@ from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingPa
 from octavo.assets import BUILT_IN_DRAFT, built_in_model_path
 from octavo.build import build_engine
 from octavo.config import EngineConfig, SpeculativeConfig
-from octavo.data.events import DraftsVerified
+from octavo.data.events import DraftsVerified, KVLoadEnded
 from octavo.journal.replay import replay
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels
@@ -119,7 +120,9 @@ def make_requests(count: int) -> list[tuple[str, SamplingParams]]:
     ]
 
 
-def make_engine(number_format: str, run: Run, speculative: SpeculativeConfig | None = None, sink=None) -> LLMEngine:
+def make_engine(
+    number_format: str, run: Run, speculative: SpeculativeConfig | None = None, sink=None, kv_store=None
+) -> LLMEngine:
     engine = LLMEngine(
         ModelConfig(**precision(number_format)),
         cache_config=CacheConfig(
@@ -135,9 +138,11 @@ def make_engine(number_format: str, run: Run, speculative: SpeculativeConfig | N
             preemption="swap" if run.swap_space_bytes else "auto",
             batching=run.batching,
             mixed_step_ms=0.0,
+            min_tokens_to_cache=4,
         ),
         device_config=DeviceConfig(device="cpu", kernels="cpu"),
         speculative_config=speculative or SpeculativeConfig(method="none"),
+        kv_store=kv_store,
         sink=sink,
     )
     if not run.has_policy:
@@ -180,25 +185,30 @@ def expected(number_format: str, count: int) -> tuple[list[list[tuple]], dict[st
 
 
 class Verified:
-    """Counts drafts, and those that came true."""
+    """Counts drafts, and those that came true; tokens that came from a store."""
 
     def __init__(self) -> None:
-        self.num_drafted = self.num_accepted = 0
+        self.num_drafted = self.num_accepted = self.num_loaded = 0
 
     def emit(self, event) -> None:
+        if isinstance(event, KVLoadEnded):
+            self.num_loaded += event.num_tokens
         if isinstance(event, DraftsVerified):
             self.num_drafted += event.num_drafted
             self.num_accepted += event.num_accepted
 
 
-def check(run: Run, number_format: str, count: int) -> None:
-    """Compute the requests with drafts and compare; look whether what the run is for did happen."""
+def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
+    """Compute the requests with drafts and compare; look whether what the run is for did happen.
+
+    Return how many tokens came from a store.
+    """
     told, sequences = expected(number_format, count)
     verified, config = Verified(), None
     if run.method in CONFIGS:
         rounding = {"quantization": precision(number_format).get("quantization")} if run.method == "itself" else {}
         config = SpeculativeConfig(**CONFIGS[run.method], num_speculative_tokens=run.num_drafts, **rounding)
-    engine = make_engine(number_format, run, config, verified)
+    engine = make_engine(number_format, run, config, verified, kv_store)
     if config is None:
         proposer = ScriptedProposer(sequences, run.num_drafts, run.share_right)
         let_propose(engine, proposer, cut=run.method != "uncut")
@@ -217,9 +227,11 @@ def check(run: Run, number_format: str, count: int) -> None:
     assert (stats.total_preempted > 0) == (run.num_blocks is not None)
     assert (stats.total_swapped > 0) == (run.swap_space_bytes > 0)
     assert (stats.cache_hit_rate > 0.4) or run.rounds == 1
+    while engine.core.has_work():  # until all is saved
+        engine.step()
     if not run.num_drafts:
         assert verified.num_drafted == 0
-        return
+        return verified.num_loaded
     share = verified.num_accepted / verified.num_drafted
     if run.method == "itself":
         assert share == 1.0, "its keys and values are those of the target, wherever they come from"
@@ -227,6 +239,7 @@ def check(run: Run, number_format: str, count: int) -> None:
         assert 0.02 < share < 1
     else:
         assert {0.0: share == 0.0, 1.0: share > 0.95}.get(run.share_right, 0.02 < share < 0.95), share
+    return verified.num_loaded
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
@@ -254,6 +267,17 @@ def test_tokens_are_the_same_with_a_model_that_drafts_in_every_number_format(num
     if method == "quantized" and number_format == "int4":
         pytest.skip("it is in int4 already")
     check(Run("few", method, num_drafts=4, **FEW_BLOCKS), number_format, 18)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("run", [MODEL_RUNS[0], MODEL_RUNS[5]], ids=lambda run: run.name)
+def test_tokens_are_the_same_with_a_model_that_drafts_behind_what_a_store_had(run, method):
+    pool = GlobalKVPool(5000)
+    for name in ("saves", "loads"):
+        store = functools.partial(MemoryStore, pool, name)
+        num_loaded = check(replace(run, method=method, block_size=4), "bfloat16", 15, store)
+    assert num_loaded >= 30
 
 
 def test_answers_before_are_drafts_for_their_salt_alone():

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,21 +22,24 @@ from octavo.config import (
 )
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
-from octavo.data.events import FanOut, NullSink, RecentEvents
+from octavo.data.events import FanOut, NullSink
+from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineMetrics, EngineStats
+from octavo.data.recent_events import RecentEvents
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.stores import RecordedConnector
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
-from octavo.kv_transfer import create_store
+from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
-from octavo.kv_transfer.direct import NUM_AREAS, create_connector
+from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.kv_cache import LAYOUT_VERSION
+from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
@@ -117,6 +121,7 @@ def build_core(
         grammars=grammars,
         speculative_config=speculative_config,
         draft_checkpoint=find_draft_checkpoint(speculative_config, model_config, checkpoint),
+        store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
     )
     if reading is not None:
         reading.result()
@@ -131,11 +136,10 @@ def build_core(
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store, direct)
-    num_threads = config.kv_transfer.num_threads + (0 if direct is None else NUM_AREAS)
-    executor = LocalExecutor(worker, store, num_threads=num_threads)
+    executor = LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer))
     connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
-    metrics, recent = EngineMetrics(EngineStats(kv_stores={} if store is None else store.figures)), RecentEvents()
+    metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -148,6 +152,20 @@ def build_core(
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _stats(store: TieredStore | None) -> EngineStats:
+    """Return an engine's figures, with each of its tiers from the beginning, so that a rate sees the first one."""
+    stats = EngineStats()
+    if store is not None:
+        stats.kv_stores = store.figures
+        stats.tiers |= {name: KVTierFigures() for name in store.figures}
+    return stats
+
+
+def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
+    """Return what stores take of host memory: buffers for what is on its way, and what they have for themselves."""
+    return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
 def _connect(

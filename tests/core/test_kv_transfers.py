@@ -11,6 +11,7 @@ from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVC
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.data import events
+from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
@@ -22,10 +23,10 @@ CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min
 class Transfers:
     """Transfers of a store into 16 blocks of 4 tokens, which may take 5 s; `log` has what is told of them."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=16):
         self.log, self.store = events.EventLog(), Store(wants=True)
         self.emitter = EventEmitter(self.log)
-        self.manager = KVCacheManager(16, 4)
+        self.manager = KVCacheManager(num_blocks, 4)
         self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
 
     def start(self, name, now=0.0, params=None):
@@ -48,6 +49,14 @@ class Transfers:
         request.num_computed_tokens = num_tokens - 1 if num_computed is None else num_computed
         self.manager.commit(request)
         return request
+
+    def extend(self, request, num_tokens):
+        """Let a request have so many tokens, all but the last one computed and shared."""
+        num_new = num_tokens - request.num_tokens
+        request.sequence.token_ids += [7] * num_new
+        assert self.manager.allocate_slots(request, num_tokens - request.num_computed_tokens) is not None
+        request.num_computed_tokens = num_tokens - 1
+        self.manager.commit(request)
 
     def told(self):
         ended = self.log.of_type(events.KVLoadEnded)
@@ -251,6 +260,66 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.transfers.num_records == 0
 
 
+def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 9)
+    made.transfers.offer(request)
+    [of_prompt] = made.transfers.take_orders()
+    assert of_prompt.keys == request.block_hashes[:2]
+    saved = {}
+    for num_blocks in range(3, 22):
+        made.extend(request, 4 * num_blocks + 1)
+        made.transfers.offer(request)
+        for order in made.transfers.take_orders():
+            saved[num_blocks] = order
+    assert {at: order.keys for at, order in saved.items()} == {
+        10: request.block_hashes[2:10],
+        18: request.block_hashes[10:18],
+    }
+    assert saved[18].block_ids == request.sequence.block_table[10:18]
+    made.transfers.request_finished(request)
+    [last] = made.transfers.take_orders()
+    assert last.keys == request.block_hashes[18:21]
+    assert last.block_ids == request.sequence.block_table[18:21]
+    made.manager.free(request)
+    pinned = {block.block_id for block in made.manager.pinned_blocks()}
+    assert pinned.issuperset(last.block_ids)
+    assert made.transfers.num_records == 0
+
+
+def test_of_an_answer_without_a_whole_block_of_a_prompt_what_is_there_is_saved_with_its_end():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 3)
+    made.extend(request, 13)
+    made.transfers.offer(request)
+    assert (made.transfers.take_orders(), made.transfers.num_records) == ([], 0)
+    made.transfers.request_finished(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[:3]]
+
+
+def test_a_prompt_is_saved_at_once_with_the_blocks_behind_it(made):
+    request = made.commit("a", 8, num_computed=4)
+    made.transfers.offer(request)
+    made.extend(request, 9)
+    made.transfers.offer(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [[key] for key in request.block_hashes]
+
+
+def test_who_gives_way_is_saved_when_its_blocks_are_there_again():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 5)
+    made.transfers.offer(request)
+    made.extend(request, 21)
+    made.transfers.take_orders()
+    made.manager.release(request)
+    made.transfers.offer(request)
+    assert made.transfers.take_orders() == []
+    made.manager.allocate_slots(request, 21)
+    made.manager.commit(request)
+    made.transfers.request_finished(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[1:5]]
+
+
 def test_what_is_being_saved_is_not_saved_beside_itself(made):
     first, second = made.commit("a", 5), made.commit("abc", 5)  # alike, so that their blocks have the same keys
     made.transfers.offer(first)
@@ -398,6 +467,43 @@ def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
     made.transfers.end(order.transfer_id, num_blocks)
     [event] = made.log.of_type(events.KVLoadEnded)
     assert (event.num_tokens, event.seconds, event.computing_s) == (num_tokens, 2.0, 0.5 * num_tokens)
+
+
+@pytest.mark.parametrize("num_preemptions", [0, 1])
+def test_which_tiers_gave_a_load_is_told_with_it(made, num_preemptions):
+    request, order = made.start("a")
+    request.num_preemptions = num_preemptions
+    moves = (TierMove("memory", 1, 100, 0.25), TierMove("disk", 1, 100, 0.5))
+    made.transfers.end(order.transfer_id, 2, moves)
+    [event] = made.log.of_type(events.KVLoadEnded)
+    assert (event.moves, event.resumed) == (moves, num_preemptions == 1)
+
+
+def test_which_tiers_took_a_save_is_told_with_it(made):
+    made.transfers.offer(made.commit("a", 5))
+    [order] = made.transfers.take_orders()
+    move = TierMove("disk", 1, 100, 0.5)
+    made.transfers.end(order.transfer_id, 1, (move,))
+    made.transfers.offer(made.commit("b", 5))
+    made.transfers.expired(5.0)
+    assert [event.moves for event in made.log.of_type(events.KVSaveEnded)] == [(move,), ()]
+
+
+def test_what_made_way_in_stores_is_told_even_by_a_transfer_that_nobody_knows(made):
+    _, order = made.start("a")
+    made.transfers.end(order.transfer_id, 2, evicted=(("memory", 3), ("disk", 1)))
+    made.transfers.end(99, 2, (TierMove("disk", 2, 100, 0.5),), (("disk", 4),))
+    told = [(event.tier, event.num_blocks) for event in made.log.of_type(events.StoreBlocksEvicted)]
+    assert told == [("memory", 3), ("disk", 1), ("disk", 4)]
+    assert len(made.log.of_type(events.KVLoadEnded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("store", "num_host_blocks", "learns"), [(Store(), 0, True), (None, 1, True), (None, 0, False)]
+)
+def test_what_computing_takes_is_of_interest_where_there_is_another_tier(made, store, num_host_blocks, learns):
+    manager = KVCacheManager(16, 4, num_host_blocks=num_host_blocks)
+    assert KVTransfers(store or NullConnector(), manager, CONFIG, made.emitter).learns_steps is learns
 
 
 def test_of_a_load_that_was_given_up_nothing_came(made):

@@ -63,8 +63,11 @@ def test_what_went_to_host_memory_and_what_came_back(make_core):
     assert stats.num_offloaded_blocks == len(log.of_type(events.BlockOffloaded)) > 3
     num_evicted = len(log.of_type(events.BlockEvicted)), len(log.of_type(events.HostBlockEvicted))
     assert min(num_evicted) > 0
-    assert stats.evicted_blocks == dict(zip(("device", "host"), num_evicted, strict=True))
+    assert (stats.tiers["device"].num_evicted, stats.tiers["host"].num_evicted) == num_evicted
+    assert (stats.tiers["device"].num_hit_tokens, stats.tiers["host"].num_hit_tokens) == (12, 12)
     assert stats.prefix_cache_hits == 24
+    [found] = log.of_type(events.HostBlocksFound)
+    assert found.computing_s == pytest.approx(12 / 19)  # a step of 19 tokens took a second
 
 
 def test_times_begin_when_a_request_arrived(make_core):

@@ -5,6 +5,7 @@ from stores import Store
 
 from octavo.core import invariants
 from octavo.data import events
+from octavo.data.kv_tiers import TierMove
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.data.request import RequestStatus
 
@@ -209,6 +210,16 @@ def test_what_was_pooled_goes_with_its_request(make_core):
     pooled = [0.5, 0.25]
     a, b = take(core, core.scheduler.schedule(), {"a": [7], "b": [7]}, pooled={"a": pooled})
     assert (a.pooled, b.pooled) == (pooled, None)
+
+
+def test_what_went_to_host_memory_and_back_is_told(make_core):
+    core = make_core()
+    core.add("a", 4, max_tokens=2)
+    saved, loaded = TierMove("host", 2, 200, 0.5), TierMove("host", 1, 100, 0.25)
+    take(core, core.scheduler.schedule(), {"a": [7]}, host_moves=[saved, loaded])
+    take(core, core.scheduler.schedule(), {"a": [7]})
+    [copied] = core.log.of_type(events.HostBlocksCopied)
+    assert (copied.saved, copied.loaded) == (saved, loaded)
 
 
 def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):

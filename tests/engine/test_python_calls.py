@@ -5,7 +5,9 @@ import sys
 import pytest
 from kernels_available import COMPILED
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, LLMEngine, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 
 pytestmark = [
     pytest.mark.performance,
@@ -31,10 +33,9 @@ def python_calls(call):
     return count
 
 
-@pytest.mark.parametrize("method", BOUNDS)
-def test_a_decode_step_enters_few_python_functions(method):
-    engine = LLM(max_num_seqs=32, speculative_config={"method": method}).llm_engine
-    counts = {}
+def calls_of_a_decode_step(engine):
+    """Return the fewest functions that a step of one request enters, and one of 32."""
+    counts = []
     for running in (1, 32):
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, detokenize=False)
         names = [f"{running}-{index}" for index in range(running)]
@@ -42,9 +43,36 @@ def test_a_decode_step_enters_few_python_functions(method):
             engine.add_request(name, {"prompt_token_ids": [index + 1] * 8}, params)
         for _ in range(4):
             engine.step()
-        counts[running] = min(python_calls(engine.step) for _ in range(8))
+        counts.append(min(python_calls(engine.step) for _ in range(8)))
         engine.abort_request(names)
         engine.step()
-    a_request = (counts[32] - counts[1]) / 31
-    assert counts[1] < BOUNDS[method][0], counts
-    assert a_request < BOUNDS[method][1], counts
+    return counts
+
+
+@pytest.mark.parametrize("method", BOUNDS)
+def test_a_decode_step_enters_few_python_functions(method):
+    one, many = calls_of_a_decode_step(LLM(max_num_seqs=32, speculative_config={"method": method}).llm_engine)
+    assert one < BOUNDS[method][0]
+    assert (many - one) / 31 < BOUNDS[method][1], (one, many)
+
+
+class WantsNothing(MemoryStore):
+    """A store that is asked and offered, and never has anything."""
+
+    def __init__(self, block_bytes):
+        super().__init__(GlobalKVPool(1), "nothing", block_bytes)
+
+    def lacks(self, _keys):
+        return set()
+
+
+def test_a_store_that_never_hits_costs_a_decode_step_one_function():
+    without, over_store = (
+        LLMEngine(
+            scheduler_config=SchedulerConfig(max_num_seqs=32),
+            speculative_config=SpeculativeConfig(method="none"),
+            kv_store=store,
+        )
+        for store in (None, WantsNothing)
+    )
+    assert calls_of_a_decode_step(over_store) == [count + 1 for count in calls_of_a_decode_step(without)]

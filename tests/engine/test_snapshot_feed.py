@@ -18,19 +18,22 @@ from test_remote_engine import until
 from octavo.data.events import (
     EVENT_TYPES,
     EventLog,
-    RecentEvents,
     RequestQueued,
     StepCompleted,
     StepScheduled,
     WaitReason,
 )
+from octavo.data.kv_tiers import TierMove
+from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockMap, BlockState, Snapshot
 from octavo.engine import ipc, snapshot_feed
 from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.sampling_params import SamplingParams
 
+MOVE = TierMove("disk", 3, 300, 0.25)
 SAMPLES = {
     "int": 7, "float": 1.5, "str": "cmpl-1", "bool": True, "int | None": None, "str | None": "why",
+    "TierMove": MOVE, "tuple[TierMove, ...]": (MOVE, MOVE),
     "WaitReason": WaitReason.NO_BLOCKS, "Mapping[str, int]": {"a": 1, "b": 512}, "tuple[int, ...]": (1, 2),
 }  # fmt: skip
 

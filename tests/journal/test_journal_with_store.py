@@ -7,12 +7,24 @@ from stores import Store
 from octavo import CacheConfig, SamplingParams, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
-from octavo.journal.explain import explain
+from octavo.journal.explain import GENERATING, LOADING, explain
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.replay import replay
 from octavo.journal.stores import RecordedConnector
+from octavo.journal.trace import chrome_trace
+
+OF_TIERS = (
+    events.KVLoadStarted,
+    events.KVLoadEnded,
+    events.KVSaveStarted,
+    events.KVSaveEnded,
+    events.StoreBlocksEvicted,
+    events.HostBlocksCopied,
+)
 
 
 def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path, monkeypatch):
@@ -21,13 +33,14 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
     now = [0.0]
     clock = RecordedClock(lambda: now[0])
     store = StoreOfSome()
-    recorded = RecordedConnector(store)
+    recorded, log = RecordedConnector(store), EventLog()
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1, kv_lookup_timeout_s=10.0),
         CacheConfig(block_size=4),
         num_blocks=64,
         max_model_len=200,
         clock=clock,
+        sink=log,
         connector=recorded,
     )
     path = tmp_path / "journal"
@@ -41,7 +54,7 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
         if not recorder.has_work():
             continue
         scheduled = recorder.schedule()
-        ended += [(each.transfer_id, len(each.keys) - (each.request_id == "r2")) for each in scheduled.kv_transfers]
+        ended += [moved(each) for each in scheduled.kv_transfers]
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             request = scheduler.requests[name]
@@ -49,11 +62,17 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
                 sampled[name] = [7]
         told, ended = ended[:1], ended[1:]
         now[0] += 0.02
-        recorder.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, kv_transfers=told))
+        moves = [TierMove("host", 2, 200, 0.25), TierMove("host", 1, 100, 0.125)] if scheduled.step % 5 == 0 else []
+        result = ModelOutput(scheduled.step, sampled, kv_transfers=told, host_moves=moves)
+        recorder.update_from_output(scheduled, result)
     assert not scheduler.requests
     recorder.close()
     played = replay(path)
     assert played.mismatches == []
+    assert [each for each in played.log.events if isinstance(each, OF_TIERS)] == [
+        each for each in log.events if isinstance(each, OF_TIERS)
+    ]
+    assert {type(each) for each in log.events} >= set(OF_TIERS)
     loads = [each for each in played.log.events if isinstance(each, events.KVLoadEnded)]
     assert {each.outcome for each in loads} == {"done", "failed"}
     assert any(isinstance(each, events.KVSaveEnded) for each in played.log.events)
@@ -61,7 +80,22 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
     done = next(each for each in loads if each.outcome == "done" and each.computing_s)
     text = explain(played.log.events, done.request_id).text()
     ms = f"{1e3 * done.seconds:.0f} ms, instead of about {1e3 * done.computing_s:.0f} ms of computing"
-    assert f"{done.num_tokens:,} tokens from disk, {ms}" in text
+    assert f"8 tokens from memory (1 ms) and 8 tokens from disk (3 ms), {ms.replace(' ms,', ' ms in all,')}" in text
+    failed = next(each for each in loads if each.outcome == "failed")
+    explained = explain(played.log.events, failed.request_id)
+    assert "12 tokens from disk, " in explained.text()
+    assert GENERATING in explained.seconds, "it goes on with what came"
+    spans = [each for each in chrome_trace(played)["traceEvents"] if each["name"] == LOADING]
+    whole, part = {"memory": "8 tokens, 1 ms", "disk": "8 tokens, 3 ms"}, {"disk": "12 tokens, 3 ms"}
+    assert [each["args"] for each in spans] == [part if each is failed else whole for each in loads]
+
+
+def moved(order):
+    """How a transfer ends: of two tiers, but for one that lacks a block."""
+    count = len(order.keys) - (order.request_id == "r2")
+    disk = TierMove("disk", count, 100 * count, 0.003)
+    moves = (disk,) if count < 4 else (TierMove("memory", 2, 200, 0.001), TierMove("disk", 2, 200, 0.003))
+    return EndedTransfer(order.transfer_id, count, moves, (("disk", 1),))
 
 
 class StoreOfSome(Store):

@@ -10,7 +10,7 @@ from faulty_store import HangingStore
 
 from octavo.kv_transfer import guard as guard_module
 from octavo.kv_transfer.guard import FIRST_PAUSE_S, HANGS_AFTER_S, LONGEST_PAUSE_S, GuardedStore
-from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 
 KEYS = [bytes([index]) * 32 for index in range(8)]
@@ -211,6 +211,18 @@ def test_figures_say_that_a_call_hangs(made):
     asking.join(10)
     assert guard.is_usable
     assert guard.figures.is_usable == 1
+
+
+def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(made):
+    _, store, guard = made
+    counts = iter([2, 2, 5, 0, 6])
+    store.stats = lambda: StoreStats(0, 0, None, num_evicted=next(counts))
+    told = []
+    for _ in range(5):
+        guard.save(KEYS[:1], [memoryview(bytes(BLOCK_BYTES))])
+        told.append(guard.take_evicted())
+    assert told == [2, 0, 3, 0, 1]
+    assert guard.take_evicted() == 0
 
 
 def test_counts_that_cannot_be_are_cut(made):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -104,6 +105,19 @@ def test_what_one_saved_the_other_one_loads(master, open_store):
     assert load(reader) == BLOCKS[:3]
 
 
+def test_a_client_takes_no_more_memory_than_is_planned(master, open_store):
+    lent_bytes = 32 << 20
+    store = open_store(master, lent_bytes)
+    keys = [os.urandom(32) for _ in range(lent_bytes // BLOCK_BYTES + 20)]
+    for first in range(0, len(keys), len(KEYS)):
+        store.save(keys[first : first + len(KEYS)], BLOCKS)
+    assert sum(store.num_matched([key]) for key in keys) > 0.7 * lent_bytes / BLOCK_BYTES
+    status = Path(f"/proc/{store._client._process.pid}/status").read_text().splitlines()
+    found = dict(line.split(":") for line in status)
+    taken = sum(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    assert lent_bytes < taken < MooncakeStore.host_bytes(BLOCK_BYTES, lent_bytes)
+
+
 def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store):
     donor, writer = open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(3)]
@@ -143,6 +157,28 @@ def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
             assert load(reader) == BLOCKS[:7]
         finally:
             third_party.kill()
+
+
+@pytest.mark.parametrize("is_asked_again", [True, False])
+def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_asked_again):
+    """Each question leases it anew; without that, the first lease is over when a writer needs the memory."""
+    leases_s = 3.0
+    master = Master(leases_ms=int(1000 * leases_s))
+    try:
+        writer, reader = open_store(master, 16 << 20), open_store(master)
+        assert writer.save(KEYS, BLOCKS) == reader.num_matched(KEYS) == len(KEYS)
+        time.sleep(leases_s - 0.5)
+        start = time.monotonic()
+        if is_asked_again:
+            assert reader.num_matched(KEYS) == len(KEYS)
+        time.sleep(1.0)  # the first lease is over
+        while time.monotonic() < start + leases_s - 1.0:
+            writer.save([os.urandom(32) for _ in KEYS], BLOCKS)
+        loaded = load(reader)
+        assert loaded == BLOCKS[: len(loaded)]
+        assert (len(loaded) == len(KEYS)) == is_asked_again
+    finally:
+        master.kill()
 
 
 @pytest.mark.parametrize("leases_ms", [1, 300])

@@ -11,6 +11,9 @@ from octavo.config import CacheConfig, KVTransferConfig, SchedulerConfig
 from octavo.data.capacity import EngineCapacity
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import ConfigError
+from octavo.kv_transfer import host_bytes
+from octavo.kv_transfer.direct import num_load_threads
+from octavo.kv_transfer.mooncake_client import PROCESS_BYTES
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -49,3 +52,15 @@ def test_a_request_has_its_part_of_a_pair_in_the_core():
     params = KVTransferParams("t", is_prefill=True)
     engine.add_request("r", "hello", kv_transfer_params=params)
     assert engine.core.scheduler.requests["r"].kv_transfer_params is params
+
+
+def test_what_the_direct_way_takes_of_memory_is_counted_before_the_cache():
+    block_bytes, plain = 1 << 20, KVTransferConfig(disk_dir=Path("kv"))
+    assert host_bytes(plain, block_bytes) == 0
+    prefill = KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 30)
+    decode = KVTransferConfig(role="decode", direct=True)
+    areas = {"prefill": 8, "decode": 16}  # of at most 8 MiB each, of whole objects
+    for config, kept in ((prefill, 1 << 30), (decode, 0)):
+        taken = host_bytes(config, block_bytes) - kept - PROCESS_BYTES
+        assert 0.8 < taken / (areas[config.role] << 23) <= 1
+    assert (num_load_threads(plain), num_load_threads(prefill), num_load_threads(decode)) == (2, 2, 18)

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.kv_transfer.interface import StoreError
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
-from octavo.kv_transfer.tiers import TieredStore
+from octavo.kv_transfer.tiers import TieredStore, TierTally
 
 KEYS = [bytes([index]) * 32 for index in range(8)]
 BLOCK_BYTES = 32
@@ -114,6 +114,37 @@ def test_a_block_that_both_have_spoilt_ends_the_load(made):
         store.pool._nodes["a"][KEYS[1]].kv_data = b"spoilt"
     assert tiers.load(KEYS[:2], buffers(2)) == 1
     assert tiers.num_matched(KEYS[:2]) == 1
+    tiers.close()
+
+
+def test_who_gave_and_who_took_what_is_told_in_the_order_of_the_first_blocks(made):
+    fast, slow, tiers = made
+    fast.name, slow.name = "fast", "slow"
+    tiers = TieredStore([fast, slow])
+    put(fast, 0, 3)
+    put(slow, 1, 2, 4)
+    tally = TierTally()
+    assert tiers.load(KEYS[:2], buffers(2), tally) == 2
+    assert tiers.load(KEYS[2:6], buffers(4), tally) == 3  # of the same transfer, the next piece
+    moves = tally.moves()
+    assert [move[:3] for move in moves] == [("fast", 2, 2 * BLOCK_BYTES), ("slow", 3, 3 * BLOCK_BYTES)]
+    assert min(move.seconds for move in moves) > 0
+    tally = TierTally()
+    assert tiers.save(KEYS[:2], blocks_of(KEYS[:2]), tally) == 2
+    assert [move[:2] for move in tally.moves()] == [("fast", 1), ("slow", 1)]
+    tally = TierTally()
+    tiers.save(KEYS[:2], blocks_of(KEYS[:2]), tally)
+    assert tally.moves() == ()
+    tiers.close()
+
+
+def test_what_made_way_is_told_by_tier(made):
+    fast, slow = MemoryStore(GlobalKVPool(2), "a", BLOCK_BYTES), made[1]
+    fast.name = "fast"
+    tiers = TieredStore([fast, slow])
+    tiers.save(KEYS[:5], blocks_of(KEYS[:5]))
+    assert tiers.take_evicted() == (("fast", 3),)
+    assert tiers.take_evicted() == ()
     tiers.close()
 
 

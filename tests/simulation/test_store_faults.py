@@ -57,7 +57,7 @@ def believe_everything(patch: pytest.MonkeyPatch) -> None:
 def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
     """The blocks are given to others while they are read, which takes its time."""
     patch.setattr(SimulatedStore, "max_steps", 20)
-    offer = KVTransfers.offer
+    offer = KVTransfers._offer_all
 
     def careless(self, request):
         offer(self, request)
@@ -65,7 +65,7 @@ def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
             if order.request_id is None:
                 self._manager.unpin(order.transfer_id)
 
-    patch.setattr(KVTransfers, "offer", careless)
+    patch.setattr(KVTransfers, "_offer_all", careless)
 
 
 def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,46 @@ def test_everything_moves_under_load(
         picture(page, f"dashboard-{name}", whole=True)
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_tiers_of_the_cache_are_listed_and_drawn_where_there_are_some(
+    browser: Browser, served: Served, tmp_path: Path, width: int
+) -> None:
+    with opened(browser, served, width) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        assert page.locator("#tiers").is_hidden(), "here is the device alone"
+    tiers = ["--kv-disk-dir", str(tmp_path), "--swap-space-bytes", "2M", "--num-gpu-blocks-override", "40"]
+    with serve(*tiers) as first:
+        tell_tales(first)
+    with serve(*tiers) as second, opened(browser, second, width) as page:
+        for _ in range(3):
+            tell_tales(second)
+        until(
+            page,
+            "document.querySelector('#tiers .scroll tbody tr:nth-child(3) td:nth-child(4)').textContent.includes('iB')",
+        )
+        names = page.locator("#tiers .scroll tbody tr td:first-child").all_inner_texts()
+        assert names == ["device", "host", "disk"]
+        rates = [
+            float(text.split()[0]) for text in page.locator("#tiers .scroll tbody td:nth-child(2)").all_inner_texts()
+        ]
+        assert sum(rates) <= 101
+        assert rates[2] > 0
+        assert page.locator("#chart-tiers canvas").count() == 1
+        until(page, "document.getElementById('chart-tiers').querySelector('.u-over').clientWidth > 200")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        page.locator("#tiers").scroll_into_view_if_needed()
+        if PICTURES:
+            page.wait_for_timeout(3000)
+        picture(page, f"dashboard-tiers-{width}", whole=True)
+
+
+def tell_tales(served: Served) -> None:
+    """Let stories be told that begin alike in twos, and whose beginnings have not all room on the device."""
+    for number in range(8):
+        tale = f"Once upon a time there were {number // 2} mice in a house by the sea, and they ate bread. " * 6
+        served.http.post("/v1/completions", json={"prompt": f"{tale} {number}", "max_tokens": 8, "temperature": 0})
+
+
 def test_hovering_tells_whose_block_and_whose_step(browser: Browser, served: Served) -> None:
     with Load(served), opened(browser, served) as page:
         until(page, "Number(document.getElementById('timeline').dataset.steps) > 100")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -14,7 +15,8 @@ from scripted_drafts import verify_all
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_path
 from octavo.config import SpeculativeConfig
-from octavo.data.events import DraftsVerified
+from octavo.data.events import DraftsVerified, KVLoadEnded
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.worker.draft_model import _within
 from octavo.worker.forward_pass import ForwardPass
 
@@ -30,10 +32,12 @@ DRAFTS = 4
 class Watched:
     """An engine whose passes are counted: the rows of each pass of the model that drafts, and what came of drafts."""
 
-    def __init__(self, monkeypatch, speculative: dict[str, str], budget: int = 512, **cache: object) -> None:
+    def __init__(
+        self, monkeypatch, speculative: dict[str, str], budget: int = 512, kv_store=None, **cache: object
+    ) -> None:
         self.rows: list[int] = []
         self.lengths: list[int] = []
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.loaded = 0
         compute = ForwardPass.__call__
 
         def watch(forward_pass, token_ids, batch):
@@ -47,6 +51,7 @@ class Watched:
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, mixed_step_ms=0.0, preemption="swap"),
             cache_config=CacheConfig(**{"num_gpu_blocks": 64, "block_size": BLOCK, **cache}),
             speculative_config=SpeculativeConfig(**speculative, num_speculative_tokens=DRAFTS),
+            kv_store=kv_store,
             sink=self,
         )
         verify_all(self.engine)
@@ -59,6 +64,8 @@ class Watched:
         if isinstance(event, DraftsVerified):
             self.drafted += event.num_drafted
             self.accepted += event.num_accepted
+        if isinstance(event, KVLoadEnded):
+            self.loaded += event.num_tokens
 
     def add(self, name: str, prompt: list[int] = PROMPT, **asked: object) -> None:
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **asked})
@@ -166,6 +173,26 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     assert watched.finish() == {"a": right}
     assert watched.accepted == watched.drafted
     assert watched.engine.core.scheduler.get_stats().total_swapped == 1
+
+
+def test_what_a_store_had_of_a_prompt_is_computed_by_the_model_that_drafts(monkeypatch, right):
+    """It has the target's keys and values only; the blocks they go into held others of the one that drafts."""
+    pool = GlobalKVPool(500)
+    first = Watched(monkeypatch, ITSELF, kv_store=functools.partial(MemoryStore, pool, "a"), num_gpu_blocks=128)
+    first.add("a")
+    first.finish()
+    while first.engine.core.has_work():
+        first.step()
+    second = Watched(monkeypatch, ITSELF, kv_store=functools.partial(MemoryStore, pool, "b"), num_gpu_blocks=16)
+    second.add("b", [token + 1 for token in PROMPT])
+    second.finish()
+    second.add("c")
+    rows = []
+    while not rows:
+        rows = second.step()
+    assert (second.loaded, rows[0]) == (10 * BLOCK, len(PROMPT) + 1)
+    assert second.finish() == {"c": right}
+    assert second.accepted == second.drafted
 
 
 def test_what_is_lacking_is_made_up_for_as_steps_have_room(monkeypatch, right):

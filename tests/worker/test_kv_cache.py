@@ -43,6 +43,18 @@ def test_a_block_comes_back_from_host_memory_bit_for_bit(cache):
     assert torch.equal(bits(cache.blocks[5]), before)
 
 
+def test_what_went_to_host_memory_and_what_came_back_is_told_with_its_time(cache):
+    saved, loaded = cache.copy(BlockCopies(swap_out=[(2, 1), (0, 0)], block_copies=[(3, 2)], swap_in=[(1, 5)]))
+    assert (saved.tier, saved.num_blocks, saved.num_bytes) == ("host", 2, 2 * cache.block_bytes)
+    assert (loaded.tier, loaded.num_blocks, loaded.num_bytes) == ("host", 1, cache.block_bytes)
+    assert min(saved.seconds, loaded.seconds) > 0
+    saved, loaded = cache.copy(BlockCopies(swap_in=[(1, 5)]))
+    assert saved == ("host", 0, 0, 0.0)
+    assert loaded.num_blocks == 1
+    assert cache.copy(BlockCopies(swap_out=[(2, 1)]))[1] == ("host", 0, 0, 0.0)
+    assert cache.copy(BlockCopies(block_copies=[(3, 2)])) == cache.copy(BlockCopies()) == ()
+
+
 def test_a_copied_block_is_a_block_of_its_own(cache):
     before = bits(cache.blocks[0])
     cache.copy(BlockCopies(block_copies=[(0, 3)]))

@@ -60,7 +60,7 @@ class Moved:
         """Carry out one transfer; return how many blocks it moved."""
         order = self.order(direction, keys, block_ids)
         self.begin(order)
-        transfer_id, count = self.ended.get(timeout=10)
+        transfer_id, count, *_ = self.ended.get(timeout=10)
         assert transfer_id == order.transfer_id
         return count
 
@@ -116,6 +116,21 @@ def test_a_load_ends_before_the_first_block_that_is_not_whole():
     assert moved.move(LOAD, keys, range(7)) == 3
     assert [moved.holds(key, block) for block, key in enumerate(keys)] == [True] * 3 + [False] * 4
     assert bool((moved.bytes[3:] == SENTINEL).all())  # not even with what was refused
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_an_end_tells_what_each_tier_did_in_all_pieces_and_what_made_way():
+    moved, keys = Moved(lambda block_bytes: MemoryStore(GlobalKVPool(4), "a", block_bytes)), keys_of(7)
+    moved.fill(keys, range(7))
+    moved.begin(moved.order(SAVE, keys, range(7)))
+    saved = moved.ended.get(timeout=10)
+    [move] = saved.moves
+    assert (move.tier, move.num_blocks, move.num_bytes) == ("memory", 7, 7 * moved.cache.block_bytes)
+    assert saved.evicted == (("memory", 3),)
+    moved.begin(moved.order(LOAD, keys[3:], range(4)))
+    loaded = moved.ended.get(timeout=10)
+    assert [(move.tier, move.num_blocks) for move in loaded.moves] == [("memory", 4)]
+    assert (loaded.num_blocks, loaded.evicted) == (4, ())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, Panic, MemoryError])
@@ -235,7 +250,7 @@ class Fuzz:
             self.take(self.moved.ended.get(timeout=30))
 
     def take(self, ended):
-        transfer_id, count = ended
+        transfer_id, count, *_ = ended
         order = self.open.pop(transfer_id, None)
         if order is None:
             return  # it was cancelled when it had ended

@@ -11,8 +11,8 @@ from stores import Store
 
 from octavo.config import CacheConfig
 from octavo.data.capacity import EngineCapacity
-from octavo.data.events import RecentEvents
 from octavo.data.metrics import EngineMetrics
+from octavo.data.recent_events import RecentEvents
 from octavo.data.request import RequestStatus
 from octavo.engine.engine_core import EngineCore
 from octavo.worker import worker

@@ -9,19 +9,23 @@ import pytest
 import torch
 
 from octavo.assets import BUILT_IN_DRAFT
-from octavo.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from octavo.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from octavo.errors import ConfigError
+from octavo.kv_transfer import host_bytes
+from octavo.kv_transfer.mooncake_client import AREA_BYTES, PROCESS_BYTES
 from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.speculative import create_proposer
 from octavo.worker import memory
+from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks, largest_batch
 
 MEASURE = """
 import json, sys
+from pathlib import Path
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.config import SpeculativeConfig
+from octavo.config import KVTransferConfig, SpeculativeConfig
 
 
 def status_bytes(key):
@@ -40,6 +44,23 @@ engine.generate_batch([{"prompt_token_ids": list(range(2, 250))} for _ in range(
 print(json.dumps(status_bytes("VmHWM:") - status_bytes("RssFile:") - before))
 """
 
+# The same with a store: prompts are saved one by one, and loaded all at once.
+MEASURE_STORE = MEASURE[: MEASURE.index("engine = ")] + """
+engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
+                   cache_config=CacheConfig(num_gpu_blocks=224),
+                   kv_transfer_config=KVTransferConfig(num_threads=8, disk_dir=Path(sys.argv[2])),
+                   speculative_config=SpeculativeConfig(method="none"),
+                   scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512))
+params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+prompts = [{"prompt_token_ids": [first, *range(256)]} for first in range(12)]
+for part in (*([prompt] for prompt in prompts), prompts):
+    outputs = engine.generate_batch(part, params)
+    while engine.core.has_work():
+        engine.step()
+    assert engine.core.scheduler.reset_prefix_cache()
+assert [output.num_cached_tokens for output in outputs.values()] == [256] * 12
+"""  + MEASURE[MEASURE.index("# Pages of files"):]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -50,18 +71,64 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("memory") / "llama", config)
 
 
+def measure(program, *arguments):
+    """Return what a program prints."""
+    # glibc learns from what is freed to keep large blocks (0 to 80 MB here); told a threshold, it gives them back.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
+    return json.loads(result.stdout)
+
+
 def test_bytes_computed_are_the_peak_measured(checkpoint):
     architecture = read_architecture(checkpoint)
     weights = architecture.weight_bytes("float32")
     kv = 256 * block_bytes(architecture, 16, "float32")
     computed = weights + kv + activation_bytes(architecture, 1024, 16, "float32")
-    # glibc learns from what is freed to keep large blocks (0 to 80 MB here); told a threshold, it gives them back.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", MEASURE, str(checkpoint)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
-    measured = json.loads(result.stdout)
+    measured = measure(MEASURE, checkpoint)
     # Above: what the first step imports and builds. Below: the bound is a bound.
     assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
+
+
+def test_bytes_computed_with_a_store_are_the_peak_measured(tmp_path):
+    config = tiny_config(
+        "LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=8, head_dim=64,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=256,
+    )  # fmt: skip
+    architecture = read_architecture(write_checkpoint(tmp_path / "llama", config))
+    per_block = block_bytes(architecture, 16, "float32")
+    of_store = staging_bytes(per_block, 8)
+    assert of_store == 9 * 8 << 20
+    computed = architecture.weight_bytes("float32") + 224 * per_block + of_store
+    computed += activation_bytes(architecture, 512, 16, "float32")
+    measured = measure(MEASURE_STORE, tmp_path / "llama", tmp_path / "kv")
+    assert computed - 0.5 * of_store < measured < computed + 20e6, (measured / 1e6, computed / 1e6, of_store / 1e6)
+
+
+def test_what_stores_take_is_in_the_plan(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
+
+    def make(**options):
+        engine = LLMEngine(
+            ModelConfig(dtype="float32"),
+            SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
+            cache_config=CacheConfig(block_size=4),
+            speculative_config=SpeculativeConfig(method="none"),
+            kv_transfer_config=KVTransferConfig(**options),
+        )
+        return engine.core.executor.worker.kv_cache
+
+    without, with_disk = make(), make(disk_dir=tmp_path, num_threads=3)
+    staging = staging_bytes(without.block_bytes, 3)
+    assert 4 * (8 << 20) - staging < 4 * without.block_bytes
+    fewer = (without.num_blocks - with_disk.num_blocks) * without.block_bytes
+    assert abs(fewer - staging / 2) <= without.block_bytes, "the cache takes half of what is free"
+    lent = KVTransferConfig(mooncake="127.0.0.1:9", mooncake_segment_bytes=1 << 30)
+    of_client = host_bytes(lent, without.block_bytes)
+    assert abs(of_client - (1 << 30) - PROCESS_BYTES - 4 * AREA_BYTES) < 4 * (without.block_bytes + 128)
+    taken = of_client + staging_bytes(without.block_bytes, 2)
+    with pytest.raises(ConfigError, match=f"is 0 and stores of KV take {taken:,}, but only 104,857,600 bytes"):
+        make(mooncake=lent.mooncake)
 
 
 def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, monkeypatch):

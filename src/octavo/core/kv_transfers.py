@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
     from octavo.core.kv_connector import KVConnector
+    from octavo.data.kv_tiers import TierMove
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
 _PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
 _SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
 _EXPECTED_LOOKUP_S = 5.0  # at least, for KV that another engine is about to have: who says it comes says it in time
+_SAVED_TOGETHER = 8  # blocks of an answer: each save costs a store more than its bytes, on disk a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
     Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
+    learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class KVTransfers:
         self._connector = connector
         self.has_store = not isinstance(connector, NullConnector)
         self.store_name = connector.name
+        self.learns_steps = self.has_store or kv_cache_manager.host.num_blocks > 0
         self._manager = kv_cache_manager
         self._emitter = emitter
         self._timeout_s = config.kv_transfer_timeout_s
@@ -197,10 +201,18 @@ class KVTransfers:
     def offer(self, request: Request) -> None:
         """Order what the store wants of a request's blocks that can be shared by now, as far as there is room.
 
-        What is for another engine goes out whole: nothing of it is offered again when its request has ended.
+        Those of its prompt at once; those of its answer several together, or with its end. Until then they are in its
+        table, where nobody evicts them.
+        What is for another engine leaves whole: nothing of it is offered again when its request has ended.
         """
         if not self.has_store:
             return
+        num_offered = self._num_offered.get(request.request_id, 0)
+        is_prompt = num_offered < request.num_prompt_tokens // self._manager.block_size
+        if is_prompt or self._manager.num_committed_blocks(request) >= num_offered + _SAVED_TOGETHER:
+            self._offer_all(request)
+
+    def _offer_all(self, request: Request) -> None:
         name, table = request.request_id, request.sequence.block_table
         first, end = self._num_offered.get(name, 0), self._manager.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
@@ -221,18 +233,26 @@ class KVTransfers:
 
     # --- it ends ------------------------------------------------------------------------------------------------------
 
-    def end(self, transfer_id: int, num_blocks: int) -> PendingTransfer | None:
+    def end(
+        self,
+        transfer_id: int,
+        num_blocks: int,
+        moves: tuple[TierMove, ...] = (),
+        evicted: tuple[tuple[str, int], ...] = (),
+    ) -> PendingTransfer | None:
         """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
 
-        Who did not get all that was ordered does not ask again.
+        Who did not get all that was ordered does not ask again. moves, evicted: as in `EndedTransfer`.
         """
+        for tier, count in evicted:
+            self._emitter.emit(events.StoreBlocksEvicted, tier, count)
         pending = self._pending.get(transfer_id)
         if pending is None:
             self._emitter.emit(events.StaleResultDropped, f"transfer {transfer_id} is over or unknown")
             return None
         order = pending.order
         self._manager.unpin(transfer_id)
-        self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed")
+        self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed", moves)
         if pending.request is None:
             return None
         if num_blocks < len(order.keys):
@@ -247,6 +267,10 @@ class KVTransfers:
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
             self._cost.learn_load(num_tokens, now - load.started)
+
+    def computing_s(self, num_tokens: int) -> float:
+        """Return how long computing so many tokens takes, as measured lately; 0 where it is not known."""
+        return self._cost.computing_s(num_tokens)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take in how long a step took, if prompts were most of it."""
@@ -284,19 +308,21 @@ class KVTransfers:
             self._cancels.append(transfer_id)
         self._drop(pending, None, outcome)
 
-    def _drop(self, pending: PendingTransfer, num_blocks: int | None, outcome: str) -> None:
+    def _drop(
+        self, pending: PendingTransfer, num_blocks: int | None, outcome: str, moves: tuple[TierMove, ...] = ()
+    ) -> None:
         order = pending.order
         del self._pending[order.transfer_id]
         self._connector.transfer_ended(order, num_blocks)
         if pending.request is None:
             self._saving.difference_update(order.keys)
-            self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome)
+            self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome, moves)
         else:
             del self._load_of[pending.request.request_id]
             name, num_tokens = pending.request.request_id, (num_blocks or 0) * self._manager.block_size
-            seconds, computing_s = self._emitter.now - pending.started, self._cost.computing_s(num_tokens)
-            told = order.transfer_id, outcome, num_tokens, seconds, computing_s, self.store_name
-            self._emitter.emit(events.KVLoadEnded, name, *told)
+            seconds, resumed = self._emitter.now - pending.started, pending.request.num_preemptions > 0
+            told = outcome, num_tokens, seconds, self.computing_s(num_tokens), self.store_name, moves, resumed
+            self._emitter.emit(events.KVLoadEnded, name, order.transfer_id, *told)
 
     # --- with the worker ----------------------------------------------------------------------------------------------
 
@@ -331,7 +357,9 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Tell the store that a request ended, before its blocks are freed, and keep nothing of it."""
+        """Order the saves that are left of a request that ended, before its blocks are freed; keep nothing of it."""
+        if self.has_store:
+            self._offer_all(request)
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)

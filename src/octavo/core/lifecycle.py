@@ -133,6 +133,7 @@ class RequestLifecycle:
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
         """Tell of an admission; what it computes and what it found counts only the first time."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
+        num_host_tokens = self._manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
         if not resumed:
             request.admitted_time = self._emitter.now
@@ -141,10 +142,11 @@ class RequestLifecycle:
             if self._manager.enable_prefix_caching and request.reads_prefix_cache:
                 miss = self._manager.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
-                self._emitter.emit(events.PrefixCacheQueried, request_id, num_tokens, num_hit, reason, position)
-        num_host_tokens = self._manager.num_host_tokens(computed)
+                told = num_tokens, num_hit, num_host_tokens, reason, position
+                self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
         if num_host_tokens:
-            self._emitter.emit(events.HostBlocksFound, request_id, len(computed.host_blocks), num_host_tokens)
+            num_blocks, computing_s = len(computed.host_blocks), self._transfers.computing_s(num_host_tokens)
+            self._emitter.emit(events.HostBlocksFound, request_id, num_blocks, num_host_tokens, computing_s)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
     # --- it gives way -------------------------------------------------------------------------------------------------

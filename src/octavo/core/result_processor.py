@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
+    from octavo.data.kv_tiers import TierMove
     from octavo.data.model_output import ModelOutput, TokenLogprobs
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
@@ -49,8 +50,10 @@ class ResultProcessor:
         """Take the result of a step in; return the news of its requests."""
         lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, []
         self._transfers.end_cancels(scheduled.kv_cancels)
-        for transfer_id, num_blocks in result.kv_transfers:
-            self._end_transfer(transfer_id, num_blocks)
+        for ended in result.kv_transfers:
+            self._end_transfer(*ended)
+        if result.host_moves:
+            self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
@@ -79,9 +82,15 @@ class ResultProcessor:
             self._emitter.emit(events.StepCompleted, new_tokens)
         return outputs
 
-    def _end_transfer(self, transfer_id: int, num_blocks: int) -> None:
+    def _end_transfer(
+        self,
+        transfer_id: int,
+        num_blocks: int,
+        moves: tuple[TierMove, ...] = (),
+        evicted: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         """Let a request run on with what arrived, or put it back to compute everything itself."""
-        load = self._transfers.end(transfer_id, num_blocks)
+        load = self._transfers.end(transfer_id, num_blocks, moves, evicted)
         if load is None:
             return
         assert load.request is not None

@@ -417,7 +417,7 @@ class Scheduler:
             return []
         self._open_step = None
         self._batching.learn(now - self._step_start)
-        if self.transfers.has_store:
+        if self.transfers.learns_steps:
             self.transfers.learn_step(scheduled, now - self._step_start)
         outputs = self._take_news() + self._results.process(scheduled, result)
         timed = self._draft_policy.learn(scheduled, result, now - self._step_start)

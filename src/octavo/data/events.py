@@ -6,12 +6,13 @@ counts anything, so nothing is counted twice.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads these types where events cross to another process
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from octavo.data.kv_tiers import TierMove  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -98,7 +99,8 @@ class KVLoadEnded(RequestEvent):
     """The transfer is over: `outcome` is done, failed, expired or cancelled.
 
     num_tokens: whose KV came. seconds: from the order to here. computing_s: what computing them would have taken, as
-    measured lately; 0 where it is not known. store: what the store is called.
+    measured lately; 0 where it is not known. store: what all tiers together are called; moves: which of them gave how
+    many blocks. resumed: whether the request had run before.
     """
 
     transfer_id: int
@@ -107,6 +109,8 @@ class KVLoadEnded(RequestEvent):
     seconds: float
     computing_s: float
     store: str
+    moves: tuple[TierMove, ...]
+    resumed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,23 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """So many of its blocks are in the store: `outcome` is done, failed or expired."""
+    """So many of its blocks are in the store: `outcome` is done, failed or expired.
+
+    moves: which of its tiers took how many; one that had a block before did not.
+    """
 
     transfer_id: int
     num_blocks: int
     outcome: str
+    moves: tuple[TierMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlocksEvicted(Event):
+    """So many blocks made way for others in a tier of the store; told with the next transfer that ends."""
+
+    tier: str
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +201,13 @@ class RequestFinished(RequestEvent):
 class PrefixCacheQueried(RequestEvent):
     """A request looked its tokens up when it was first admitted: counted once per request, in tokens.
 
-    miss: why it found no more, None when it found all there was; position: the first token that differs, where known.
+    num_hit_tokens: found on the device and in host memory; num_host_tokens: in host memory. miss: why it found no more,
+    None when it found all there was; position: the first token that differs, where known.
     """
 
     num_query_tokens: int
     num_hit_tokens: int
+    num_host_tokens: int
     miss: str | None
     position: int | None
 
@@ -225,10 +243,23 @@ class HostBlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksFound(RequestEvent):
-    """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks."""
+    """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks.
+
+    They are copied in this step. computing_s: what computing them would have taken, as measured lately; 0 where it is
+    not known.
+    """
 
     num_blocks: int
     num_tokens: int
+    computing_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocksCopied(Event):
+    """Blocks were copied to host memory and back when the step began, those of preempted requests included."""
+
+    saved: TierMove
+    loaded: TierMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,42 +343,6 @@ class EventLog:
     def of_type(self, kind: type[EventT]) -> list[EventT]:
         """All events of one type, in order."""
         return [event for event in self.events if isinstance(event, kind)]
-
-
-class RecentEvents:
-    """Keeps the newest events: as many as weigh `max_weight`, where a step weighs as much as it has requests.
-
-    They are numbered from 0 on; num_seen is the number of the next one. weight: of those that are kept.
-    """
-
-    def __init__(self, max_weight: int = 200_000) -> None:
-        self.num_seen = self.weight = 0
-        self._max_weight = max_weight
-        self._events: deque[Event] = deque()
-
-    def emit(self, event: Event) -> None:
-        """Keep it, and forget the oldest ones where it takes their room."""
-        self._events.append(event)
-        self.num_seen += 1
-        self.weight += weight_of(event)
-        while self.weight > self._max_weight and len(self._events) > 1:
-            self.weight -= weight_of(self._events.popleft())
-
-    @property
-    def first_kept(self) -> int:
-        """The number of the oldest one that is kept; of the next one where none is."""
-        return self.num_seen - len(self._events)
-
-    def since(self, number: int) -> list[Event]:
-        """Return those from that number on, as far as they are still kept."""
-        return list(islice(self._events, max(number - self.first_kept, 0), None))
-
-
-def weight_of(event: Event) -> int:
-    """Return how much memory an event takes, in entries of a step."""
-    if isinstance(event, StepScheduled):
-        return 1 + len(event.num_scheduled_tokens)
-    return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1
 
 
 class EventCounters:

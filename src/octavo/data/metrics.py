@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
 from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads the types of fields
+from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
+from octavo.data.kv_tiers import DEVICE, HOST
 from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class EngineStats:
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
     host_cache_hits: tokens whose KV came back from host memory, and host_cache_hit_blocks the blocks with it;
-    num_offloaded_blocks went there when they were evicted. evicted_blocks: cached blocks that made room, by tier.
+    num_offloaded_blocks went there when they were evicted. tiers: what each tier of the KV cache did, by name.
     kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
     kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
     kv_stores: by name; each is written where its store is asked.
@@ -113,13 +115,13 @@ class EngineStats:
     num_failed_steps: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
-    evicted_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
     drafts: DraftStats = field(default_factory=DraftStats)
     kv_load_tokens: int = 0
     kv_load_seconds: float = 0.0
     kv_computing_seconds: float = 0.0
     kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
+    tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
@@ -154,6 +156,7 @@ class EngineMetrics:
 
     def __init__(self, stats: EngineStats | None = None) -> None:
         self.stats = stats or EngineStats()
+        self._tiers = KVTierCounter(self.stats.tiers)
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
         self._is_in_step = False
@@ -200,16 +203,13 @@ class EngineMetrics:
     def _count_seldom(self, event: Event) -> None:
         """Count what few steps tell of: what was found in caches and stores, and what made room there."""
         stats = self.stats
+        self._tiers.emit(event)
         match event:
             case events.PrefixCacheQueried():
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
-            case events.BlockEvicted():
-                stats.evicted_blocks["device"] += 1
             case events.BlockOffloaded():
                 stats.num_offloaded_blocks += 1
-            case events.HostBlockEvicted():
-                stats.evicted_blocks["host"] += 1
             case events.HostBlocksFound():
                 stats.host_cache_hits += event.num_tokens
                 stats.host_cache_hit_blocks += event.num_blocks

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
+    from octavo.data.kv_tiers import EndedTransfer, TierMove
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -31,7 +33,7 @@ class ModelOutput:
     pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
     postponed: requests that get none of their tokens in this step, as what the choice depends on is still computed.
-    kv_transfers: those that ended, by id, and how many of their blocks, from the first on, were moved.
+    kv_transfers: those that ended. host_moves: what the step's copies took to host memory and what back, if any did.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
     drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
     is looked up. computed_drafts: the requests for which it was asked; drafts of the others were looked up.
@@ -44,7 +46,8 @@ class ModelOutput:
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
-    kv_transfers: list[tuple[int, int]] = field(default_factory=list)
+    kv_transfers: list[EndedTransfer] = field(default_factory=list)
+    host_moves: list[TierMove] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     drafting_s: float = 0.0
     num_drafting_passes: int = 0

@@ -9,8 +9,8 @@ from octavo.errors import ExecutionError
 if TYPE_CHECKING:
     from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.events import RecentEvents
     from octavo.data.metrics import EngineMetrics
+    from octavo.data.recent_events import RecentEvents
     from octavo.engine.executor import Executor
     from octavo.outputs import EngineCoreOutput
 

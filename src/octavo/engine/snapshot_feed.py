@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from octavo.data.events import weight_of
+from octavo.data.recent_events import weight_of
 from octavo.data.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.kv_tier_figures import shares_of
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +28,12 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase."""
+    """A time in one phase. details: of what came of it, by name."""
 
     phase: str
     start: float
     end: float
+    details: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class _Teller:
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
+        self.found_in_host: events.HostBlocksFound | None = None  # in a step whose copies were not told of yet
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
@@ -149,6 +152,8 @@ class _Teller:
             self.drafts.add(event)
         elif isinstance(event, events.TokenPostponed):
             self.num_postponed += event.request_id == self.request_id
+        elif isinstance(event, events.HostBlocksFound | events.HostBlocksCopied):
+            self._note_host(event)
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
             self.note_own(event)
 
@@ -177,10 +182,10 @@ class _Teller:
             result.reasons.append(f"its steps were shared most with {', '.join(others)}")
         return result
 
-    def enter(self, phase: str | None, time: float) -> None:
-        """Begin another phase, or none."""
+    def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
+        """Begin another phase, or none. details: of the one that ends."""
         if self.phase is not None and time > self.since:
-            self.result.intervals.append(Interval(self.phase, self.since, time))
+            self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
             self.held_up[self.blocked[0].reason] += time - max(self.blocked[1], self.since)
         self.phase, self.since = phase, time
@@ -198,6 +203,18 @@ class _Teller:
         if self.phase == QUEUED and self.blocked is not None:
             self.held_up[self.blocked[0].reason] += event.time - max(self.blocked[1], self.since)
         self.blocked = now_blocked
+
+    def _note_host(self, event: events.HostBlocksFound | events.HostBlocksCopied) -> None:
+        reasons = self.result.reasons
+        if isinstance(event, events.HostBlocksFound):
+            if event.request_id == self.request_id:
+                self.found_in_host = event
+                reasons.append(_what_was_copied(event))
+            return
+        found, self.found_in_host = self.found_in_host, None
+        if found is not None and found.step == event.step:
+            took_s = event.loaded.seconds * found.num_blocks / event.loaded.num_blocks
+            reasons[reasons.index(_what_was_copied(found))] = _what_was_copied(found, took_s)
 
     def _note_step(self, event: events.StepScheduled) -> None:
         if self.phase == QUEUED:
@@ -239,8 +256,8 @@ class _Teller:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            is_done = event.outcome == "done"
-            self.enter((GENERATING if self.has_output else PROMPT) if is_done else QUEUED, event.time)
+            goes_on = event.num_tokens > 0  # with a part, too
+            self.enter((GENERATING if self.has_output else PROMPT) if goes_on else QUEUED, event.time, _by_tier(event))
             reasons.append(_what_came(event))
         elif isinstance(event, events.RequestPreempted):
             self.enter(PREEMPTED, event.time)
@@ -249,7 +266,7 @@ class _Teller:
             self.num_stalled += 1
         elif isinstance(event, events.RequestOutranked):
             self.num_outranked += 1
-        elif isinstance(event, events.PrefixCacheQueried | events.HostBlocksFound):
+        elif isinstance(event, events.PrefixCacheQueried):
             reasons.append(_what_was_found(event))
         elif isinstance(event, events.RequestFinished):
             self.num_tokens = event.num_output_tokens
@@ -302,18 +319,38 @@ def _how_drafts_went(drafts: DraftStats) -> str:
     )
 
 
+def _by_tier(event: events.KVLoadEnded) -> dict[str, str]:
+    return {each.move.tier: f"{each.num_tokens:,} tokens, {_ms(each.move.seconds)}" for each in shares_of(event)}
+
+
 def _what_came(event: events.KVLoadEnded) -> str:
-    took = f"{1e3 * event.seconds:.0f} ms"
+    took = _ms(event.seconds)
     if not event.num_tokens:
         return f"fetching its KV from {event.store} took {took} and gave nothing: {event.outcome}"
-    instead = f", instead of about {1e3 * event.computing_s:.0f} ms of computing" if event.computing_s else ""
+    shares = list(shares_of(event))
+    if len(shares) > 1:
+        parts = [f"{each.num_tokens:,} tokens from {each.move.tier} ({_ms(each.move.seconds)})" for each in shares]
+        given, took = f"{', '.join(parts[:-1])} and {parts[-1]}", f"{took} in all"
+    else:
+        given = f"{event.num_tokens:,} tokens from {shares[0].move.tier if shares else event.store}"
     less = "" if event.outcome == "done" else "; the others did not come"
-    return f"{event.num_tokens:,} tokens from {event.store}, {took}{instead}{less}"
+    return f"{given}, {took}{_instead_of(event.computing_s)}{less}"
 
 
-def _what_was_found(event: events.PrefixCacheQueried | events.HostBlocksFound) -> str:
-    if isinstance(event, events.HostBlocksFound):
-        return f"{event.num_tokens:,} tokens from host memory, where they went when they were evicted"
+def _what_was_copied(found: events.HostBlocksFound, took_s: float | None = None) -> str:
+    took = "" if took_s is None else f", {_ms(took_s)}"
+    return f"{found.num_tokens:,} tokens from host memory{took}{_instead_of(found.computing_s)}"
+
+
+def _instead_of(computing_s: float) -> str:
+    return f", instead of about {_ms(computing_s)} of computing" if computing_s else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.001 else f"{1e3 * seconds:.1f} ms"
+
+
+def _what_was_found(event: events.PrefixCacheQueried) -> str:
     found = f"{event.num_hit_tokens} of its {event.num_query_tokens} tokens were found in the prefix cache"
     if event.miss is None:
         return found

@@ -8,19 +8,20 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided
-    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks], ...], seconds, passes]
-                                                                    its result; who was due one token and got it is left
+    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
+     seconds, passes, [numbers], [moves]]                           its result; who was due one token and got it is left
                                                                     out; one whose token is postponed has none, and no
-                                                                    error; the last two are what guessing took, left out
-                                                                    where nobody guesses
+                                                                    error; the last four, left out where there are none,
+                                                                    are what guessing took, of whom, and what was copied
+                                                                    to host memory and back
     ["k", [answers]]                                                what a store of KV outside answered to the next line
     ["x", t, message]                                               the step failed
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
     ["g", number, output]                                           what a request generated, written when it ends
 
-t: microseconds since the line before. Prompts and outputs: base64 of pseudonyms of four bytes, whose
-highest bit is not used.
+t: microseconds since the line before. A move is [tier, blocks, bytes, seconds]. Prompts and outputs: base64 of
+pseudonyms of four bytes, whose highest bit is not used.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ import zlib
 from array import array
 from typing import IO, TYPE_CHECKING, Any
 
+from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from octavo.data.scheduler_output import SchedulerOutput
@@ -96,6 +98,14 @@ def decode_tokens(text: str) -> list[int]:
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
+
+
+def decode_transfer(
+    transfer_id: int, num_blocks: int, moves: Sequence[list[Any]] = (), evicted: Sequence[tuple[str, int]] = ()
+) -> EndedTransfer:
+    """Unpack a transfer that ended; a journal may be older than what is told of it besides."""
+    told = tuple((tier, count) for tier, count in evicted)
+    return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), told)
 
 
 def checksum(scheduled: SchedulerOutput) -> int:

@@ -167,10 +167,10 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
-        if result.drafting_s:
+        if result.drafting_s or result.host_moves:
             computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
-            guessing = result.drafting_s, result.num_drafting_passes, computed
-            self._write(["u", self._elapsed(), told, result.kv_transfers, *guessing])
+            seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves
+            self._write(["u", self._elapsed(), told, result.kv_transfers, *seldom])
         elif told or result.kv_transfers:
             self._write(["u", self._elapsed(), told, result.kv_transfers])
         else:

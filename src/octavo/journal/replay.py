@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
+from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
-from octavo.journal.format import checksum, decode_tokens, read_journal
+from octavo.journal.format import checksum, decode_tokens, decode_transfer, read_journal
 from octavo.journal.stores import ReplayedConnector
 from octavo.sampling_params import SamplingParams
 
@@ -105,10 +106,11 @@ class _Player:
     def _play_u(
         self,
         told: list[list[Any]],
-        kv_transfers: list[tuple[int, int]],
+        kv_transfers: list[list[Any]],
         drafting_s: float = 0.0,
         num_drafting_passes: int = 0,
         computed_drafts: Sequence[int] = (),
+        host_moves: Sequence[list[Any]] = (),
     ) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
@@ -133,7 +135,8 @@ class _Player:
             sampled_ids,
             errors=errors,
             postponed=postponed,
-            kv_transfers=kv_transfers,
+            kv_transfers=[decode_transfer(*each) for each in kv_transfers],
+            host_moves=[TierMove(*each) for each in host_moves],
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
             computed_drafts={self.names[number] for number in computed_drafts},

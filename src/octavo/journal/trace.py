@@ -24,13 +24,13 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
     def microseconds(time: float) -> int:
         return round(1e6 * (time - origin))
 
-    def span(pid: int, tid: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+    def span(pid: int, tid: int, phase: str, start: float, end: float, /, **args: Any) -> dict[str, Any]:
         duration = microseconds(end) - microseconds(start)
         return {
             "ph": "X",
             "pid": pid,
             "tid": tid,
-            "name": name,
+            "name": phase,
             "ts": microseconds(start),
             "dur": max(duration, 1),
             "args": args,
@@ -56,5 +56,5 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
     for lane, (request_id, life) in enumerate(lives.items(), _FIRST_LANE):
         label = {"name": f"request {request_id}"}
         out.append({"ph": "M", "pid": _REQUESTS, "tid": lane, "name": "thread_name", "args": label})
-        out += [span(_REQUESTS, lane, each.phase, each.start, each.end) for each in life]
+        out += [span(_REQUESTS, lane, each.phase, each.start, each.end, **each.details) for each in life]
     return {"traceEvents": out, "displayTimeUnit": "ms"}

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.kv_transfer.direct import host_bytes as direct_host_bytes
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.mooncake import MooncakeStore
@@ -46,6 +47,12 @@ def create_store(
         guarded = GuardedStore.of(direct, may_wait=True)
         stores.insert(0, guarded) if config.role == "prefill" else stores.append(guarded)
     return TieredStore(stores) if stores else None
+
+
+def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
+    """Return the memory on this machine that the stores of a configuration take for themselves."""
+    of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
+    return of_pool + direct_host_bytes(config, block_bytes)
 
 
 def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:

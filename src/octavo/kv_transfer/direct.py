@@ -6,15 +6,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import ConfigError
+from octavo.kv_transfer import direct_donor, direct_receiver
 from octavo.kv_transfer.direct_donor import DirectDonor
-from octavo.kv_transfer.direct_receiver import NUM_AREAS, DirectReceiver
+from octavo.kv_transfer.direct_messages import HEADER_BYTES
+from octavo.kv_transfer.direct_receiver import DirectReceiver
+from octavo.kv_transfer.mooncake_client import client_bytes
 
 if TYPE_CHECKING:
     from octavo.config import KVTransferConfig
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
-
-__all__ = ["NUM_AREAS", "DirectDonor", "DirectReceiver", "MooncakeConnector", "NoConnector", "create_connector"]
 
 
 class MooncakeConnector(Protocol):
@@ -91,3 +92,17 @@ def create_connector(
     if config.role == "prefill":
         return DirectDonor(block_bytes, config.direct_bytes, protocol=protocol, secret=secret)
     return DirectReceiver(block_bytes, block_size=block_size, protocol=protocol, secret=secret)
+
+
+def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
+    """Return the memory on this machine that direct transfers take."""
+    if not config.direct:
+        return 0
+    if config.role == "prefill":
+        return config.direct_bytes + client_bytes(HEADER_BYTES + block_bytes, 0, direct_donor.NUM_AREAS)
+    return client_bytes(HEADER_BYTES + block_bytes, 0, direct_receiver.NUM_AREAS)
+
+
+def num_load_threads(config: KVTransferConfig) -> int:
+    """Return how many loads go on at once: those that wait for prompts to be computed are in nobody's way."""
+    return config.num_threads + (direct_receiver.NUM_AREAS if config.direct and config.role == "decode" else 0)

@@ -51,6 +51,7 @@ class GuardedStore:
         self._num_calls = 0
         self._error = ""
         self._num_failures = 0  # of calls here; a store counts its own errors as it sees fit
+        self._num_evicted = self._num_evicted_told = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
         self._resumes_at = 0.0
@@ -96,26 +97,20 @@ class GuardedStore:
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Fill blocks; return how many, from the first one on, are whole."""
-        start = self._clock()
         num_loaded = min(self._ask(lambda store: store.load(keys, blocks), 0), len(keys))
-        with self._lock:
-            figures = self.figures
-            figures.num_loaded_blocks += num_loaded
-            figures.loaded_bytes += num_loaded * self.block_bytes
-            figures.load_seconds += self._clock() - start
         self._note_stats()
         return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Keep blocks; return how many, from the first one on, it has now."""
-        start = self._clock()
         count = min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
-        with self._lock:
-            figures = self.figures
-            figures.num_saved_blocks += count
-            figures.saved_bytes += count * self.block_bytes
-            figures.save_seconds += self._clock() - start
         self._note_stats()
+        return count
+
+    def take_evicted(self) -> int:
+        """Return how many of its blocks made way for others since the last call, as of its last load or save."""
+        with self._lock:
+            count, self._num_evicted_told = self._num_evicted - self._num_evicted_told, self._num_evicted
         return count
 
     def _note_stats(self) -> None:
@@ -123,7 +118,7 @@ class GuardedStore:
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
-            figures.num_evicted, figures.num_corrupt = stats.num_evicted, stats.num_corrupt
+            figures.num_corrupt, self._num_evicted = stats.num_corrupt, max(self._num_evicted, stats.num_evicted)
             figures.num_errors = max(figures.num_errors, stats.num_errors)
 
     def forget(self, keys: Sequence[bytes]) -> None:

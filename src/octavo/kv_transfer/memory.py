@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ class GlobalKVPool:
         if max_blocks_per_node < 1:
             raise ConfigError(f"max_blocks_per_node must be 1 or more, got {max_blocks_per_node}")
         self.max_blocks_per_node = max_blocks_per_node
-        self.num_evicted = 0
+        self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
         self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # of each node the longest unused first
         self._node_of: dict[bytes, str] = {}
@@ -54,6 +54,15 @@ class GlobalKVPool:
     def total_cached_blocks(self) -> int:
         """Blocks of all nodes."""
         return len(self._node_of)
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks of all nodes that made way."""
+        return self._num_evicted.total()
+
+    def num_evicted_of(self, node_id: str) -> int:
+        """Blocks of one node that made way."""
+        return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
         """Blocks of one node."""
@@ -77,7 +86,7 @@ class GlobalKVPool:
             while len(node) > self.max_blocks_per_node:
                 oldest, _ = node.popitem(last=False)
                 del self._node_of[oldest]
-                self.num_evicted += 1
+                self._num_evicted[node_id] += 1
         return False
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
@@ -197,6 +206,7 @@ class MemoryStore:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._num_transfers = 0
+        self._num_evicted_before = pool.num_evicted_of(node_id)
         self._num_corrupt = 0
         self._num_errors = 0
 
@@ -244,13 +254,13 @@ class MemoryStore:
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:
-        """Return the figures of this node, and how many blocks all of them had to give up."""
+        """Return the figures of this node."""
         pool = self.pool
         return StoreStats(
             pool.num_cached_blocks(self.node_id),
             pool.num_bytes(self.node_id),
             pool.max_blocks_per_node * (self.block_bytes + _CHECKSUM_BYTES),
-            pool.num_evicted,
+            pool.num_evicted_of(self.node_id) - self._num_evicted_before,
             self._num_corrupt,
             self._num_errors,
         )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.interface import StoreError, StoreStats
-from octavo.kv_transfer.mooncake_client import MooncakeClient, own_address
+from octavo.kv_transfer.mooncake_client import MooncakeClient, client_bytes, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +72,11 @@ class MooncakeStore:
         self._error = ""
         self._is_closed = False
         self._client = self._connect()
+
+    @staticmethod
+    def host_bytes(block_bytes: int, segment_bytes: int) -> int:
+        """Return the memory that it takes on this machine, what it lends included."""
+        return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Return how many of these, from the first one on, the pool has; it leases them for the load that follows."""

@@ -26,6 +26,7 @@ CALL_S = 4.0  # until a call is answered, or counts as failed
 REST_S = 6.0  # twice what Mooncake lets a transfer stand: for so long it may write an area whose transfer failed
 GONE_S = 30.0  # a process that has not answered for so long is ended
 CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
+PROCESS_BYTES = 64 << 20  # an interpreter with Mooncake's library and its buffers, beside what is lent and shared
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
@@ -157,7 +158,7 @@ class MooncakeClient:
         segment_bytes: int = 0,
         num_areas: int = NUM_AREAS,
     ) -> None:
-        area_bytes = max(AREA_BYTES // object_bytes, 1) * object_bytes
+        area_bytes = _area_bytes(object_bytes)
         memory = os.memfd_create("octavo-mooncake")
         pairs = [socket.socketpair() for _ in range(num_areas + 1)]
         try:
@@ -267,6 +268,15 @@ class MooncakeClient:
         """End the process now."""
         self._process.kill()
         self._process.wait()
+
+
+def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
+    """Return the memory that a client takes, its process included."""
+    return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
+
+
+def _area_bytes(object_bytes: int) -> int:
+    return max(AREA_BYTES // object_bytes, 1) * object_bytes
 
 
 def own_address(peer: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_tiers import TierMove
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.interface import StoreStats
 
@@ -14,11 +16,29 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.interface import KVStore
 
 
+class TierTally:
+    """What each store of a `TieredStore` did of one transfer."""
+
+    def __init__(self) -> None:
+        self._moves: dict[str, TierMove] = {}
+
+    def add(self, store: GuardedStore, num_blocks: int, seconds: float) -> None:
+        """Count what one did in a call."""
+        if num_blocks:
+            before = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
+            count = before.num_blocks + num_blocks
+            self._moves[store.name] = TierMove(store.name, count, count * store.block_bytes, before.seconds + seconds)
+
+    def moves(self) -> tuple[TierMove, ...]:
+        """Return what was counted, of those that did anything; the one that began first."""
+        return tuple(self._moves.values())
+
+
 class TieredStore:
     """A `KVStore` over one or several, the fastest first. One that fails or hangs is passed over: nothing is raised.
 
     Saves go to each that lacks the block. So what was loaded from a slower one is saved in the faster ones, when its
-    request offers its blocks.
+    request offers its blocks. Which of them did what is added to the tally that comes with a call.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -28,7 +48,7 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """What each of them did, by name; they go on to count in these."""
+        """What is known of each of them, by name; they go on to count in these."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property
@@ -57,29 +77,35 @@ class TieredStore:
         """Return those that any of them does not have."""
         return set().union(*(tier.lacks(keys) for tier in self.tiers))
 
-    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+    def take_evicted(self) -> tuple[tuple[str, int], ...]:
+        """Return those in which blocks made way for others since the last call, each with their number."""
+        return tuple((tier.name, count) for tier in self.tiers if (count := tier.take_evicted()))
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally | None = None) -> int:
         """Fill blocks, each from the first store that has it; return how many, from the first one on, are whole."""
-        done = 0
+        done, tally = 0, tally or TierTally()
         while done < len(keys):
-            count = self._load_next(keys[done:], blocks[done:])
+            count = self._load_next(keys[done:], blocks[done:], tally)
             if not count:
                 break
             done += count
         return done
 
-    def _load_next(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+    def _load_next(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally) -> int:
         """Fill the first blocks from the first store that has them; return how many that are."""
         for index, tier in enumerate(self.tiers):
+            start = time.perf_counter()
             is_last = index == len(self.tiers) - 1  # the core was told that it is there, so somebody has to have it
             count = len(keys) if is_last else tier.num_matched(keys)
             loaded = tier.load(keys[:count], blocks[:count]) if count else 0
+            tally.add(tier, loaded, time.perf_counter() - start)
             if loaded:
                 return loaded
         return 0
 
-    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally | None = None) -> int:
         """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
-        kept: set[bytes] = set()
+        kept, tally = set[bytes](), tally or TierTally()
         for tier in self.tiers:
             if not tier.is_usable:
                 continue
@@ -87,7 +113,9 @@ class TieredStore:
             chosen = [index for index, key in enumerate(keys) if key in lacking]
             kept.update(key for key in keys if key not in lacking)
             if chosen:
+                start = time.perf_counter()
                 count = tier.save([keys[index] for index in chosen], [blocks[index] for index in chosen])
+                tally.add(tier, count, time.perf_counter() - start)
                 kept.update(keys[index] for index in chosen[:count])
         return next((index for index, key in enumerate(keys) if key not in kept), len(keys))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.data.kv_tiers import HOST, TierMove
 from octavo.kernels.quantization import KV_SCALE_BYTES
 
 if TYPE_CHECKING:
@@ -80,14 +82,27 @@ class PagedKVCache:
         """Bytes of one block, on the device and in host memory."""
         return self.blocks[0].nbytes
 
-    def copy(self, copies: BlockCopies) -> None:
-        """Copy whole blocks, bit for bit, in the order that `BlockCopies` states (mutates blocks and host_blocks)."""
+    def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
+        """Copy whole blocks, bit for bit, in the order that `BlockCopies` states (mutates blocks and host_blocks).
+
+        Return what went to host memory and what came back, if anything did.
+        """
+        start = time.perf_counter()
         for block, host in copies.swap_out:
             self.host_blocks[host].copy_(self.blocks[block])
+        saved = time.perf_counter()
         for source, target in copies.block_copies:
             self.blocks[target].copy_(self.blocks[source])
+        if not (copies.swap_out or copies.swap_in):
+            return ()
+        loading = time.perf_counter()
         for host, block in copies.swap_in:
             self.blocks[block].copy_(self.host_blocks[host])
+        num_out, num_in, size = len(copies.swap_out), len(copies.swap_in), self.block_bytes
+        return (
+            TierMove(HOST, num_out, num_out * size, saved - start if num_out else 0.0),
+            TierMove(HOST, num_in, num_in * size, time.perf_counter() - loading if num_in else 0.0),
+        )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (k_cache, v_cache) of a layer: views [blocks, num_kv_heads, block_size, head_dim]."""

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.scheduler_output import TransferDirection
 from octavo.kv_transfer.guard import HANGS_AFTER_S
+from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.data.scheduler_output import KVTransfer, SchedulerOutput
-    from octavo.kv_transfer.interface import KVStore
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -65,17 +67,18 @@ class _Moving:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
     num_moved: int = 0
+    tally: TierTally = field(default_factory=TierTally)
 
 
 class KVTransferThreads:
     """Carries out the transfers of steps, and closes the store in the end.
 
-    report((transfer_id, number of blocks moved from the first on)) is called once for each, from any thread; for one
-    that was cancelled not at all. num_threads: for loads, and one more for saves, so that loads do not wait for them.
+    report is called once for each that ends, from any thread; for one that was cancelled not at all. num_threads: for
+    loads, and one more for saves, so that loads do not wait for them.
     """
 
     def __init__(
-        self, kv_cache: PagedKVCache, store: KVStore, report: Callable[[tuple[int, int]], None], *, num_threads: int
+        self, kv_cache: PagedKVCache, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> None:
         self._blocks = BlockBytes(kv_cache.blocks)
         assert store.block_bytes == self._blocks.block_bytes, "the store is of blocks of another size"
@@ -134,12 +137,13 @@ class KVTransferThreads:
             with self._lock:
                 is_known = self._moving.pop(order.transfer_id, None) is not None
             if is_known:
-                self._report((order.transfer_id, moving.num_moved))
+                moves, evicted = moving.tally.moves(), self._store.take_evicted()
+                self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Load a piece; return whether to go on with the next."""
         keys, block_ids = self._piece(moving, first)
-        count = self._store.load(keys, self._blocks.views(buffer, len(keys)))
+        count = self._store.load(keys, self._blocks.views(buffer, len(keys)), moving.tally)
         with moving.lock:
             if moving.is_cancelled:
                 return False
@@ -154,7 +158,7 @@ class KVTransferThreads:
             if moving.is_cancelled:
                 return False
             self._blocks.read(block_ids, buffer)
-        count = self._store.save(keys, self._blocks.views(buffer, len(keys)))
+        count = self._store.save(keys, self._blocks.views(buffer, len(keys)), moving.tally)
         moving.num_moved += count
         return count == len(keys)
 
@@ -182,6 +186,11 @@ class KVTransferThreads:
 def piece_blocks(block_bytes: int) -> int:
     """Return how many blocks are moved at once."""
     return max(_PIECE_BYTES // block_bytes, 1)
+
+
+def staging_bytes(block_bytes: int, num_threads: int) -> int:
+    """Return what the buffers of `KVTransferThreads` take, whose stores do not hang."""
+    return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
 
 
 class BlockBytes:

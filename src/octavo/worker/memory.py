@@ -62,11 +62,13 @@ def largest_batch(
     scratch_bytes: Callable[[int], int],
     num_speculative_tokens: int = 0,
     draft_block_bytes: int = 0,
+    store_bytes: int = 0,
 ) -> int:
     """Return the largest step that memory allows: max_num_batched_tokens, or the most that leave the KV cache room.
 
     dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves, and what a
-    proposer takes. draft_block_bytes: of the keys and values of a drafting model, with each block.
+    proposer takes. draft_block_bytes: of the keys and values of a drafting model, with each block. store_bytes: host
+    memory that stores of KV take.
     A cache of a size that was asked for leaves the rest of the free memory; one whose size is left open has to hold the
     step's tokens. Never less than max_num_seqs: a token for each.
     """
@@ -74,7 +76,7 @@ def largest_batch(
     asked_blocks = cache_config.num_gpu_blocks
     per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
     asked_bytes = cache_config.kv_cache_memory_bytes if asked_blocks is None else asked_blocks * per_block
-    free = _free_for_step(device, cache_config)
+    free = _free_for_step(device, cache_config, store_bytes)
     budget = free - asked_bytes if asked_bytes is not None else _share(free, device)
 
     def is_too_large(num_tokens: int) -> bool:
@@ -86,9 +88,9 @@ def largest_batch(
     return least + bisect_left(range(least + 1, most + 1), True, key=is_too_large)
 
 
-def _free_for_step(device: torch.device, cache_config: CacheConfig) -> int:
-    """Return what is free for the KV cache and a step: on a CPU not what is set aside for swapping."""
-    return free_bytes(device) - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
+def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
+    """Return what is free for the KV cache and a step: on a CPU not what is set aside for swapping and for stores."""
+    return free_bytes(device) - (cache_config.swap_space_bytes + store_bytes if device.type == "cpu" else 0)
 
 
 def _share(free: int, device: torch.device) -> int:
@@ -108,6 +110,7 @@ def decide_num_blocks(
     scratch_bytes: int = 0,
     num_speculative_tokens: int = 0,
     draft_block_bytes: int = 0,
+    store_bytes: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
@@ -115,13 +118,13 @@ def decide_num_blocks(
     scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer takes. draft_block_bytes:
     of the keys and values of a drafting model, with each block.
 
-    swap_space_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else kv_cache_memory_bytes;
-    else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the activations, and never
-    more than max_num_seqs sequences of full length can use.
+    swap_space_bytes and store_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else
+    kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the
+    activations, and never more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
     per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
-    free = _free_for_step(device, cache_config)
+    free = _free_for_step(device, cache_config, store_bytes)
     if cache_config.num_gpu_blocks is not None:
         num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
@@ -148,12 +151,21 @@ def decide_num_blocks(
 
 
 def decide_num_host_blocks(
-    architecture: Architecture, cache_config: CacheConfig, *, kv_dtype: str, draft_block_bytes: int = 0
+    architecture: Architecture,
+    cache_config: CacheConfig,
+    *,
+    kv_dtype: str,
+    draft_block_bytes: int = 0,
+    store_bytes: int = 0,
 ) -> int:
-    """Decide how many blocks fit `swap_space_bytes`. Raises `ConfigError` when that is more than what is free."""
+    """Decide how many blocks fit `swap_space_bytes`.
+
+    Raises `ConfigError` when that and what stores of KV take is more than what is free.
+    """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
-    if wanted > free:
-        raise ConfigError(f"swap_space_bytes is {wanted:,}, but only {free:,} bytes of host memory are free")
+    if wanted + store_bytes > free:
+        of_stores = f" and stores of KV take {store_bytes:,}" if store_bytes else ""
+        raise ConfigError(f"swap_space_bytes is {wanted:,}{of_stores}, but only {free:,} bytes of host memory are free")
     return wanted // (block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes)
 
 

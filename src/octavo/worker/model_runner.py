@@ -110,10 +110,12 @@ class ModelRunner:
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for the requests that are due some."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
-            return self._execute(scheduled)
+            host_moves = self.kv_cache.copy(scheduled.copies)
+            output = self._execute(scheduled)
+            output.host_moves.extend(host_moves)
+            return output
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        self.kv_cache.copy(scheduled.copies)
         if scheduled.kv_transfers or scheduled.kv_cancels:
             self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
         self.drafting.finish(scheduled.finished_req_ids)

@@ -24,7 +24,7 @@ from octavo.speculative import create_proposer
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
-from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
+from octavo.worker.memory import block_bytes, decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
 from octavo.worker.verification import create_verification
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
-    from octavo.kv_transfer.interface import KVStore
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
@@ -66,7 +67,10 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 class Worker:
-    """Loads a model onto one device, sizes the KV cache, and runs steps."""
+    """Loads a model onto one device, sizes the KV cache, and runs steps.
+
+    store_bytes(bytes of a block): host memory that stores of KV take.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class Worker:
         grammars: GrammarCompiler | None = None,
         speculative_config: SpeculativeConfig | None = None,
         draft_checkpoint: DraftCheckpoint | None = None,
+        store_bytes: Callable[[int], int] = lambda _block_bytes: 0,
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
@@ -117,6 +122,14 @@ class Worker:
         self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load)
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         self.verification = create_verification(speculative_config, self.kernels)
+        self._store_bytes = store_bytes(block_bytes(architecture, cache_config.block_size, self.kv_dtype))
+        num_host_blocks = decide_num_host_blocks(
+            architecture,
+            cache_config,
+            kv_dtype=self.kv_dtype,
+            draft_block_bytes=draft_block_bytes,
+            store_bytes=self._store_bytes,
+        )
         self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
@@ -129,9 +142,7 @@ class Worker:
             scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=draft_block_bytes,
-        )
-        num_host_blocks = decide_num_host_blocks(
-            architecture, cache_config, kv_dtype=self.kv_dtype, draft_block_bytes=draft_block_bytes
+            store_bytes=self._store_bytes,
         )
         self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
@@ -234,6 +245,7 @@ class Worker:
             scratch_bytes=self._scratch_bytes,
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=0 if self.draft is None else self.draft.bytes_per_block,
+            store_bytes=self._store_bytes,
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
@@ -283,13 +295,13 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    ended_transfers: (transfer id, how many of its blocks were moved), put there from any thread by what moves KV; None
-    only ends the wait for one. store: of KV outside; it is closed with the executor. num_threads: for loads from it.
+    ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
+    it is closed with the executor. num_threads: for loads from it.
     """
 
-    def __init__(self, worker: Worker, store: KVStore | None = None, *, num_threads: int = 1) -> None:
+    def __init__(self, worker: Worker, store: TieredStore | None = None, *, num_threads: int = 1) -> None:
         self.worker = worker
-        self.ended_transfers: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
         if store is not None:
             self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
@@ -331,8 +343,8 @@ class LocalExecutor:
         """End a step that only waits for KV, from any thread: there is something new to decide."""
         self.ended_transfers.put(None)
 
-    def _take_ended_transfers(self) -> list[tuple[int, int]]:
-        ended: list[tuple[int, int] | None] = []
+    def _take_ended_transfers(self) -> list[EndedTransfer]:
+        ended: list[EndedTransfer | None] = []
         with contextlib.suppress(queue.Empty):
             if self._only_waits:
                 ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))

@@ -1,4 +1,4 @@
-"""What /metrics say of the tiers of the prefix cache."""
+"""What /metrics and the dashboard say of the tiers of the KV cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from server.running import run_server
 
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.kv_store_figures import KVStoreFigures
+from octavo.data.kv_tier_figures import KVTierFigures
+from octavo.data.metrics import EngineStats
+from octavo.server.telemetry.dashboard.tiers import tier_rows
+from octavo.server.telemetry.metrics import _tiers
+
 
 def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
     with run_server() as running, running.http() as http:
@@ -15,7 +23,7 @@ def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
         core.capacity = replace(core.capacity, kv_block_bytes=1000)
         stats: Any = core.metrics.stats
         stats.host_cache_hits, stats.host_cache_hit_blocks, stats.num_offloaded_blocks = 48, 3, 5
-        stats.evicted_blocks.update(device=9, host=2)
+        stats.tiers["device"].num_evicted, stats.tiers["host"].num_evicted = 9, 2
         text = http.get("/metrics").text
     told = {
         (sample.name, *(sample.labels[key] for key in ("tier", "direction") if key in sample.labels)): sample.value
@@ -29,3 +37,68 @@ def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
     assert told["octavo:evicted_blocks_total", "host"] == 2
     assert told["octavo:host_cache_bytes_total", "out"] == 5000
     assert told["octavo:host_cache_bytes_total", "in"] == 3000
+
+
+def capacity(num_host_blocks: int = 0) -> EngineCapacity:
+    return EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=10, num_host_blocks=num_host_blocks)
+
+
+def figures() -> EngineStats:
+    stats = EngineStats(prefix_cache_queries=1000, kv_stores={"disk": KVStoreFigures(num_bytes=700, is_usable=0)})
+    stats.tiers["disk"] = KVTierFigures(250, 4, 400, 0.5, 8, 800, 4.0, 3, 1.5, 9.0)
+    stats.tiers["device"].num_hit_tokens = 500
+    return stats
+
+
+def test_each_tier_is_told_by_its_name() -> None:
+    told = {
+        (sample.name.removeprefix("octavo:"), sample.labels["tier"]): sample.value
+        for family in _tiers(figures(), capacity(), ["model"])
+        for sample in family.samples
+        if "tier" in sample.labels
+    }
+    of_disk = {name: value for (name, tier), value in told.items() if tier == "disk"}
+    assert of_disk == {
+        "kv_tier_hit_tokens_total": 250,
+        "kv_tier_loaded_blocks_total": 4,
+        "kv_tier_loaded_bytes_total": 400,
+        "kv_tier_load_seconds_total": 0.5,
+        "kv_tier_saved_blocks_total": 8,
+        "kv_tier_saved_bytes_total": 800,
+        "kv_tier_save_seconds_total": 4.0,
+        "evicted_blocks_total": 3,
+        "kv_tier_wait_seconds_total": 1.5,
+        "kv_tier_computing_seconds_total": 9.0,
+    }
+    assert (told["kv_tier_hit_tokens_total", "device"], told["kv_tier_hit_tokens_total", "host"]) == (500, 0)
+
+
+def test_the_page_lists_rates_and_what_a_store_holds() -> None:
+    device, disk = tier_rows(figures(), capacity())
+    assert device == {
+        "name": "device",
+        "hit_rate": 0.5,
+        "spared": None,
+        "loaded": 0,
+        "loads_per_s": None,
+        "saved": 0,
+        "saves_per_s": None,
+        "evicted": 0,
+        "holds": None,
+        "usable": True,
+    }
+    assert disk == {
+        "name": "disk",
+        "hit_rate": 0.25,
+        "spared": 7.5,
+        "loaded": 400,
+        "loads_per_s": 800,
+        "saved": 800,
+        "saves_per_s": 200,
+        "evicted": 3,
+        "holds": 700,
+        "usable": False,
+    }
+    names = [row["name"] for row in tier_rows(EngineStats(), capacity(5))]
+    assert names == ["device", "host"]
+    assert tier_rows(EngineStats(), capacity())[0]["hit_rate"] is None

@@ -12,6 +12,9 @@ from fakes import make_engine
 from octavo.data.events import (
     DraftsTimed,
     DraftsVerified,
+    HostBlocksCopied,
+    KVLoadEnded,
+    KVSaveEnded,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
@@ -19,13 +22,15 @@ from octavo.data.events import (
     StepCompleted,
     StepScheduled,
 )
+from octavo.data.kv_tiers import TierMove
 from octavo.data.request import RequestStatus
 from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.engine.llm_engine import Engine
 from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.sampling_params import SamplingParams
 from octavo.server.telemetry.dashboard import view as view_module
-from octavo.server.telemetry.dashboard.view import Cursor, LiveView, Times, percentile
+from octavo.server.telemetry.dashboard.cursor import Cursor
+from octavo.server.telemetry.dashboard.view import LiveView, Times, percentile
 
 LIVE = {"waiting", "prompt", "generating", "preempted"}
 
@@ -264,6 +269,18 @@ def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
     now = 2000.0
     view.take(Snapshot([]))
     assert len(view._seconds) <= view_module.HISTORY_S + 1
+
+
+def test_what_moves_between_tiers_is_told_of_its_second() -> None:
+    view, page = LiveView(lambda: 200.0), Page()
+    memory, disk, nothing = TierMove("memory", 1, 100, 0.1), TierMove("disk", 2, 200, 0.1), TierMove("host", 0, 0, 0.0)
+    load = KVLoadEnded(2, 190.2, "a", 7, "done", 12, 0.1, 0.2, "memory, disk", (memory, disk), resumed=False)
+    copies = HostBlocksCopied(3, 190.9, TierMove("host", 3, 1000, 0.1), TierMove("host", 4, 5000, 0.1))
+    view.take(Snapshot([KVSaveEnded(1, 190.0, 8, 2, "done", (disk, memory)), load, copies]))
+    view.take(Snapshot([KVSaveEnded(4, 191.0, 9, 0, "expired", ()), HostBlocksCopied(4, 191.5, nothing, nothing)]))
+    page.take(Cursor(view).frame())
+    assert page.seconds[190][10:] == [5300, 1300]
+    assert page.seconds[191][10:] == page.seconds[195][10:] == [0, 0]
 
 
 def test_a_second_keeps_few_times_and_an_old_one_none() -> None:

@@ -75,15 +75,21 @@ _STORE_GAUGES = (
     ("is_usable", "usable", "0 while it is left alone because it failed or hangs."),
 )
 _STORE_COUNTERS = (
-    ("num_loaded_blocks", "loaded_blocks", "Blocks that came from it."),
-    ("loaded_bytes", "loaded_bytes", "Bytes that came from it."),
-    ("load_seconds", "load_seconds", "Seconds of its loads; several may go on at once."),
-    ("num_saved_blocks", "saved_blocks", "Blocks that went to it."),
-    ("saved_bytes", "saved_bytes", "Bytes that went to it."),
-    ("save_seconds", "save_seconds", "Seconds of its saves."),
-    ("num_evicted", "evicted_blocks", "Blocks that made way for others."),
     ("num_corrupt", "corrupt_blocks", "Blocks that were not what was saved, and were not used."),
     ("num_errors", "errors", "Calls that failed."),
+)
+# (attribute of KVTierFigures, name, what it says)
+_TIER_COUNTERS = (
+    ("num_hit_tokens", "kv_tier_hit_tokens", "Tokens of prompts whose KV a tier had; of prefix_cache_queries."),
+    ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks that came from it."),
+    ("loaded_bytes", "kv_tier_loaded_bytes", "Bytes that came from it."),
+    ("load_seconds", "kv_tier_load_seconds", "What it took for them; several loads may go on at once."),
+    ("num_saved_blocks", "kv_tier_saved_blocks", "Blocks that went to it."),
+    ("saved_bytes", "kv_tier_saved_bytes", "Bytes that went to it."),
+    ("save_seconds", "kv_tier_save_seconds", "What it took for them."),
+    ("num_evicted", "evicted_blocks", "Cached blocks that made room for others, by tier."),
+    ("wait_seconds", "kv_tier_wait_seconds", "What requests waited for it, where it is known what computing takes."),
+    ("computing_seconds", "kv_tier_computing_seconds", "What computing would have taken instead."),
 )
 _HISTOGRAMS = (
     ("iteration_tokens", "iteration_tokens_total", "Tokens of a step."),
@@ -154,7 +160,7 @@ class EngineCollector(Collector):
             yield counter
         yield from _tiers(stats, engine.capacity, model)
         yield from _drafts(stats.drafts, model)
-        yield from _stores(stats, engine.capacity.block_size, model)
+        yield from _stores(stats, model)
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = CounterMetricFamily(
@@ -193,13 +199,15 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield what made room where, and what was copied between device and host memory for the prefix cache."""
-    evicted = CounterMetricFamily(
-        "octavo:evicted_blocks", "Cached blocks that made room for others, by tier.", labels=["model_name", "tier"]
-    )
-    for tier, count in stats.evicted_blocks.items():
-        evicted.add_metric([*model, tier], count)
-    yield evicted
+    """Yield what each tier did, and what was copied between device and host memory for the prefix cache.
+
+    A bandwidth is bytes by seconds; the time saved is what computing would have taken, less the wait.
+    """
+    for attribute, name, text in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name", "tier"])
+        for tier, figures in list(stats.tiers.items()):
+            counter.add_metric([*model, tier], getattr(figures, attribute))
+        yield counter
     moved = CounterMetricFamily(
         "octavo:host_cache_bytes",
         "Bytes of evicted blocks, to host memory and back.",
@@ -223,8 +231,8 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
         yield counter
 
 
-def _stores(stats: EngineStats, block_size: int, model: list[str]) -> Iterator[Metric]:
-    """What became of loads, and what each store outside did; a bandwidth is bytes by seconds."""
+def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
+    """What became of loads, and how each store outside fares."""
     loads = CounterMetricFamily("octavo:kv_loads", "Loads from stores, by outcome.", labels=["model_name", "outcome"])
     for outcome, count in stats.kv_loads.items():
         loads.add_metric([*model, outcome], count)
@@ -240,10 +248,6 @@ def _stores(stats: EngineStats, block_size: int, model: list[str]) -> Iterator[M
         for store, figures in stats.kv_stores.items():
             counter.add_metric([*model, store], getattr(figures, attribute))
         yield counter
-    tokens = CounterMetricFamily("octavo:kv_store_hit_tokens", "Tokens whose KV came from it.", labels=labels)
-    for store, figures in stats.kv_stores.items():
-        tokens.add_metric([*model, store], figures.num_loaded_blocks * block_size)
-    yield tokens
 
 
 def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:

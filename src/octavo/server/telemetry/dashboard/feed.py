@@ -14,7 +14,9 @@ from octavo.engine.snapshot_feed import SNAPSHOT_INTERVAL_S
 from octavo.errors import ConfigError, EngineDeadError, QueueFullError
 from octavo.journal.explain import explain
 from octavo.server.errors import NotFoundError
-from octavo.server.telemetry.dashboard.view import Cursor, LiveView
+from octavo.server.telemetry.dashboard.cursor import Cursor
+from octavo.server.telemetry.dashboard.tiers import tier_rows
+from octavo.server.telemetry.dashboard.view import LiveView
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -94,7 +96,8 @@ class Dashboard:
 
     def _state(self) -> dict[str, Any]:
         engine = self._service.engine
-        return {"ready": engine.is_alive, "dead": engine.is_dead, "restarts": engine.num_restarts}
+        tiers = tier_rows(engine.stats, engine.capacity)
+        return {"ready": engine.is_alive, "dead": engine.is_dead, "restarts": engine.num_restarts, "tiers": tiers}
 
     async def _open(self) -> LiveView:
         """Return the view; the first watcher lets the engine begin to tell."""

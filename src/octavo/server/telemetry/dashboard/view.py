@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from octavo.data.events import Event
     from octavo.data.snapshot import BlockMap, Snapshot
@@ -51,7 +52,8 @@ class Times:
 class Second:
     """One second of the engine's clock: tokens of prompts that were computed, tokens that were generated, times in s.
 
-    running, waiting and usage: as of the last step in it. revision: of the view, when it last changed.
+    running, waiting and usage: as of the last step in it. loaded_bytes, saved_bytes: KV that came from tiers behind the
+    device, and went there. revision: of the view, when it last changed.
     """
 
     revision: int
@@ -60,6 +62,8 @@ class Second:
     running: int = 0
     waiting: int = 0
     usage: float = 0.0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
     ttft: Times | None = field(default_factory=Times)  # None when it is over: the percentiles are what is kept
     itl: Times | None = field(default_factory=Times)
     percentiles: tuple[float | None, ...] = ()
@@ -71,8 +75,8 @@ class Second:
 
     def row(self, second: int) -> list[float | None]:
         """Return what a chart needs: the time, then a value for each line."""
-        times = self._percentiles()
-        return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times]
+        times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
+        return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
     def _percentiles(self) -> tuple[float | None, ...]:
         if self.ttft is None or self.itl is None:
@@ -145,7 +149,7 @@ class LiveView:
 
     def _forget(self) -> None:
         self.epoch += 1
-        self.recent = events.RecentEvents()
+        self.recent = RecentEvents()
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
@@ -301,6 +305,14 @@ class LiveView:
             case events.PrefixCacheQueried():
                 self.num_queried += event.num_query_tokens
                 self.num_hit += event.num_hit_tokens
+            case events.KVSaveEnded():
+                self._second(event.time).saved_bytes += sum(move.num_bytes for move in event.moves)
+            case events.HostBlocksCopied():
+                second = self._second(event.time)
+                second.saved_bytes += event.saved.num_bytes
+                second.loaded_bytes += event.loaded.num_bytes
+            case events.KVLoadEnded():
+                self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
                 if shown is not None:  # else it began before all that is known
@@ -384,88 +396,6 @@ class LiveView:
             name = self._ended.popleft()
             if name not in self._ended and self._shown[name].ended is not None:  # else the id came back
                 del self._shown[name]
-
-
-class Cursor:
-    """How far one watcher has been told."""
-
-    def __init__(self, view: LiveView) -> None:
-        self._view = view
-        self._start()
-
-    def _start(self) -> None:
-        self._revision = self._second = self._num_steps = self._last_number = 0
-        self._blocks: BlockMap | None = None
-        self._states = b""
-        self._tables: dict[int, list[int]] = {}
-        self._epoch = self._view.epoch
-
-    def frame(self) -> dict[str, Any]:
-        """Return what is new: seconds (those that changed come again), steps, names, blocks; and what is now.
-
-        is_first: the page forgets all it knew. steps: the newest ones; steps_left_out: how many were too many.
-        """
-        view = self._view
-        if self._epoch != view.epoch:
-            self._start()
-        now = view.clock()
-        is_first = not self._second
-        seconds = view.seconds_since(self._revision, self._second, int(now))
-        self._revision, self._second = view.revision, int(now)
-        num_new = view.num_steps - self._num_steps
-        steps = view.steps_since(self._num_steps)
-        names = view.names_since(self._last_number)
-        self._num_steps, self._last_number = view.num_steps, max([self._last_number, *(each[0] for each in names)])
-        return {
-            "is_first": is_first,
-            "now": round(now, 3),
-            "moment": view.moment(),
-            "seconds": seconds,
-            "steps": [step.row() for step in steps],
-            "steps_left_out": 0 if is_first else num_new - len(steps),
-            "names": names,
-            "live": view.live_numbers(),
-            "requests": view.rows(),
-            "blocks": self._changed_blocks(),
-        }
-
-    def _changed_blocks(self) -> dict[str, Any] | None:
-        """Return the blocks whose state changed (at first all), and what was added to or taken from block tables."""
-        blocks = self._view.blocks
-        if blocks is None or blocks is self._blocks:
-            return None
-        self._blocks = blocks
-        if len(blocks.states) == len(self._states):
-            states: Any = list(_changes(self._states, blocks.states))
-        else:
-            states = blocks.states.translate(_DIGITS).decode()
-        self._states = blocks.states
-        numbers = self._view.numbers()
-        tables = {numbers[name]: table for name, table in blocks.holders.items() if name in numbers}
-        grown = []
-        for number, table in tables.items():
-            old = self._tables.get(number, [])
-            if table[: len(old)] != old:
-                old = []
-            if len(old) < len(table):
-                grown.append([number, len(old), table[len(old) :]])
-        gone = [number for number in self._tables if number not in tables]
-        self._tables = tables
-        return {"block_size": blocks.block_size, "states": states, "grown": grown, "gone": gone}
-
-
-_PIECE = 256
-_DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
-
-
-def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield where two texts of the same length differ, and what stands there now; pieces that agree are skipped."""
-    for start in range(0, len(new), _PIECE):
-        piece = new[start : start + _PIECE]
-        if old[start : start + _PIECE] != piece:
-            for place, byte in enumerate(piece, start):
-                if old[place] != byte:
-                    yield [place, byte]
 
 
 def percentile(values: list[float], share: float) -> float | None:

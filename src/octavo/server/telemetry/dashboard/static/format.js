@@ -15,6 +15,14 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
 }
 
+/** Bytes -> "512 B", "1.25 MiB", "18.4 GiB". */
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const unit = Math.min(Math.floor(Math.log2(Math.max(value, 1)) / 10), units.length - 1);
+  return `${unit ? (value / 1024 ** unit).toPrecision(3) : value} ${units[unit]}`;
+}
+
 /** 0.123 -> "12 %", with a digit more below ten. */
 export function percent(share) {
   if (share === null || share === undefined) return "–";

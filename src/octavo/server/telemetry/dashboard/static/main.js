@@ -7,6 +7,7 @@ import { follow } from "./feed.js";
 import { count, duration, percent } from "./format.js";
 import { RequestTable, isLive } from "./requests.js";
 import { toggleTheme } from "./theme.js";
+import { TierTable } from "./tiers.js";
 import { Timeline } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
@@ -15,7 +16,8 @@ const live = new Set();
 let offset = 0; // what makes wall-clock seconds of the engine's
 const name = (number) => names.get(number) ?? "a request of before";
 
-// Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both.
+// Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both,
+// bytes loaded and saved.
 const charts = [
   new Chart(at("chart-tokens"), [
     { label: "generated", column: 2, style: "first" },
@@ -33,6 +35,10 @@ const charts = [
     { label: "p50", column: 8, scale: 1000, style: "first" },
     { label: "p99", column: 9, scale: 1000, style: "second" },
   ]),
+  new Chart(at("chart-tiers"), [
+    { label: "read", column: 10, scale: 2 ** -20, style: "first" },
+    { label: "written", column: 11, scale: 2 ** -20, style: "second" },
+  ]),
 ];
 const timeline = new Timeline(at("timeline"), name, (number) => !live.has(number));
 const blocks = new BlockMap(
@@ -41,6 +47,7 @@ const blocks = new BlockMap(
   ["num-free", "num-cached", "num-owned", "num-shared"].map(at),
   name,
 );
+const tiers = new TierTable(at("tiers"));
 const table = new RequestTable(at("requests").tBodies[0], at("no-requests"));
 
 function showMoment(frame) {
@@ -83,6 +90,7 @@ function takeFrame(frame) {
   if (document.hidden) return; // nobody looks
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();
+  tiers.update(frame.tiers);
   table.update(frame.requests);
   const shown = frame.requests.filter((request) => isLive(request.state)).length;
   const all = frame.moment.running + frame.moment.waiting;

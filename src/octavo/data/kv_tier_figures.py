@@ -1,0 +1,120 @@
+"""What each tier of the KV cache gave, took and spared: counted from the events of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.data import events
+from octavo.data.kv_tiers import DEVICE, HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.data.events import Event
+    from octavo.data.kv_tiers import TierMove
+
+
+@dataclass(slots=True)
+class KVTierFigures:
+    """Figures of one tier; all are totals.
+
+    num_hit_tokens: of prompts, when they were looked up first. load_seconds, save_seconds: what the tier took for its
+    blocks; bandwidths follow from these. For host memory they are those of all copies, preempted requests' included.
+    wait_seconds: what requests waited for what came from it, and computing_seconds: what computing that would have
+    taken, where it is known.
+    """
+
+    num_hit_tokens: int = 0
+    num_loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    num_saved_blocks: int = 0
+    saved_bytes: int = 0
+    save_seconds: float = 0.0
+    num_evicted: int = 0
+    wait_seconds: float = 0.0
+    computing_seconds: float = 0.0
+
+
+class TierShare(NamedTuple):
+    """What a tier gave of one load: its part of the tokens, of the wait, and of what computing would have taken."""
+
+    move: TierMove
+    num_tokens: int
+    wait_s: float
+    computing_s: float
+
+
+def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
+    """Yield what each tier gave of a load. The wait is shared by what each of them took, and so adds up."""
+    num_blocks = sum(move.num_blocks for move in load.moves)
+    seconds = sum(move.seconds for move in load.moves)
+    for move in load.moves:
+        part = move.num_blocks / num_blocks
+        wait_s = load.seconds * (move.seconds / seconds if seconds else part)
+        yield TierShare(move, load.num_tokens * move.num_blocks // num_blocks, wait_s, load.computing_s * part)
+
+
+class KVTierCounter:
+    """An event sink that keeps the figures of each tier by its name, the device's included."""
+
+    def __init__(self, figures: dict[str, KVTierFigures]) -> None:
+        self.figures = figures
+        self._found: list[events.HostBlocksFound] = []  # in a step whose copies were not told of yet
+
+    def _tier(self, name: str) -> KVTierFigures:
+        return self.figures.setdefault(name, KVTierFigures())
+
+    def emit(self, event: Event) -> None:
+        """Count it."""
+        match event:
+            case events.PrefixCacheQueried():
+                self._tier(DEVICE).num_hit_tokens += event.num_hit_tokens - event.num_host_tokens
+                self._tier(HOST).num_hit_tokens += event.num_host_tokens
+            case events.HostBlocksFound():
+                self._found = [each for each in self._found if each.step == event.step] + [event]
+            case events.HostBlocksCopied():
+                self._take_copies(event)
+            case events.KVLoadEnded():
+                self._take_load(event)
+            case events.KVSaveEnded():
+                for move in event.moves:
+                    self._add_saved(move)
+            case events.BlockEvicted():
+                self._tier(DEVICE).num_evicted += 1
+            case events.HostBlockEvicted():
+                self._tier(HOST).num_evicted += 1
+            case events.StoreBlocksEvicted():
+                self._tier(event.tier).num_evicted += event.num_blocks
+
+    def _take_copies(self, event: events.HostBlocksCopied) -> None:
+        self._add_saved(event.saved)
+        self._add_loaded(event.loaded)
+        tier = self._tier(HOST)
+        for found in self._found:
+            if found.step == event.step and found.computing_s:
+                tier.wait_seconds += event.loaded.seconds * found.num_blocks / event.loaded.num_blocks
+                tier.computing_seconds += found.computing_s
+        self._found = []
+
+    def _take_load(self, event: events.KVLoadEnded) -> None:
+        for share in shares_of(event):
+            self._add_loaded(share.move)
+            tier = self._tier(share.move.tier)
+            tier.num_hit_tokens += 0 if event.resumed else share.num_tokens
+            if event.computing_s:
+                tier.wait_seconds += share.wait_s
+                tier.computing_seconds += share.computing_s
+
+    def _add_loaded(self, move: TierMove) -> None:
+        tier = self._tier(move.tier)
+        tier.num_loaded_blocks += move.num_blocks
+        tier.loaded_bytes += move.num_bytes
+        tier.load_seconds += move.seconds
+
+    def _add_saved(self, move: TierMove) -> None:
+        tier = self._tier(move.tier)
+        tier.num_saved_blocks += move.num_blocks
+        tier.saved_bytes += move.num_bytes
+        tier.save_seconds += move.seconds

@@ -1,0 +1,48 @@
+"""The newest events of an engine, for who begins to watch it."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from octavo.data.events import StepCompleted, StepScheduled
+
+if TYPE_CHECKING:
+    from octavo.data.events import Event
+
+
+class RecentEvents:
+    """Keeps the newest events: as many as weigh `max_weight`, where a step weighs as much as it has requests.
+
+    They are numbered from 0 on; num_seen is the number of the next one. weight: of those that are kept.
+    """
+
+    def __init__(self, max_weight: int = 200_000) -> None:
+        self.num_seen = self.weight = 0
+        self._max_weight = max_weight
+        self._events: deque[Event] = deque()
+
+    def emit(self, event: Event) -> None:
+        """Keep it, and forget the oldest ones where it takes their room."""
+        self._events.append(event)
+        self.num_seen += 1
+        self.weight += weight_of(event)
+        while self.weight > self._max_weight and len(self._events) > 1:
+            self.weight -= weight_of(self._events.popleft())
+
+    @property
+    def first_kept(self) -> int:
+        """The number of the oldest one that is kept; of the next one where none is."""
+        return self.num_seen - len(self._events)
+
+    def since(self, number: int) -> list[Event]:
+        """Return those from that number on, as far as they are still kept."""
+        return list(islice(self._events, max(number - self.first_kept, 0), None))
+
+
+def weight_of(event: Event) -> int:
+    """Return how much memory an event takes, in entries of a step."""
+    if isinstance(event, StepScheduled):
+        return 1 + len(event.num_scheduled_tokens)
+    return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1
