@@ -30,6 +30,7 @@ from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import quantize_int4, quantize_int8, round_to_int8
 from octavo.models.registry import read_architecture
+from octavo.worker.machine_report import layer_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,13 +48,8 @@ COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cac
 
 def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
     """Return {name: (input features, output features)} of a decoder's products."""
-    a = architecture
-    return {
-        "qkv": (a.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim),
-        "o": (a.num_heads * a.head_dim, a.hidden_size),
-        "gate_up": (a.hidden_size, 2 * a.intermediate_size),
-        "down": (a.intermediate_size, a.hidden_size),
-    }
+    shapes = layer_shapes(architecture)
+    return {name: shapes[name][::-1] for name in ("qkv", "o", "gate_up", "down")}
 
 
 def octavo_products(

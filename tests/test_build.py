@@ -58,7 +58,9 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
     stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
     stored_as_int4 = dataclasses.replace(architecture, stored=stored)
     assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None, isa).attention_cost_tokens == costs["int4"]
-    one_layer_sees_all = dataclasses.replace(architecture, sliding_window=(None, 16))
+    far, attention = architecture.layers[0], architecture.layers[0].attention
+    near = dataclasses.replace(far, attention=dataclasses.replace(attention, window=16))
+    one_layer_sees_all = dataclasses.replace(architecture, layers=(far, near))
     half = resolve_scheduler(SchedulerConfig(), one_layer_sees_all, "int8", isa).attention_cost_tokens
     assert half == pytest.approx(costs["int8"] / 2, abs=1e-3)
 

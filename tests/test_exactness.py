@@ -200,7 +200,8 @@ def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threa
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
     engine = make_engine(window_checkpoint, dtype, EVERYWHERE, "cpu", isa)
-    assert engine.core.executor.worker.model.architecture.sliding_window == (37, 37)
+    layers = engine.core.executor.worker.model.architecture.layers
+    assert [layer.attention.window for layer in layers] == [37, 37]
     check(engine, EVERYWHERE, alone(window_checkpoint, dtype, "cpu", isa, NUM_REQUESTS_EVERYWHERE))
 
 

@@ -109,12 +109,13 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
     from octavo.kernels import AttentionBatch, create_kernels  # noqa: PLC0415
     from octavo.models.loader import load_model  # noqa: PLC0415
     from octavo.models.registry import read_architecture  # noqa: PLC0415
+    from octavo.models.weight_source import FolderWeights  # noqa: PLC0415
     from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
 
     device, size = torch.device("cpu"), max(map(len, rows))
     architecture = read_architecture(Path(model))
     network = load_model(
-        Path(model),
+        FolderWeights(Path(model)),
         architecture,
         create_kernels(device),
         dtype=architecture.dtype,
@@ -124,11 +125,9 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
         group_size=rounding.group_size,
     )
     cache = PagedKVCache(
+        architecture.kv_layout,
         num_blocks=1,
-        num_layers=architecture.num_layers,
-        num_kv_heads=architecture.num_kv_heads,
         block_size=size,
-        head_dim=architecture.head_dim,
         dtype=network.dtype if rounding.kv_cache_dtype == "auto" else torch.int8,
         device=device,
     )

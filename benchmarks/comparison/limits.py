@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from octavo.models.declared import in_order
 
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
@@ -26,15 +29,18 @@ class Work:
     @classmethod
     def of(cls, architecture: Architecture) -> Work:
         """Count a model's matrix products and keys and values."""
-        a = architecture
-        kv = a.hidden_size * a.head_dim * 2 * a.num_kv_heads
-        rest = a.hidden_size * (a.head_dim * 2 * a.num_heads + 3 * a.intermediate_size)
+        tensors, last = architecture.tensors(), architecture.layers[-1].attention
+        kv = 2 * last.num_kv_heads * last.head_dim * architecture.hidden_size
         return cls(
-            a.num_layers * (kv + rest),
-            rest,
-            a.vocab_size * a.hidden_size,
-            a.kv_bytes_per_token("bfloat16"),
+            _num_multiplied(tensors.layers),
+            _num_multiplied(tensors.layers[-1]) - kv,
+            _num_multiplied(tensors.embedding),
+            architecture.kv_layout.bytes_per_token("bfloat16"),
         )
+
+
+def _num_multiplied(declared: object) -> int:
+    return sum(math.prod(shape) for each in in_order(declared) for shape in each.shapes.values() if len(shape) == 2)
 
 
 def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits: dict[str, float]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
-from octavo.startup.launch import Checkpoint, make_grammars, make_processors
+from octavo.startup.launch import ServedModel, make_grammars, make_processors
 from octavo.worker.kv_cache import LAYOUT_VERSION
 from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
@@ -71,15 +71,15 @@ def build_engine(
     progress(done, total) is told of packed bytes of weights. kv_store: as in `build_core`. Raises `ConfigError` and
     `ModelError`.
     """
-    checkpoint = Checkpoint.find(config.model)
-    input_processor, output_processor = make_processors(config.model, checkpoint)
-    core = build_core(config, checkpoint, sink=sink, progress=progress, kv_store=kv_store)
+    served = ServedModel.find(config.model)
+    input_processor, output_processor = make_processors(config.model, served)
+    core = build_core(config, served, sink=sink, progress=progress, kv_store=kv_store)
     return Engine(core, input_processor, output_processor, time.monotonic)
 
 
 def build_core(
     config: EngineConfig,
-    checkpoint: Checkpoint | None = None,
+    served: ServedModel | None = None,
     *,
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -93,22 +93,22 @@ def build_core(
     over a pool that several engines of this process share.
     """
     model_config = config.model
-    checkpoint = checkpoint or Checkpoint.find(model_config)
-    architecture = checkpoint.architecture
+    served = served or ServedModel.find(model_config)
+    architecture = served.architecture
     device_config = _device_config(config)
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
     speculative_config = _resolve_speculative(config.speculative, device_config)
-    grammars = make_grammars(model_config, checkpoint)
+    grammars = make_grammars(model_config, served)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     has_store = kv_store is not None or config.kv_transfer.names_store
-    identity = _find_identity(model_config, checkpoint) if has_store else None
+    identity = _find_identity(model_config, served) if has_store else None
     worker = Worker(
-        checkpoint.directory,
+        served.checkpoint.weights,
         architecture,
         dtype=dtype,
-        max_model_len=checkpoint.max_model_len,
+        max_model_len=served.max_model_len,
         cache_config=config.cache,
         scheduler_config=scheduler_config,
         device_config=device_config,
@@ -120,7 +120,7 @@ def build_core(
         progress=progress,
         grammars=grammars,
         speculative_config=speculative_config,
-        draft_checkpoint=find_draft_checkpoint(speculative_config, model_config, checkpoint),
+        draft_checkpoint=find_draft_checkpoint(speculative_config, model_config, served),
         store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
     )
     if reading is not None:
@@ -144,7 +144,7 @@ def build_core(
         scheduler_config,
         config.cache,
         num_blocks=num_blocks,
-        max_model_len=checkpoint.max_model_len,
+        max_model_len=served.max_model_len,
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
@@ -181,10 +181,10 @@ def _connect(
     return recorded, recorded
 
 
-def _find_identity(config: ModelConfig, checkpoint: Checkpoint) -> WeightsIdentity:
+def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     """Begin to find out what the weights are, beside their loading."""
     seed = config.seed if config.load_format == "dummy" else None
-    return WeightsIdentity(checkpoint.directory, checkpoint.architecture, seed)
+    return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
 def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None) -> tuple[str, ...]:

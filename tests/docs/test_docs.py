@@ -506,9 +506,15 @@ def sum_of(scheduled: dict[str, int]) -> str:
 
 def test_the_kv_bytes_of_the_questions():
     from octavo.models.architecture import Architecture
+    from octavo.models.attention import AttentionConfig
+    from octavo.models.decoder_layer import LayerConfig
+    from octavo.models.gated_mlp import GatedMLPConfig
+    from octavo.models.rope_config import RopeConfig
 
+    attention = AttentionConfig(num_heads=14, num_kv_heads=2, head_dim=64, rope=RopeConfig())
+    layer = LayerConfig(attention=attention, mlp=GatedMLPConfig(intermediate_size=4864))
     shape = dict.fromkeys(Architecture.__dataclass_fields__)
-    architecture = Architecture(**{**shape, "num_layers": 24, "num_kv_heads": 2, "head_dim": 64})
-    figure = f"{architecture.kv_bytes_per_token('bfloat16'):,}"
+    architecture = Architecture(**{**shape, "layers": (layer,) * 24})
+    figure = f"{architecture.kv_layout.bytes_per_token('bfloat16'):,}"
     for page in (DOCS / "questions.md", DOCS / "zh" / "questions.md"):
         assert figure in page.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ from kernel_accuracy import assert_as_exact_as_torch
 
 from octavo.kernels import AttentionBatch
 from octavo.kernels.quantization import kv_scales, quantize_rows
+from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
 
@@ -57,8 +58,8 @@ def int8_caches(*caches):
     """Round caches of floats; what is NaN there has the scale NaN."""
     num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
     made = PagedKVCache(
-        num_blocks=num_blocks, num_layers=3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
-        dtype=torch.int8, device=torch.device("cpu"),
+        KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
+        num_blocks=num_blocks, block_size=block_size, dtype=torch.int8, device=torch.device("cpu"),
     )  # fmt: skip
     made.blocks.random_(-128, 128)
     layer = made.layer(1)

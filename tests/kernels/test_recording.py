@@ -14,6 +14,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_source import FolderWeights
 from octavo.worker.kv_cache import PagedKVCache
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
@@ -64,10 +65,10 @@ def with_outputs(batch, counts):
 class Cache:
     def __init__(self, model):
         architecture = model.architecture
-        shape = (NUM_BLOCKS, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
+        attention = architecture.layers[0].attention
+        shape = (NUM_BLOCKS, attention.num_kv_heads, BLOCK_SIZE, attention.head_dim)
         self.layers = [
-            (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
-            for _ in range(architecture.num_layers)
+            (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)) for _ in architecture.layers
         ]
 
     def layer(self, index):
@@ -76,8 +77,8 @@ class Cache:
 
 def load(path, kernels, dtype, quantization):
     return load_model(
-        path, read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=96,
-        quantization=quantization,
+        FolderWeights(path), read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"),
+        max_model_len=96, quantization=quantization,
     )  # fmt: skip
 
 
@@ -98,8 +99,8 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
         is_fused = compiled.kernel_set.fuses_gate(
             int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
         )
-        calls = (11 if model.architecture.qk_norm else 9) - (1 if is_fused else 0)
-        assert len(again.calls) == 4 + model.architecture.num_layers * calls
+        calls = (11 if model.architecture.layers[0].attention.qk_norm else 9) - (1 if is_fused else 0)
+        assert len(again.calls) == 4 + len(model.layers) * calls
         assert again.calls.count("take_rows") == 2
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9
@@ -132,7 +133,7 @@ def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator
         )
         names = recorded.calls
         assert names[:3] == ("embedding", "rms_norm", "linear")
-        assert names.count("paged_attention") == model.architecture.num_layers
+        assert names.count("paged_attention") == len(model.layers)
         unmeasured = recorded(ids, batch).clone()
         nanoseconds = recorded.measure_calls()
         start = time.perf_counter_ns()
@@ -260,10 +261,10 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
     config = tiny_config("Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2)
     path = write_checkpoint(tmp_path, config, std=0.1)
     architecture = read_architecture(path)
-    model = load_model(path, architecture, compiled, dtype="bfloat16", device=torch.device("cpu"), max_model_len=1200)
+    cpu, weights = torch.device("cpu"), FolderWeights(path)
+    model = load_model(weights, architecture, compiled, dtype="bfloat16", device=cpu, max_model_len=1200)
     cache = PagedKVCache(
-        num_blocks=120, num_layers=architecture.num_layers, num_kv_heads=architecture.num_kv_heads,
-        block_size=BLOCK_SIZE, head_dim=architecture.head_dim, dtype=kv_dtype, device=torch.device("cpu"),
+        architecture.kv_layout, num_blocks=120, block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
     )  # fmt: skip
     long, shared = 1150, 160  # tokens of the first, and those that the others begin with as well
     tables = torch.zeros(4, 75, dtype=torch.int32)

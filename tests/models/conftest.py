@@ -20,9 +20,9 @@ class OneSequenceCache:
 
     def __init__(self, model, num_blocks, block_size):
         architecture = model.architecture
-        shape = (num_blocks, architecture.num_kv_heads, block_size, architecture.head_dim)
-        make = lambda: torch.full(shape, float("nan"), dtype=model.dtype)  # noqa: E731
-        self.layers = [(make(), make()) for _ in range(architecture.num_layers)]
+        shapes = [(num_blocks, each.num_kv_heads, block_size, each.head_dim) for each in architecture.kv_layout.layers]
+        make = lambda shape: torch.full(shape, float("nan"), dtype=model.dtype)  # noqa: E731
+        self.layers = [(make(shape), make(shape)) for shape in shapes]
 
     def layer(self, index):
         return self.layers[index]
@@ -30,11 +30,14 @@ class OneSequenceCache:
 
 @pytest.fixture
 def prompt_logits():
-    """Return a function: (model, token ids, tokens a step) -> logits of every position, float32 [len, vocab]."""
+    """Return a function: (model, token ids, tokens a step) -> logits of every position, float32 [len, vocab].
 
-    def compute(model, token_ids, step=10**9, block_size=16):
+    cache: with as many blocks as the tokens need; None for one of its own.
+    """
+
+    def compute(model, token_ids, step=10**9, block_size=16, cache=None):
         num_blocks = -(-len(token_ids) // block_size)
-        cache = OneSequenceCache(model, num_blocks, block_size)
+        cache = cache or OneSequenceCache(model, num_blocks, block_size)
         table = torch.arange(num_blocks, dtype=torch.int32).flip(0)
         hidden = []
         for start in range(0, len(token_ids), step):

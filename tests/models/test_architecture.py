@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import FAMILIES, read_architecture
 
@@ -47,17 +48,19 @@ def write(directory, config):
 def test_published_old_style_config(tmp_path):
     architecture = read_architecture(write(tmp_path, QWEN25_OLD))
     assert architecture.name == "Qwen2ForCausalLM"
-    assert architecture.head_dim == 64
-    assert architecture.rope.theta == 1e6
+    assert architecture.layers == (architecture.layers[0],) * 24
+    attention = architecture.layers[0].attention
+    assert attention.head_dim == 64
+    assert attention.rope.theta == 1e6
     assert architecture.dtype == "bfloat16"
-    assert architecture.qkv_bias
-    assert not architecture.o_bias
-    assert architecture.sliding_window == (None,) * 24
+    assert attention.qkv_bias
+    assert not attention.o_bias
+    assert attention.window is None
     assert architecture.eos_token_ids == (151645,)
     assert architecture.max_context_tokens == 32768
     assert architecture.num_parameters == 494_032_768  # the model card's 0.49B
     assert architecture.weight_bytes("bfloat16") == 2 * 494_032_768
-    assert architecture.kv_bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
+    assert architecture.kv_layout.bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
     assert architecture.attention_share == 24 * 2 * 14 * 64 / (24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864))
 
 
@@ -102,12 +105,12 @@ def test_windows():
 
 
 def windows(family, drop=(), **changes):
-    from octavo.models.config_file import ConfigFile
     from octavo.models.registry import find_family
 
     name = f"{family}ForCausalLM"
     config = {key: value for key, value in tiny_config(name, **changes).items() if key not in drop}
-    return find_family(name).read_architecture(ConfigFile(None, config), name).sliding_window
+    layers = find_family(name).read_architecture(ConfigFile(None, config), name).layers
+    return tuple(layer.attention.window for layer in layers)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(-1, ()), ([-1, 7], (7,)), ([], ()), (None, ()), (0, (0,))])
@@ -120,7 +123,7 @@ def test_negative_token_ids_stand_for_none(value, expected, tmp_path):
 
 def test_widest_heads(tmp_path):
     write(tmp_path, tiny_config("LlamaForCausalLM", head_dim=256))
-    assert read_architecture(tmp_path).head_dim == 256
+    assert read_architecture(tmp_path).layers[0].attention.head_dim == 256
 
 
 def test_context_length(tmp_path):
@@ -174,6 +177,14 @@ def test_unusable_config_is_refused_by_name(changes, words, tmp_path):
         read_architecture(tmp_path)
     for word in [*words, str(tmp_path / "config.json")]:
         assert word in str(caught.value)
+
+
+def test_a_key_that_one_family_reads_is_refused_for_the_others(tmp_path):
+    config = ConfigFile.read(write(tmp_path, tiny_config("LlamaForCausalLM", logits_scaling=8.0)) / "config.json")
+    with pytest.raises(ModelError, match=r"logits_scaling = 8.0.*LlamaForCausalLM"):
+        read_architecture(tmp_path)
+    assert config.number("logits_scaling", 1.0) == 8
+    config.refuse_unread("GraniteForCausalLM")
 
 
 def test_harmless_values_of_unsupported_keys(tmp_path):

@@ -9,6 +9,7 @@ from octavo.kernels import create_kernels
 from octavo.models.loader import load_model
 from octavo.models.random_weights import write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 
 CHOSEN = ("qwen2-tied-3-per-kv", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
 MAX_RATIO = 2.0
@@ -34,7 +35,8 @@ def test_error_of_logits(case, tmp_path, prompt_logits):
 def load(path, backend):
     cpu = torch.device("cpu")
     kernels = create_kernels(cpu, backend, 1)
-    return load_model(path, read_architecture(path), kernels, dtype="bfloat16", device=cpu, max_model_len=1024)
+    weights, architecture = FolderWeights(path), read_architecture(path)
+    return load_model(weights, architecture, kernels, dtype="bfloat16", device=cpu, max_model_len=1024)
 
 
 @torch.inference_mode()

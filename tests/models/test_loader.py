@@ -19,6 +19,7 @@ from octavo.models.loader import activation_dtype, load_model
 from octavo.models.model_path import resolve_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -27,20 +28,21 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 def load(path, dtype="float32", **options):
     architecture = read_architecture(path)
-    return load_model(path, architecture, ReferenceKernels(), dtype=dtype, device=CPU, max_model_len=64, **options)
+    kernels = ReferenceKernels()
+    return load_model(FolderWeights(path), architecture, kernels, dtype=dtype, device=CPU, max_model_len=64, **options)
 
 
 def packed_bytes(model):
     """Bytes of everything a model keeps: linear layers, norms."""
-    linears, norms = [model.embed_tokens], list(model.norms)
-    norms.append(model.layers[0].input_norm)
+    linears, norms = [model.embed_tokens], [model.first_norm]
     if model.lm_head is not model.embed_tokens:
         linears.append(model.lm_head)
     for layer in model.layers:
         linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
-        norms.append(layer.post_attention_norm)
-        norms += [getattr(layer.attention, name) for name in ("q_norm", "k_norm") if hasattr(layer.attention, name)]
-    return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
+        of_layer = (layer.after_attention, layer.after_mlp)
+        norms += [getattr(each, name) for each in of_layer for name in ("added", "stream")]
+        norms += [layer.attention.q_norm, layer.attention.k_norm]
+    return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
 @pytest.mark.sweep(6)
@@ -54,7 +56,9 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
     assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
-    assert model.cos_sin.nbytes == 64 * architecture.head_dim * 4
+    tables = [layer.attention.cos_sin for layer in model.layers]
+    assert all(each is tables[0] for each in tables)
+    assert tables[0].nbytes == 64 * architecture.layers[0].attention.head_dim * 4
     assert model.dtype == activation_dtype(dtype, CPU)
 
 
@@ -67,8 +71,8 @@ def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
     path = write_checkpoint(tmp_path, config)
     architecture = read_architecture(path)
     model = load_model(
-        path, architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU, max_model_len=64,
-        quantization=quantization,
+        FolderWeights(path), architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU,
+        max_model_len=64, quantization=quantization,
     )  # fmt: skip
     assert packed_bytes(model) == architecture.weight_bytes("bfloat16", quantization=quantization)
 
@@ -93,7 +97,7 @@ def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
     cpu = pytest.importorskip("octavo.kernels.cpu")
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=True, **BIASED), std=0.1)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64, "quantization": quantization}
-    compiled = load_model(path, read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
+    compiled = load_model(FolderWeights(path), read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
     exact, plain = prompt_logits(load(path), PROMPT), prompt_logits(load(path, quantization=quantization), PROMPT)
     assert 0 < (plain - exact).norm() < error * exact.norm()
     torch.testing.assert_close(prompt_logits(compiled, PROMPT), plain, rtol=0, atol=0.02 * exact.abs().max().item())
@@ -170,13 +174,14 @@ import torch
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 def private(key):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 path = pathlib.Path({str(path)!r})
 architecture = read_architecture(path)
-load = lambda: load_model(path, architecture, ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
-    max_model_len=64, progress=lambda done, total: peaks.append(private("RssAnon")))
+load = lambda: load_model(FolderWeights(path), architecture, ReferenceKernels(), dtype="float32",
+    device=torch.device("cpu"), max_model_len=64, progress=lambda done, total: peaks.append(private("RssAnon")))
 peaks = []
 before = private("RssAnon")
 model = load()

@@ -18,6 +18,7 @@ from octavo.models.packed_cache import HASHES_FILE, PackedCache
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 
 pytestmark = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels"
@@ -69,7 +70,7 @@ def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **optio
     from octavo.kernels.cpu import CpuKernels
 
     return load_model(
-        path, read_architecture(path), CpuKernels(isa, num_threads=1), dtype=dtype,
+        FolderWeights(path), read_architecture(path), CpuKernels(isa, num_threads=1), dtype=dtype,
         device=torch.device("cpu"), max_model_len=64, quantization=quantization, packed_cache=cache, **options,
     )  # fmt: skip
 
@@ -349,8 +350,8 @@ def test_what_is_as_fast_without_is_not_kept(checkpoint, cache):
     load(checkpoint, cache, quantization=None)
     load(checkpoint, cache, load_format="dummy")
     load_model(
-        checkpoint, read_architecture(checkpoint), ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
-        max_model_len=64, quantization="int8", packed_cache=cache,
+        FolderWeights(checkpoint), read_architecture(checkpoint), ReferenceKernels(), dtype="float32",
+        device=torch.device("cpu"), max_model_len=64, quantization="int8", packed_cache=cache,
     )  # fmt: skip
     assert kept_files(cache) == []
 

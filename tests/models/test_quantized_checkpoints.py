@@ -21,6 +21,7 @@ from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -31,7 +32,7 @@ INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy":
 def load(path, **options):
     architecture = read_architecture(path)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64} | options
-    return load_model(path, architecture, ReferenceKernels(), **options)
+    return load_model(FolderWeights(path), architecture, ReferenceKernels(), **options)
 
 
 def plain_checkpoint(path, name="Qwen2ForCausalLM", **changes):
@@ -299,10 +300,10 @@ def test_bytes_of_quantized_checkpoints(tmp_path, generator):
         for quantization in (None, "int8", "int4", "int4_all"):
             model = load(tmp_path / name, dtype="bfloat16", quantization=quantization)
             linears = [model.embed_tokens, model.lm_head]
-            norms = [model.layers[0].input_norm, *model.norms]
+            norms = [model.first_norm]
             for layer in model.layers:
                 linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
-                norms.append(layer.post_attention_norm)
+                norms += [layer.after_attention.stream, layer.after_mlp.stream]
             num_bytes = sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
             assert num_bytes == model.architecture.weight_bytes("bfloat16", "bfloat16", quantization)
 

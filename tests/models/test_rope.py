@@ -54,12 +54,13 @@ def write_config(directory, changes):
 def test_table_equals_transformers(kind, numbers, style, tmp_path):
     write_config(tmp_path, style(kind, numbers))
     architecture = read_architecture(tmp_path)
-    assert architecture.rope.kind == kind
-    assert architecture.rope.theta == 5e5
+    attention = architecture.layers[0].attention
+    assert attention.rope.kind == kind
+    assert attention.rope.theta == 5e5
     embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     cosine, sine = embedding(torch.zeros(1), torch.arange(2000)[None])
-    table = make_cos_sin(architecture.rope, architecture.head_dim, 2000)
-    half = architecture.head_dim // 2
+    table = make_cos_sin(attention.rope, attention.head_dim, 2000)
+    half = attention.head_dim // 2
     # Equal angles, bit for bit; cosines may differ in their last bit by the length of the vector they were computed in.
     torch.testing.assert_close(table[:, :half], cosine[0, :, :half], rtol=0, atol=2e-7)
     torch.testing.assert_close(table[:, half:], sine[0, :, :half], rtol=0, atol=2e-7)

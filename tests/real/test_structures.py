@@ -26,7 +26,7 @@ from server import running
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
 from octavo.server.answers.tools import read_chat_tools
-from octavo.startup.launch import Checkpoint, make_processors
+from octavo.startup.launch import ServedModel, make_processors
 
 logger = logging.getLogger(__name__)
 SHORT = {"type": "string", "maxLength": 12}
@@ -341,7 +341,7 @@ WRITTEN = {  # what models of these families write
 def reader_of(path):
     """Return a tokenizer, and a function: pieces of tokens and why they end -> the answer's parts."""
     config = ModelConfig(model=str(path))
-    inputs, _ = make_processors(config, Checkpoint.find(config))
+    inputs, _ = make_processors(config, ServedModel.find(config))
     style = AnswerStyle.find("auto", "auto", inputs)
     toolbox = read_chat_tools(TOOLS, None, True, style.tools)
     prompt = inputs.chat_prompt(MESSAGES, tools=list(toolbox.given))

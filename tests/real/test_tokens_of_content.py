@@ -11,7 +11,7 @@ from content_tokens import Writer, check_answer
 from octavo import ModelConfig
 from octavo.engine.output_processor import OutputProcessor
 from octavo.sampling_params import SamplingParams
-from octavo.startup.launch import Checkpoint, make_processors
+from octavo.startup.launch import ServedModel, make_processors
 
 MODELS = ["qwen3", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "smollm2"]
 NUM_ANSWERS = 200
@@ -20,7 +20,7 @@ TEXTS = ["Hello there", " Hello", "  two", "a", "\nline", "狐 🦊", "<0x41>", 
 
 def inputs_of(path):
     config = ModelConfig(model=str(path))
-    return make_processors(config, Checkpoint.find(config))[0]
+    return make_processors(config, ServedModel.find(config))[0]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,13 +9,18 @@ import random
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simulation.world import SimulationError, Totals, draw_config, run_world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from simulation.world import WorldConfig
+
+    Draw = Callable[[random.Random], WorldConfig]
 
 TESTS = Path(__file__).resolve().parents[1]
 SAVE_EVERY_S = 20.0
@@ -91,24 +96,24 @@ class RunFile:
         temporary.rename(self.path)
 
 
-def run_one(name: str) -> tuple[str | None, Totals, float]:
+def run_one(name: str, draw: Draw = draw_config) -> tuple[str | None, Totals, float]:
     """Run the world of that name; return what is wrong with it, its figures, and seconds of one core."""
     start = time.process_time()
     try:
-        totals = run_world(name, draw_config(random.Random(name)))
+        totals = run_world(name, draw(random.Random(name)))
     except SimulationError as error:
         return str(error), Totals(), time.process_time() - start
     return None, totals, time.process_time() - start
 
 
-def run_seed(seed: int, num_steps: int, jobs: int, file: RunFile) -> Run:
+def run_seed(seed: int, num_steps: int, jobs: int, file: RunFile, draw: Draw = draw_config) -> Run:
     """Run worlds of a seed until so many steps are done or one fails, from where the file says it stands."""
     run = file.runs.setdefault(seed, Run(seed))
     if run.totals.steps >= num_steps:
         return run
     names = (f"{seed}:{index}" for index in itertools.count(run.num_worlds))
     last_save = time.monotonic()
-    for name, (error, figures, seconds) in _results(names, jobs):
+    for name, (error, figures, seconds) in _results(names, jobs, draw):
         if error is not None:
             run.failed = (name, error)
             file.save()
@@ -125,11 +130,11 @@ def run_seed(seed: int, num_steps: int, jobs: int, file: RunFile) -> Run:
     return run
 
 
-def _results(names: Iterator[str], jobs: int) -> Iterator[tuple[str, tuple[str | None, Totals, float]]]:
+def _results(names: Iterator[str], jobs: int, draw: Draw) -> Iterator[tuple[str, tuple[str | None, Totals, float]]]:
     if jobs == 1:
-        yield from ((name, run_one(name)) for name in names)
+        yield from ((name, run_one(name, draw)) for name in names)
         return
     with ProcessPoolExecutor(jobs) as pool:
         while True:
             batch = list(itertools.islice(names, 8 * jobs))
-            yield from zip(batch, pool.map(run_one, batch), strict=True)
+            yield from zip(batch, pool.map(partial(run_one, draw=draw), batch), strict=True)

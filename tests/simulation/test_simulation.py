@@ -36,12 +36,31 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
     assert len(totals.faults) >= 10
 
 
+def draw_crowded(rng):
+    """Draw a world whose requests are often preempted, in either way, and often find KV outside and in host memory."""
+    return replace(
+        draw_config(rng),
+        preemption="auto",
+        max_num_preemptions=8,
+        preempt_rate=0.2,
+        num_host_blocks=rng.randint(1, 12),
+        enable_prefix_caching=True,
+        hash_bits=None,
+        remote_rate=1.0,
+        neighbour_rate=0.5,
+        min_tokens_to_cache=1,
+    )
+
+
 @pytest.mark.slow
 def test_every_three_features_meet():
-    run = run_seed("coverage", 400_000, 2, RunFile(None))
-    totals = run.totals
-    assert run.failed is None
-    counts = {triple: totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3)}
+    """Among worlds as they are drawn are few that have a store, host memory, and both kinds of preemption."""
+    counts = dict.fromkeys(itertools.combinations(FEATURES, 3), 0)
+    for num_steps, draw in ((100_000, draw_config), (60_000, draw_crowded)):
+        run = run_seed("coverage", num_steps, 2, RunFile(None), draw)
+        assert run.failed is None
+        for triple in counts:
+            counts[triple] += run.totals.combinations[triple]
     assert min(counts.values()) >= 10, sorted(counts.items(), key=lambda each: each[1])[:5]
 
 

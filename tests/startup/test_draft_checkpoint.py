@@ -16,13 +16,13 @@ from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.startup import launch
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
-from octavo.startup.launch import Checkpoint, launch_engine
+from octavo.startup.launch import ServedModel, launch_engine
 
 
 def find(target: dict[str, object] | None = None, /, **speculative: object):
     """Return what drafts for the built-in model, loaded as target says."""
     config = ModelConfig(**(target or {}))
-    return find_draft_checkpoint(SpeculativeConfig.parse(speculative or None), config, Checkpoint.find(config))
+    return find_draft_checkpoint(SpeculativeConfig.parse(speculative or None), config, ServedModel.find(config))
 
 
 def changed_draft(directory: Path, **changes: object) -> Path:
@@ -44,14 +44,14 @@ def test_what_drafts_and_how_it_is_loaded(tmp_path):
     assert find(method="ngram") is None
     assert find(method="suffix") is None
     draft = find({"max_model_len": 300}, method="suffix", model=BUILT_IN_DRAFT, quantization="int8")
-    assert (draft.directory, draft.quantization, draft.shares_kv) == (built_in_draft_path(), "int8", False)
+    assert (draft.weights.path, draft.quantization, draft.shares_kv) == (built_in_draft_path(), "int8", False)
     assert (draft.name, draft.max_model_len) == (BUILT_IN_DRAFT, 300)
     draft = find({"quantization": "int8"}, method="quantized")
-    assert (draft.directory, draft.quantization, draft.shares_kv) == (built_in_model_path(), "int4", True)
+    assert (draft.weights.path, draft.quantization, draft.shares_kv) == (built_in_model_path(), "int4", True)
     # Not larger, and its tokenizer is the same one, told in other words.
     same = changed_draft(tmp_path / "same")
     (same / "tokenizer.json").write_text(json.dumps(json.loads((same / "tokenizer.json").read_text()), indent=3))
-    assert find(method="draft_model", model=str(same)).directory == same
+    assert find(method="draft_model", model=str(same)).weights.path == same
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
@@ -67,13 +67,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     Tokenizer.from_file(str(other / "tokenizer.json"))
     assert "has another vocabulary: token" in refused(other)
     skipping = {"skip_tokenizer_init": True}
-    assert find(skipping, method="draft_model", model=str(other)).directory == other
+    assert find(skipping, method="draft_model", model=str(other)).weights.path == other
 
 
 def test_a_draft_model_without_a_tokenizer_is_taken_with_a_warning(tmp_path, caplog):
     bare = changed_draft(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    assert find(method="draft_model", model=str(bare)).directory == bare
+    assert find(method="draft_model", model=str(bare)).weights.path == bare
     assert "its tokens are taken to be the model's" in caplog.text
 
 
@@ -87,7 +87,7 @@ def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
     assert message.startswith("model of speculative_config: ")
     assert "unknown architecture; octavo serves" in message
     headless = write_checkpoint(tmp_path / "headless", tiny_config("LlamaForCausalLM", vocab_size=1536))
-    assert find(method="draft_model", model=str(headless)).directory == headless  # as long as it has a head
+    assert find(method="draft_model", model=str(headless)).weights.path == headless  # as long as it has a head
     weights = {name: each for name, each in load_file(headless / "model.safetensors").items() if "lm_head" not in name}
     weights = {name.removeprefix("model."): each for name, each in weights.items()}
     save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})

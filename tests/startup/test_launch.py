@@ -11,7 +11,7 @@ import pytest
 from octavo.assets import built_in_model_path
 from octavo.config import ModelConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from octavo.startup.launch import Checkpoint, make_processors
+from octavo.startup.launch import ServedModel, make_processors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def rendered(config: ModelConfig) -> str:
-    inputs, _ = make_processors(config, Checkpoint.find(config))
+    inputs, _ = make_processors(config, ServedModel.find(config))
     prompt = inputs.chat_prompt([USER])["prompt"]
     assert isinstance(prompt, str)
     return prompt

@@ -314,7 +314,9 @@ def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, 
             cache.blocks[cache.num_blocks :].fill_(torch.nan)
             for row, known in zip(rows, watched.drafts._num_known, strict=True):
                 block = watched.runner.batch.block_tables[row, (known - 1) // BLOCK]
-                cache.blocks[block, :, :, :, (known - 1) % BLOCK :].fill_(torch.nan)
+                for index in range(len(watched.runner.model.layers)):
+                    for rows_of_layer in cache.layer(index):
+                        rows_of_layer[block, :, (known - 1) % BLOCK :].fill_(torch.nan)
         return choose(indices)
 
     monkeypatch.setattr(watched.drafts, "choose_next", poison)

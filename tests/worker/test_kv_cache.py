@@ -9,6 +9,7 @@ from octavo.config import CacheConfig
 from octavo.data.scheduler_output import BlockCopies
 from octavo.errors import ConfigError
 from octavo.kernels.quantization import kv_scales
+from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.worker.kv_cache import PagedKVCache
@@ -18,11 +19,9 @@ from octavo.worker.memory import block_bytes, decide_num_host_blocks
 @pytest.fixture
 def cache():
     cache = PagedKVCache(
+        KVLayout((KVShape(num_kv_heads=1, head_dim=8),) * 2),
         num_blocks=6,
-        num_layers=2,
-        num_kv_heads=1,
         block_size=4,
-        head_dim=8,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         num_host_blocks=3,
@@ -74,8 +73,8 @@ def test_out_comes_before_copies_before_in(cache):
 def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):
     architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=3)))
     cache = PagedKVCache(
-        num_blocks=5, num_layers=3, num_kv_heads=architecture.num_kv_heads, block_size=4,
-        head_dim=architecture.head_dim, dtype=torch.int8, device=torch.device("cpu"), num_host_blocks=2,
+        architecture.kv_layout, num_blocks=5, block_size=4,
+        dtype=torch.int8, device=torch.device("cpu"), num_host_blocks=2,
     )  # fmt: skip
     assert cache.num_bytes == 5 * block_bytes(architecture, 4, "int8")
     assert cache.blocks[3].is_contiguous()
@@ -91,6 +90,40 @@ def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):
         assert torch.equal(kv_scales(rows)[4], torch.full_like(kv_scales(rows)[4], scale))
         assert torch.equal(rows[4], torch.full_like(rows[4], value))
         assert not rows[:4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_layers_of_other_shapes_stand_side_by_side(dtype):
+    """Each layer has a part of a block of its own, and together they are all of it."""
+    shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
+    layout = KVLayout(shapes)
+    assert layout.groups == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
+    cache = PagedKVCache(layout, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"), num_host_blocks=1)
+    assert cache.block_bytes == layout.block_bytes(4, str(dtype).removeprefix("torch."))
+    assert cache.host_blocks[0].nbytes == cache.block_bytes
+    cache.blocks.fill_(99)
+    for index, shape in enumerate(shapes):
+        for number, rows in enumerate(cache.layer(index)):
+            assert rows.shape == (3, shape.num_kv_heads, 4, shape.head_dim)
+            rows.fill_(2 * index + number)
+            if dtype == torch.int8:
+                kv_scales(rows).fill_(2 * index + number)
+    for index in range(len(shapes)):
+        for number, rows in enumerate(cache.layer(index)):
+            assert bool((rows == 2 * index + number).all())
+            assert dtype != torch.int8 or bool((kv_scales(rows) == 2 * index + number).all())
+    assert not bool((cache.blocks == 99).any())
+
+
+def test_layers_alike_stand_where_stores_expect_them():
+    """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep: see LAYOUT_VERSION."""
+    layout = KVLayout((KVShape(3, 8, None), KVShape(3, 8, 16)))
+    cache = PagedKVCache(layout, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    as_ever = cache.blocks.view(2, 2, 2, 3, 4, 8)
+    for index in range(2):
+        for number, rows in enumerate(cache.layer(index)):
+            assert rows.data_ptr() == as_ever[:, index, number].data_ptr()
+            assert rows.stride() == as_ever[:, index, number].stride()
 
 
 def test_heads_whose_scales_would_not_be_aligned_are_refused(tmp_path):

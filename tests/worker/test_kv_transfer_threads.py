@@ -15,6 +15,7 @@ from faulty_store import FaultyStore, HangingStore, Panic
 from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
+from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker import kv_transfers
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads
@@ -30,11 +31,9 @@ class Moved:
 
     def __init__(self, make_store, dtype=torch.bfloat16, num_blocks=NUM_BLOCKS, num_threads=2):
         self.cache = PagedKVCache(
+            KVLayout((KVShape(num_kv_heads=1, head_dim=8),) * 2),
             num_blocks=num_blocks,
-            num_layers=2,
-            num_kv_heads=1,
             block_size=4,
-            head_dim=8,
             dtype=dtype,
             device=torch.device("cpu"),
             num_scratch_blocks=3,

@@ -237,7 +237,12 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
     of_target, of_draft = (block_bytes(each, 4, "float32") for each in (target, drafter))
     own, scratch = of_draft if method == "draft_model" else 0, 64 * 2 * of_draft
     passes = activation_bytes(drafter, 128, 64, "float32") + worker.kernels.scratch_bytes(
-        num_heads=drafter.num_heads, num_kv_heads=2, head_dim=64, vocab_size=1536, max_seq_len=2048, max_tokens=128
+        num_heads=drafter.layers[0].attention.num_heads,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=1536,
+        max_seq_len=2048,
+        max_tokens=128,
     )
     logits = activation_bytes(target, 128, 128, "float32") - activation_bytes(target, 128, 64, "float32")
     left = without.kv_cache.num_blocks * of_target - scratch - passes - logits

@@ -48,13 +48,12 @@ def serve_replicas(
     given = _given(context)
     shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
-    commands = [[*serve, *given, *shared, "--port", str(port)] for port in ports]
+    commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
     own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)} | {"max_open_requests": None}
-    engines = tuple(f"http://127.0.0.1:{port}" for port in ports)
     # clients' keys may not read metrics, which the router has to
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
-    router = RouterConfig(**own, engines=engines, engine_api_key=operator_key or config.api_key)
-    say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(engines)}")
+    router = RouterConfig(**own, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
+    say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")
     run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key, operator_key)))
 
 

@@ -30,10 +30,12 @@ class GenerationDefaults:
 
     sampling       sampling parameters by their public name, only those the file sets
     eos_token_ids  ids that end a sequence: the file's, or config.json's where the file has none
+    path           of the file, for messages
     """
 
     sampling: dict[str, float | int]
     eos_token_ids: tuple[int, ...]
+    path: Path
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
@@ -47,7 +49,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     eos = _token_ids(path, values.get("eos_token_id"))
     config_path = directory / "config.json"
     return GenerationDefaults(
-        sampling, eos or _token_ids(config_path, read_json_object(config_path).get("eos_token_id"))
+        sampling, eos or _token_ids(config_path, read_json_object(config_path).get("eos_token_id")), path
     )
 
 

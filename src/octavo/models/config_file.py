@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change what the model computes and that no family here implements. A value among the harmless ones is as
-# good as no key at all; any other value would silently give other tokens, so it is refused.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+# Keys that change what a model computes. A value among the harmless ones is as good as no key at all; with any other
+# value a family that does not read the key would silently give other tokens, so it is refused.
+_CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
     "logit_scale": (None, 1),
@@ -40,14 +40,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """Values of one JSON object with their types checked. Raises `ModelError` for a broken file or value."""
+    """Values of one JSON object with their types checked. Raises `ModelError` for a broken file or value.
 
-    __slots__ = ("path", "prefix", "values")
+    It notes the keys that were asked for: who reads a key computes it.
+    """
+
+    __slots__ = ("_asked_for", "path", "prefix", "values")
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
         self.prefix = prefix  # of nested keys, for messages: "rope_parameters."
+        self._asked_for: set[str] = set()
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -122,13 +126,14 @@ class ConfigFile:
             raise self.error(key, "must be a token id or a list of them")
         return tuple(id_ for id_ in ids if id_ >= 0)
 
-    def refuse_unsupported(self) -> None:
-        """Raise for every key that would change the tokens and that no family here computes."""
-        for key, harmless in _UNSUPPORTED.items():
-            if self.values.get(key) not in harmless:
-                raise self.error(key, "octavo does not compute this yet, and would give wrong tokens without it")
+    def refuse_unread(self, family: str) -> None:
+        """Raise for every key that would change the tokens and that the family, named for the message, did not read."""
+        for key, harmless in _CHANGES_TOKENS.items():
+            if key not in self._asked_for and self.values.get(key) not in harmless:
+                raise self.error(key, f"octavo does not compute this of {family}, and would give wrong tokens")
 
     def _get(self, key: str, default: Any) -> Any:
+        self._asked_for.add(key)
         value = self.values.get(key)
         if value is not None:
             return value

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,7 @@ class DraftCheckpoint:
     """
 
     name: str
-    directory: Path
+    weights: WeightSource
     architecture: Architecture
     quantization: str | None
     max_model_len: int

@@ -8,12 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.models.decoder_layer import DecoderLayer
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear
     from octavo.models.architecture import Architecture
+    from octavo.models.declared import Linear, Norm
+    from octavo.models.rope_config import RopeConfig
 
 
 class KVCache(Protocol):
@@ -25,17 +31,17 @@ class KVCache(Protocol):
 
 
 class Weights(Protocol):
-    """Weights of a checkpoint, handed out by name and packed on their way."""
+    """Weights of a checkpoint, handed out as they are declared and packed on their way."""
 
-    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
-        """Return the linear layers `names` (without ".weight") fused by rows; see `Kernels.pack_linear`."""
+    def linear(self, declared: Linear) -> PackedLinear:
+        """Return linear layers fused by rows; see `Kernels.pack_linear`."""
         ...
 
-    def norm(self, name: str) -> Tensor:
+    def norm(self, declared: Norm) -> Tensor:
         """Return the weight of an RMS norm in the activations' dtype."""
         ...
 
-    def skip(self, *names: str, bias: bool = False) -> None:
+    def skip(self, declared: Linear) -> None:
         """Tell that these linear layers come from elsewhere: they count as loaded."""
         ...
 
@@ -45,113 +51,50 @@ class ModelContext:
     """What layers are built from.
 
     dtype    of the activations
-    cos_sin  float32 [max_model_len, head_dim], see `octavo.models.rope`
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, head_dim], see `octavo.models.rope`; one for all who ask alike
     """
 
     architecture: Architecture
     kernels: Kernels
     weights: Weights
     dtype: torch.dtype
-    cos_sin: Tensor
+    cos_sin: Callable[[RopeConfig, int], Tensor]
 
-
-class Attention:
-    """Grouped-query attention (Ainslie et al. 2023) over the paged KV cache."""
-
-    __slots__ = ("cos_sin", "eps", "head_dim", "kernels", "num_heads", "num_kv_heads", "o", "qkv", "scale", "window")
-
-    def __init__(self, context: ModelContext, layer: int) -> None:
-        architecture = context.architecture
-        self.kernels = context.kernels
-        self.cos_sin = context.cos_sin
-        self.num_heads, self.num_kv_heads = architecture.num_heads, architecture.num_kv_heads
-        self.head_dim = architecture.head_dim
-        self.scale = architecture.head_dim**-0.5
-        self.window = architecture.sliding_window[layer]
-        self.eps = architecture.rms_norm_eps
-        name = f"model.layers.{layer}.self_attn"
-        projections = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        self.qkv = context.weights.linear(*projections, bias=architecture.qkv_bias)
-        self.o = context.weights.linear(f"{name}.o_proj", bias=architecture.o_bias)
-
-    def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
-        qkv = self.kernels.linear(hidden, self.qkv)
-        heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = self.prepare(q, k)
-        self.kernels.rope_and_write_kv(q, k, v, self.cos_sin, batch, k_cache, v_cache)
-        return q
-
-    def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Return [num_rows, hidden] of queries over the cache."""
-        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
-        return self.kernels.linear(attended, self.o)
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as they are rotated; families that normalize them do it here."""
-        return q, k
-
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    __slots__ = ("down", "gate_up", "kernels")
-
-    def __init__(self, context: ModelContext, layer: int) -> None:
-        bias = context.architecture.mlp_bias
-        name = f"model.layers.{layer}.mlp"
-        self.kernels = context.kernels
-        self.gate_up = context.weights.linear(f"{name}.gate_proj", f"{name}.up_proj", bias=bias)
-        self.down = context.weights.linear(f"{name}.down_proj", bias=bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape."""
-        return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up), self.down)
-
-
-class DecoderLayer:
-    """Attention and MLP, each behind a norm of its own."""
-
-    __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
-
-    def __init__(self, context: ModelContext, layer: int, attention: type[Attention]) -> None:
-        self.input_norm = context.weights.norm(f"model.layers.{layer}.input_layernorm.weight")
-        self.attention = attention(context, layer)
-        self.post_attention_norm = context.weights.norm(f"model.layers.{layer}.post_attention_layernorm.weight")
-        self.mlp = GatedMLP(context, layer)
+    def optional_norm(self, declared: Norm | None) -> Tensor | None:
+        """Return the weight of a norm that a layer may have."""
+        return None if declared is None else self.weights.norm(declared)
 
 
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    Rows of a batch belong to any number of sequences; nothing is padded. `architecture` says the shapes, `dtype` is
-    that of the activations and of the KV cache.
+    Rows of a batch belong to any number of sequences; nothing is padded. `architecture` says what its layers are,
+    `dtype` is that of the activations and of the KV cache.
     """
 
-    __slots__ = ("architecture", "cos_sin", "dtype", "embed_tokens", "kernels", "layers", "lm_head", "norms")
+    __slots__ = ("architecture", "dtype", "embed_tokens", "first_norm", "kernels", "layers", "lm_head")
 
-    def __init__(self, context: ModelContext, attention: type[Attention]) -> None:
-        self.architecture = architecture = context.architecture
+    def __init__(self, context: ModelContext) -> None:
+        self.architecture = context.architecture
         self.kernels = context.kernels
         self.dtype = context.dtype
-        self.cos_sin = context.cos_sin
-        self.embed_tokens = context.weights.linear("model.embed_tokens")
-        self.layers = [DecoderLayer(context, index, attention) for index in range(architecture.num_layers)]
-        final_norm = context.weights.norm("model.norm.weight")
-        # After layer i comes norms[i]: the next layer's input norm, or the final one.
-        self.norms = [*(layer.input_norm for layer in self.layers[1:]), final_norm]
-        tied = architecture.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else context.weights.linear("lm_head")
+        weights, tensors = context.weights, context.architecture.tensors()
+        self.embed_tokens = weights.linear(tensors.embedding)
+        self.first_norm = weights.norm(tensors.layers[0].before_attention)
+        # What stands behind a layer: the next one's norm, or the final one.
+        behind = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
+        layers = zip(context.architecture.layers, tensors.layers, behind, strict=True)
+        self.layers = [DecoderLayer(context, *layer) for layer in layers]
+        self.lm_head = self.embed_tokens if tensors.head is None else weights.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
         """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]; writes their KV into the cache.
 
         Rows that are no outputs (`AttentionBatch.outputs`) end behind the last layer's keys and values.
         """
-        kernels, eps = self.kernels, self.architecture.rms_norm_eps
+        kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype)
-        hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             k_cache, v_cache = kv_cache.layer(index)
             q = layer.attention.write_kv(hidden, batch, k_cache, v_cache)
@@ -161,9 +104,9 @@ class CausalLM:
                 if not len(rows):
                     return residual
             hidden = layer.attention.attend(q, batch, k_cache, v_cache)
-            hidden = kernels.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
+            hidden = layer.after_attention.forward(hidden, residual)
             hidden = layer.mlp.forward(hidden)
-            hidden = kernels.add_rms_norm(hidden, residual, self.norms[index], eps)
+            hidden = layer.after_mlp.forward(hidden, residual)
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

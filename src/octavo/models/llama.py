@@ -5,27 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.models.architecture import Architecture, read_decoder
-from octavo.models.layers import Attention, CausalLM
+from octavo.models.attention import AttentionConfig
+from octavo.models.decoder_layer import LayerConfig
+from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.rope_config import read_rope
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
-    from octavo.models.layers import ModelContext
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Llama's keys. A `sliding_window` in the file means nothing to this architecture and is not read."""
-    bias = config.flag("attention_bias", default=False)
+    max_positions = config.count("max_position_embeddings", 2048)
+    rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
+    layer = LayerConfig(
+        attention=AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias),
+        mlp=GatedMLPConfig.read(config, bias=config.flag("mlp_bias", default=False)),
+    )
     return read_decoder(
         config,
         name,
-        sliding_window=(None,) * config.count("num_hidden_layers"),
-        default_max_position_embeddings=2048,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=config.flag("mlp_bias", default=False),
+        layers=(layer,) * config.count("num_hidden_layers"),
+        max_context_tokens=rope.max_context_tokens(max_positions),
     )
-
-
-def build(context: ModelContext) -> CausalLM:
-    """Pack the weights into a model."""
-    return CausalLM(context, Attention)

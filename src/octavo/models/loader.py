@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,35 +13,25 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
 from octavo.models.architecture import is_norm, rounded_bits
-from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
-from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
-from octavo.models.weight_files import find_weight_files
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
     from octavo.kernels.interface import Kernels, PackedLinear
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
+    from octavo.models.declared import Linear, Norm
+    from octavo.models.weight_source import StoredTensors, WeightSource
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class TensorSource(Protocol):
-    """Where tensors come from."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor, which may alias the source: nobody writes into it or keeps it."""
-        ...
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
@@ -51,7 +42,7 @@ def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    directory: Path,
+    weights: WeightSource,
     architecture: Architecture,
     kernels: Kernels,
     *,
@@ -76,22 +67,22 @@ def load_model(
     largest ones that are computed together.
     Raises `ModelError`.
     """
-    source = _open_source(directory, architecture, dtype, seed if load_format == "dummy" else None)
+    source = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, group_size, computed, device, total, progress
     )
-    kept = None if packed_cache is None else _kept_weights(packed_cache, directory, packer, dtype)
+    kept = None if packed_cache is None else _kept_weights(packed_cache, weights, packer, dtype)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
         weights=kept or packer,
         dtype=computed,
-        cos_sin=make_cos_sin(architecture.rope, architecture.head_dim, max_model_len).to(device),
+        cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
     )
     try:
-        model = find_family(architecture.name).build(context)
+        model = CausalLM(context)
         if kept is not None:
             kept.finish()
     finally:
@@ -101,25 +92,27 @@ def load_model(
     return model
 
 
-def _open_source(directory: Path, architecture: Architecture, dtype: str, seed: int | None) -> TensorSource:
+def _open_source(
+    weights: WeightSource, architecture: Architecture, dtype: str, seed: int | None
+) -> StoredTensors | RandomWeights:
     """Return a checkpoint's files, all of whose tensors are there, or random weights where there is a seed for them."""
     if seed is not None:
         return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed)
-    files = CheckpointFiles(directory)
+    files = weights.open()
     files.check(architecture.stored_tensors())
     return files
 
 
-def _kept_weights(cache: PackedCache, directory: Path, packer: _Packer, dtype: str) -> KeptWeights | None:
+def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
     """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
     is_rounded = packer.quantization is not None or packer.stored is not None
-    if not is_rounded or not isinstance(packer.source, CheckpointFiles) or packer.kernels.layout is None:
+    if not is_rounded or isinstance(packer.source, RandomWeights) or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION)
-    files = [directory / "config.json", *find_weight_files(directory)]
+    files = [*weights.config_files(), *weights.weight_files()]
     identity = Identity(files, (*formats, *versions), cache.hashes(), packer.tell_progress)
-    path = cache.path(directory, *formats)
+    path = cache.path(weights.path, *formats)
     return KeptWeights(cache, path, identity, packer.kernels, packer, packer.tell_progress)
 
 
@@ -128,7 +121,7 @@ class _Packer:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: StoredTensors | RandomWeights,
         architecture: Architecture,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -140,7 +133,6 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
-        self.shapes = architecture.tensor_shapes()
         self.stored = architecture.stored
         self.kernels = kernels
         self.dtype = dtype
@@ -152,15 +144,18 @@ class _Packer:
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
 
-    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
-        weight = self._weight(names)
-        fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
-        if not bias and self.stored is not None:
-            self._refuse_biases(names)
+    def linear(self, declared: Linear) -> PackedLinear:
+        weight = self._weight(declared)
+        fused_bias = None
+        if declared.has_bias:
+            fused_bias = self._fuse([(f"{name}.bias", (rows,)) for name, rows in declared.parts])
+        elif self.stored is not None:
+            self._refuse_biases(declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
 
-    def _weight(self, names: tuple[str, ...]) -> Sequence[Tensor] | QuantizedWeight:
+    def _weight(self, declared: Linear) -> Sequence[Tensor] | QuantizedWeight:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
+        names = declared.names
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -168,23 +163,22 @@ class _Packer:
                 "computes them together and cannot mix them"
             )
         if covered:
-            return fuse_quantized([self._integers(name) for name in names])
+            return fuse_quantized([self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts])
         tensors = [f"{name}.weight" for name in names]
         bits = rounded_bits(tensors[0], self.quantization)
         if bits is None:
             return [self._alias(tensor) for tensor in tensors]
         rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
-        if isinstance(self.source, CheckpointFiles):
+        if not isinstance(self.source, RandomWeights):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
 
-    def _integers(self, name: str) -> QuantizedWeight:
+    def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
         assert self.stored is not None
-        shape = self.shapes[f"{name}.weight"]
         self._count(math.prod(shape) * self.dtype.itemsize)
-        if isinstance(self.source, CheckpointFiles):
-            read = read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find, self.kernels.round_weight)
+        if not isinstance(self.source, RandomWeights):
+            read = read_quantized(self.stored, name, shape, self.source.find, self.kernels.round_weight)
             return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
@@ -194,26 +188,24 @@ class _Packer:
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
         """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
-        if isinstance(self.source, CheckpointFiles):
+        if not isinstance(self.source, RandomWeights):
             for name in names:
                 bias = self.source.find(f"{name}.bias")
                 if bias is not None and bool(bias.any()):
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
-    def norm(self, name: str) -> Tensor:
-        return self._fuse([name])
+    def norm(self, declared: Norm) -> Tensor:
+        return self._fuse(list(declared.shapes.items()))
 
-    def skip(self, *names: str, bias: bool = False) -> None:
-        kinds = ("weight", "bias") if bias else ("weight",)
-        num_values = sum(math.prod(self.shapes[f"{name}.{kind}"]) for name in names for kind in kinds)
-        self._count(num_values * self.dtype.itemsize)
+    def skip(self, declared: Linear) -> None:
+        self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
-    def _fuse(self, names: list[str]) -> Tensor:
-        """Copy tensors of equal width below one another; never an alias of the file."""
-        rows = [self.shapes[name][0] for name in names]
-        dtype = self.norm_dtype if is_norm(names[0]) else self.dtype
-        fused = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=dtype, device=self.device)
-        for part, name in zip(fused.split_with_sizes(rows), names, strict=True):
+    def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
+        """Copy vectors, given by name and shape, behind one another; never an alias of the file."""
+        sizes = [math.prod(shape) for _, shape in tensors]
+        dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
+        fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        for part, (name, _) in zip(fused.split_with_sizes(sizes), tensors, strict=True):
             part.copy_(self.source.tensor(name))
             self._count(part.nbytes)
         return fused

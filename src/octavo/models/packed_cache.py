@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.models.declared import Linear, Norm
     from octavo.models.layers import Weights
 
 logger = logging.getLogger(__name__)
@@ -143,13 +144,13 @@ class KeptWeights:
         self._is_complete = True  # everything asked for so far can be kept
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
-    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
+    def linear(self, declared: Linear) -> PackedLinear:
         """Return a packed weight: see `octavo.models.layers.Weights`."""
-        name = "+".join(names)
+        name = "+".join(declared.names)
         if self._reader is not None:
             try:
                 kept = self._reader.take(name)
-                self._source.skip(*names, bias=bias)
+                self._source.skip(declared)
                 return self._kernels.restore_linear(kept)
             except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
@@ -157,7 +158,7 @@ class KeptWeights:
                 self._is_complete = False  # what was taken before is not collected; the next start writes the file
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
-        packed = self._source.linear(*names, bias=bias)
+        packed = self._source.linear(declared)
         entry = self._kernels.keep_linear(packed)
         if entry is None:
             self._is_complete = False
@@ -165,13 +166,13 @@ class KeptWeights:
             self._packed[name] = entry
         return packed
 
-    def norm(self, name: str) -> Tensor:
+    def norm(self, declared: Norm) -> Tensor:
         """Return the weight of a norm, from the checkpoint."""
-        return self._source.norm(name)
+        return self._source.norm(declared)
 
-    def skip(self, *names: str, bias: bool = False) -> None:
+    def skip(self, declared: Linear) -> None:
         """Tell that these linear layers come from elsewhere."""
-        self._source.skip(*names, bias=bias)
+        self._source.skip(declared)
 
     def finish(self) -> None:
         """Write the file, if all weights were packed now; a failure is told and harms nothing."""

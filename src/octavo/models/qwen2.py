@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.models.architecture import Architecture, read_decoder
-from octavo.models.layers import Attention, CausalLM
+from octavo.models.attention import AttentionConfig
+from octavo.models.decoder_layer import LayerConfig
+from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.rope_config import read_rope
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
-    from octavo.models.layers import ModelContext
 
 _DEFAULT_WINDOW = 4096  # of files without the key; null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Qwen2's keys."""
+    max_positions = config.count("max_position_embeddings", 32768)
+    rope = read_rope(config, max_positions)
+    attention = AttentionConfig.read(config, rope=rope, default_num_kv_heads=32, qkv_bias=True)
     return read_decoder(
         config,
         name,
-        sliding_window=read_windows(config),
-        default_num_kv_heads=32,
-        default_max_position_embeddings=32768,
-        qkv_bias=True,
+        layers=layers_with_windows(config, attention),
+        max_context_tokens=rope.max_context_tokens(max_positions),
     )
 
 
-def build(context: ModelContext) -> CausalLM:
-    """Pack the weights into a model."""
-    return CausalLM(context, Attention)
+def layers_with_windows(config: ConfigFile, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
+    """Return all layers: `layer_types` says which have a window, else those from `max_window_layers` up."""
+    mlp = GatedMLPConfig.read(config)
+    return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in _read_windows(config))
 
 
-def read_windows(config: ConfigFile) -> tuple[int | None, ...]:
-    """Return each layer's window: `layer_types` says which have one, else those from `max_window_layers` up."""
+def _read_windows(config: ConfigFile) -> tuple[int | None, ...]:
     num_layers = config.count("num_hidden_layers")
     has_window = config.values.get("sliding_window", _DEFAULT_WINDOW) is not None
     uses_window = has_window and config.flag("use_sliding_window", default=False)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.models.architecture import Architecture
-    from octavo.models.layers import CausalLM, ModelContext
 
 FAMILIES = {
     "LlamaForCausalLM": "octavo.models.llama",
@@ -27,11 +26,7 @@ class Family(Protocol):
     """What the module of a family offers."""
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
-        """Read the family's keys of config.json."""
-        ...
-
-    def build(self, context: ModelContext) -> CausalLM:
-        """Pack the weights into a model."""
+        """Read the family's keys of config.json: what its layers are. Keys that are not read are not computed."""
         ...
 
 
@@ -42,7 +37,14 @@ def find_family(name: str) -> Family:
 
 def read_architecture(directory: Path) -> Architecture:
     """Read `config.json` in a checkpoint directory. Raises `ModelError` for what octavo cannot serve."""
-    config = ConfigFile.read(directory / "config.json")
+    architecture = architecture_of(ConfigFile.read(directory / "config.json"))
+    if not architecture.tie_word_embeddings and was_saved_without_head(directory):
+        architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
+    return architecture
+
+
+def architecture_of(config: ConfigFile) -> Architecture:
+    """Let the family that `architectures` names read the keys. Raises `ModelError` for what octavo cannot serve."""
     names = config.values.get("architectures")
     known = ", ".join(FAMILIES)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -50,7 +52,6 @@ def read_architecture(directory: Path) -> Architecture:
     for name in names:
         if name in FAMILIES:
             architecture = find_family(name).read_architecture(config, name)
-            if not architecture.tie_word_embeddings and was_saved_without_head(directory):
-                architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
+            config.refuse_unread(name)
             return architecture
     raise config.error("architectures", f"unknown architecture; octavo serves {known}")

@@ -39,6 +39,14 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
 
+    def max_context_tokens(self, max_position_embeddings: int) -> int:
+        """Longest context that it was made for; linear and yarn scaling extend it (as vLLM reckons)."""
+        if self.kind == "linear":
+            return int(max_position_embeddings * self.factor)
+        if self.kind == "yarn":
+            return int(self.original_max_position_embeddings * self.factor)
+        return max_position_embeddings
+
 
 def read_rope(config: ConfigFile, max_position_embeddings: int) -> RopeConfig:
     """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers."""

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 from octavo.config import cache_directory
 from octavo.errors import ConfigError, ModelError
 from octavo.models.packed_cache import HASHES_FILE, Identity
-from octavo.models.weight_files import find_weight_files
 from octavo.models.weight_hashes import FileHashes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_source import WeightSource
 
 
 class WeightsIdentity:
@@ -24,8 +22,8 @@ class WeightsIdentity:
     seed: of random weights, which have no files. Raises `ConfigError` where there is no place to know files by.
     """
 
-    def __init__(self, directory: Path, architecture: Architecture, seed: int | None = None) -> None:
-        self._directory = directory
+    def __init__(self, weights: WeightSource, architecture: Architecture, seed: int | None = None) -> None:
+        self._path = weights.path
         self._described = f"{architecture!r} seed:{seed}"
         self._identity: Identity | None = None
         if seed is not None:
@@ -34,7 +32,7 @@ class WeightsIdentity:
             hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
         except RuntimeError as error:
             raise ConfigError(f"a store of KV needs to know the weights' files: {error}; set XDG_CACHE_HOME") from None
-        self._identity = Identity(find_weight_files(directory), (self._described,), hashes, lambda: None)
+        self._identity = Identity(weights.weight_files(), (self._described,), hashes, lambda: None)
         pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
         self._digest = pool.submit(self._identity.digest)
         pool.shutdown(wait=False)
@@ -48,8 +46,8 @@ class WeightsIdentity:
             digest = self._digest.result()
             is_current = identity.is_current()
         except OSError as error:
-            raise ModelError(f"{self._directory}: the weights cannot be read ({error})") from None
+            raise ModelError(f"{self._path}: the weights cannot be read ({error})") from None
         if not is_current:
-            raise ModelError(f"{self._directory} was changed while it was loaded; start again")
+            raise ModelError(f"{self._path} was changed while it was loaded; start again")
         identity.keep()
         return digest

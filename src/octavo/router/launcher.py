@@ -18,6 +18,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LONG_S = 60.0  # who has run for so long was well
 _MAX_FAILED_STARTS = 3  # in a row, of one that never ran for so long
 _STOP_S = 15.0
+_FROZEN_TIMES = 8  # of silence, of 3 s each and with pauses by default: half a minute
 
 
 class Launcher(Protocol):
@@ -30,6 +31,10 @@ class Launcher(Protocol):
 
     def reload(self) -> None:
         """Have the engines read their API keys anew."""
+        ...
+
+    def silent(self, url: str, num_times: int) -> None:
+        """Hear that an engine, which accepts connections, has said nothing so many times in a row."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -45,6 +50,9 @@ class NoLauncher:
     def reload(self) -> None:
         """Do nothing."""
 
+    def silent(self, url: str, num_times: int) -> None:
+        """Do nothing: whoever runs it looks after it."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -53,33 +61,41 @@ class NoLauncher:
 
 
 class LocalReplicas:
-    """Child processes of this one: they end with it, however that ends, and one that dies is started again.
+    """Child processes of this one: they end with it, however that ends, and one that dies or freezes is started again.
 
-    commands: one for each; its standard input ends when this process does. environment: of all.
+    commands: one for each, by its address; its standard input ends when this process does. environment: of all.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-        self._replicas = [_Replica(index, list(each), dict(environment)) for index, each in enumerate(commands)]
+    def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
+        self._replicas = {
+            url: _Replica(index, list(command), dict(environment))
+            for index, (url, command) in enumerate(commands.items())
+        }
 
     @property
     def has_failed(self) -> bool:
         """Whether all of them have failed to start too often."""
-        return all(replica.has_failed for replica in self._replicas)
+        return all(replica.has_failed for replica in self._replicas.values())
+
+    def silent(self, url: str, num_times: int) -> None:
+        """End one that will not go on by itself: then it is started again."""
+        if num_times >= _FROZEN_TIMES and url in self._replicas:
+            self._replicas[url].kill_frozen()
 
     def reload(self) -> None:
         """Have the replicas read their API keys anew, as this process has."""
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.reload()
 
     def __enter__(self) -> Self:
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.tell_to_stop()
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.join()
 
 
@@ -115,6 +131,13 @@ class _Replica:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGHUP)
+
+    def kill_frozen(self) -> None:
+        """Kill the child, if it runs."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                logger.error("replica %d says nothing any more: it is killed", self._index)
+                self._process.kill()
 
     def join(self) -> None:
         """Wait for its end; one that does not end in time is killed."""

@@ -65,7 +65,7 @@ class RouterService:
     async def start(self) -> None:
         """Begin to look after the engines."""
         self.upstream = Upstream()
-        self._watch = EngineWatch(self.pool, self.upstream, self.config)
+        self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
 
     def check_ready(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.config import RouterConfig
     from octavo.router.engines import Engine, EnginePool
+    from octavo.router.launcher import Launcher
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class _Info(msgspec.Struct):
 class EngineWatch:
     """A task for each engine, and one that finds out which there are."""
 
-    def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig) -> None:
-        self._pool, self._upstream, self._config = pool, upstream, config
+    def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
+        self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
         self._sources = make_sources(config)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: dict[Engine, asyncio.Event] = {}
@@ -102,10 +103,14 @@ class EngineWatch:
                 num_silent = 0
                 await self._heard(engine, is_ready=status == 200)
             except FAILURES as error:
-                num_silent += not is_own_failure(error)
                 # who refuses connections is gone; who is only silent is asked once more
-                if num_silent >= _MAX_SILENT or is_refusal(error):
+                is_gone = is_refusal(error)
+                num_silent = 0 if is_gone else num_silent + (not is_own_failure(error))
+                if num_silent >= _MAX_SILENT or is_gone:
                     self._lost(engine, error)
+                    self._launcher.silent(engine.url, num_silent)
+                elif isinstance(error, TimeoutError):
+                    continue  # at once: its requests wait
             except Exception:  # what goes wrong once must not end it
                 logger.exception("%s cannot be looked at now", engine.url)
             await self._pause(engine)
@@ -120,15 +125,16 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
-        if is_ready:
-            await self._read_figures(engine)
-            if engine.models is None or engine.role == "prefill":  # whose port is another one where it begins anew
-                await self._read_role(engine)
-            if engine.models is None:
-                await self._read_models(engine)
+        """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
+        if is_ready and (engine.models is None or engine.role == "prefill"):  # whose port changes when it begins anew
+            await self._read_role(engine)
+        if is_ready and engine.models is None:
+            await self._read_models(engine)
         if is_ready is not engine.is_ready and engine.is_member:
             logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
             engine.is_ready = is_ready
+        if is_ready:
+            await self._read_figures(engine)
 
     async def _pause(self, engine: Engine) -> None:
         wake = self._wake[engine]
@@ -177,11 +183,13 @@ class EngineWatch:
             engine.role, engine.kv_transfer_port = info.role, info.kv_transfer_port
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
-        """Return what an engine says; None where it does not."""
+        """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s
             )
+        except TimeoutError:
+            raise
         except FAILURES as error:
             logger.debug("%s does not answer %s: %s", engine.url, path, error)
             return None

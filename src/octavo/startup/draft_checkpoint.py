@@ -6,18 +6,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path
-from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError
 from octavo.models.draft_checkpoint import DraftCheckpoint
-from octavo.models.model_path import resolve_model_path
-from octavo.models.registry import read_architecture
+from octavo.startup.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from octavo.config import ModelConfig, SpeculativeConfig
     from octavo.models.architecture import Architecture
-    from octavo.startup.launch import Checkpoint
+    from octavo.startup.checkpoint import Checkpoint
+    from octavo.startup.launch import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +22,7 @@ _BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weight
 
 
 def find_draft_checkpoint(
-    speculative: SpeculativeConfig | None, config: ModelConfig, target: Checkpoint
+    speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
     """Look at the files of the model that drafts; None where none does. Raises `ConfigError`.
 
@@ -37,13 +34,13 @@ def find_draft_checkpoint(
         return _rounded(config, target, speculative.quantization or "int4")
     name, weights = speculative.model, config.load_format != "dummy"
     try:
-        directory = built_in_draft_path() if name == BUILT_IN_DRAFT else resolve_model_path(name, weights=weights)
-        architecture = read_architecture(directory)
+        checkpoint = open_checkpoint(built_in_draft_path() if name == BUILT_IN_DRAFT else name, weights=weights)
+        architecture = checkpoint.read_architecture()
     except ModelError as error:
         raise ConfigError(f"model of speculative_config: {error}") from error
     _check_shapes(name, architecture, target.architecture)
     if not config.skip_tokenizer_init:
-        _check_tokenizer(name, directory, target.text_directory)
+        _check_tokenizer(name, checkpoint, target.text)
     longest = min(architecture.max_context_tokens, target.max_model_len)
     if longest < target.max_model_len:
         logger.warning(
@@ -54,7 +51,7 @@ def find_draft_checkpoint(
         )
     return DraftCheckpoint(
         name=name,
-        directory=directory,
+        weights=checkpoint.weights,
         architecture=architecture,
         quantization=speculative.quantization,
         max_model_len=longest,
@@ -62,12 +59,12 @@ def find_draft_checkpoint(
     )
 
 
-def _rounded(config: ModelConfig, target: Checkpoint, quantization: str) -> DraftCheckpoint:
+def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
     """Return the target itself in fewer bits. Raises `ConfigError` where it has no more than these."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
-            f"method quantized rounds weights that are not rounded, but {target.directory} holds integers of "
+            f"method quantized rounds weights that are not rounded, but {target.checkpoint.path} holds integers of "
             f"{stored.bits} bits; use another method of speculative_config"
         )
     if _BITS[config.quantization] <= _BITS[quantization]:
@@ -78,7 +75,7 @@ def _rounded(config: ModelConfig, target: Checkpoint, quantization: str) -> Draf
         )
     return DraftCheckpoint(
         name=f"the model itself in {quantization}",
-        directory=target.directory,
+        weights=target.checkpoint.weights,
         architecture=target.architecture,
         quantization=quantization,
         max_model_len=target.max_model_len,
@@ -101,18 +98,18 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
         )
 
 
-def _check_tokenizer(name: str, directory: Path, text_directory: Path) -> None:
+def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
     """Raise `ConfigError` where a token of the model is another one of the draft model."""
-    own, other = directory / "tokenizer.json", text_directory / "tokenizer.json"
-    if not own.is_file():
-        logger.warning("%s has no tokenizer.json: its tokens are taken to be the model's", name)
+    stored = draft.stored_tokenizer()
+    if stored is None:
+        logger.warning("%s has no tokenizer: its tokens are taken to be the model's", name)
         return
-    if other.is_file() and own.read_bytes() == other.read_bytes():
+    if stored == target.stored_tokenizer():
         return
-    draft, target = (Tokenizer.from_directory(each).backend.get_vocab() for each in (directory, text_directory))
-    for token, number in target.items():
-        if draft.get(token) != number:
-            there = f"number {draft[token]}" if token in draft else "no token"
+    own, others = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
+    for token, number in others.items():
+        if own.get(token) != number:
+            there = f"number {own[token]}" if token in own else "no token"
             raise ConfigError(
                 f"model of speculative_config: {name} has another vocabulary: token {number} of the model, {token!r}, "
                 f"is {there} in it; a draft model must have the model's"

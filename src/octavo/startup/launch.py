@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 from octavo.assets import BUILT_IN_DRAFT, BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
-from octavo.engine.embedding_config import read_embedding_config
-from octavo.engine.generation_config import read_generation_defaults, read_json_object
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError, RequestError
-from octavo.models.model_path import resolve_model_path
-from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
+from octavo.startup.checkpoint import open_checkpoint
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
 
@@ -28,35 +24,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.engine.remote_engine import RemoteEngine
+    from octavo.engine.tokenizer import Tokenizer
     from octavo.models.architecture import Architecture
+    from octavo.startup.checkpoint import Checkpoint
 
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A model as its files describe it: where it is, what it computes, and the longest sequence that is served.
+class ServedModel:
+    """A model that is to be served: where it comes from, what it computes, and the longest sequence that is served.
 
-    text_directory: where its tokenizer is, and a chat template with it; another checkpoint's, where that was asked for
+    text: the checkpoint whose tokenizer is used, and its chat template with it; another one where that was asked for
     """
 
-    directory: Path
-    text_directory: Path
+    checkpoint: Checkpoint
+    text: Checkpoint
     architecture: Architecture
     max_model_len: int
 
     @classmethod
-    def find(cls, config: ModelConfig) -> Checkpoint:
+    def find(cls, config: ModelConfig) -> ServedModel:
         """Look at the files. Raises `ConfigError` and `ModelError`."""
-        directory = built_in_model_path()
-        if config.model is not None:
-            directory = resolve_model_path(config.model, weights=config.load_format != "dummy")
-        text_directory = directory
+        model = built_in_model_path() if config.model is None else config.model
+        checkpoint = text = open_checkpoint(model, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
-            text_directory = resolve_model_path(config.tokenizer, weights=False)
-        architecture = read_architecture(directory)
-        return cls(directory, text_directory, architecture, resolve_max_model_len(config, architecture))
+            text = open_checkpoint(config.tokenizer, weights=False)
+        architecture = checkpoint.read_architecture()
+        return cls(checkpoint, text, architecture, resolve_max_model_len(config, architecture))
 
 
 def launch_engine(
@@ -72,54 +68,54 @@ def launch_engine(
     """
     from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
-    checkpoint, asked = Checkpoint.find(config.model), config.model
-    draft = find_draft_checkpoint(config.speculative, config.model, checkpoint)
+    served, asked = ServedModel.find(config.model), config.model
+    draft = find_draft_checkpoint(config.speculative, config.model, served)
     # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
     # What a hub id means may change before the process is started again.
     if config.model.model is not None:
-        config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
+        config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
-        config = replace(config, model=replace(config.model, tokenizer=str(checkpoint.text_directory)))
+        config = replace(config, model=replace(config.model, tokenizer=str(served.text.path)))
     if draft is not None and config.speculative.model not in (None, BUILT_IN_DRAFT):
-        config = replace(config, speculative=replace(config.speculative, model=str(draft.directory)))
+        config = replace(config, speculative=replace(config.speculative, model=str(draft.weights.path)))
 
     def prepare() -> tuple[InputProcessor, OutputProcessor]:
         if meanwhile is not None:
             meanwhile()
-        return make_processors(asked, checkpoint)
+        return make_processors(asked, served)
 
     engine = RemoteEngine(command, config, prepare, time.monotonic)
     engine.start(progress)
     return engine
 
 
-def make_processors(config: ModelConfig, checkpoint: Checkpoint) -> tuple[InputProcessor, OutputProcessor]:
+def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
     """Load the tokenizer and the chat template, and return both sides of the text."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
-        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
-        template = _chat_template(config, checkpoint, tokenizer)
-    info = _model_info(config, checkpoint, tokenizer)
+        tokenizer = served.text.read_tokenizer()
+        template = _chat_template(config, served, tokenizer)
+    info = _model_info(config, served, tokenizer)
     return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
 
 
-def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
+def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
     """Return what compiles grammars for a model's vocabulary, which is read when it is first needed."""
     if config.skip_tokenizer_init:
         return None
 
     def read() -> Vocabulary:
-        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
+        tokenizer = served.text.read_tokenizer()
         return Vocabulary(
             text=tokenizer.backend.to_str(),
             num_ids=tokenizer.vocab_size,
-            eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+            eos_token_ids=_eos_token_ids(served, tokenizer),
             token_id=tokenizer.token_id,
             added_ids=tokenizer.added_ids,
         )
 
-    return GrammarCompiler(read, checkpoint.architecture.vocab_size)
+    return GrammarCompiler(read, served.architecture.vocab_size)
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
@@ -131,24 +127,21 @@ def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture)
     return longest if asked is None else asked
 
 
-def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ModelInfo:
-    directory, architecture = checkpoint.directory, checkpoint.architecture
+def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Tokenizer | None) -> ModelInfo:
+    checkpoint, architecture = served.checkpoint, served.architecture
     name = model_config.served_model_name or model_config.model or BUILT_IN_MODEL
-    generation = read_generation_defaults(directory)
+    generation = checkpoint.read_generation_defaults()
     defaults = generation.sampling if model_config.generation_config == "auto" else {}
     try:
         SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
     except RequestError as error:
-        raise ModelError(
-            f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
-        ) from error
-    embeddings = read_embedding_config(directory)
-    described = read_json_object(directory / "config.json")
+        raise ModelError(f"{generation.path}: {error}; mend it, or ignore it with generation_config='vllm'") from error
+    embeddings, described = checkpoint.read_embedding_config(), checkpoint.read_config()
     return ModelInfo(
         name=name,
         vocab_size=architecture.vocab_size,
-        max_model_len=checkpoint.max_model_len,
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+        max_model_len=served.max_model_len,
+        eos_token_ids=_eos_token_ids(served, tokenizer),
         generation_defaults=defaults,
         pooling=embeddings.pooling,
         pooling_problem=embeddings.problem,
@@ -159,24 +152,26 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
     )
 
 
-def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end an answer, by everything that the checkpoint says of them."""
-    directory, architecture = checkpoint.directory, checkpoint.architecture
-    eos = set(architecture.eos_token_ids) | set(read_generation_defaults(directory).eos_token_ids)
+    checkpoint, architecture = served.checkpoint, served.architecture
+    eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
     if outside:
-        logger.warning("%s names EOS ids outside the vocabulary, which can never come: %s", directory, sorted(outside))
+        logger.warning(
+            "%s names EOS ids outside the vocabulary, which can never come: %s", checkpoint.path, sorted(outside)
+        )
     return frozenset(eos - outside)
 
 
-def _chat_template(config: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Read the template of the user's choice (a file, or the text itself), else the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
-        own = ChatTemplate.from_directory(checkpoint.text_directory, tokenizer.special_tokens)
-        return own or ChatTemplate.from_directory(checkpoint.directory, tokenizer.special_tokens)
+        own = served.text.read_chat_template(tokenizer.special_tokens)
+        return own or served.checkpoint.read_chat_template(tokenizer.special_tokens)
     looks_like_text = "{" in chosen or "\n" in chosen
     if not looks_like_text and not Path(chosen).is_file():
         raise ConfigError(f"chat_template {chosen!r} is neither a file nor the text of a template")

@@ -10,7 +10,7 @@ import torch
 
 from octavo.runtime.faults import is_fault
 from octavo.worker.draft_kv import OwnDraftKV, SharedDraftKV
-from octavo.worker.memory import activation_bytes, block_bytes
+from octavo.worker.memory import activation_bytes, block_bytes, kernel_scratch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,13 +77,8 @@ class DraftModel:
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
         """Return what passes of up to so many tokens take, and the scratch blocks."""
         architecture = self.model.architecture
-        scratch = kernels.scratch_bytes(
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
-            vocab_size=architecture.vocab_size,
-            max_seq_len=self.checkpoint.max_model_len,
-            max_tokens=num_tokens,
+        scratch = kernel_scratch_bytes(
+            architecture, kernels, max_seq_len=self.checkpoint.max_model_len, max_tokens=num_tokens
         )
         dtype = str(self.model.dtype).removeprefix("torch.")
         step = activation_bytes(architecture, num_tokens, min(num_tokens, self.max_num_seqs), dtype)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.data.kv_tiers import HOST, TierMove
-from octavo.kernels.quantization import KV_SCALE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,12 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.data.scheduler_output import BlockCopies
+    from octavo.models.kv_layout import KVLayout, KVShape
 
 LAYOUT_VERSION = 1  # of the bytes of a block, which stores keep; a block of another version is not found
 
 
 class PagedKVCache:
-    """Keys and values of all layers, [blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+    """Keys and values of all layers: of each block a row of memory, in which they stand as `KVLayout` says.
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
@@ -33,34 +33,30 @@ class PagedKVCache:
 
     def __init__(
         self,
+        layout: KVLayout,
         *,
         num_blocks: int,
-        num_layers: int,
-        num_kv_heads: int,
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
         num_scratch_blocks: int = 0,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
-        row_bytes = head_dim + KV_SCALE_BYTES
-        rows = (block_size * row_bytes,) if dtype == torch.int8 else (block_size, head_dim)
-        shape = (num_layers, 2, num_kv_heads, *rows)
+        offsets = layout.offsets(block_size, str(dtype).removeprefix("torch."))
+        starts = [offset // dtype.itemsize for offset in offsets]
+        shape = (num_blocks + num_scratch_blocks, starts[-1])
         self.num_blocks = num_blocks
-        in_all = num_blocks + num_scratch_blocks
         if allocate is None:
-            self.blocks = torch.empty((in_all, *shape), dtype=dtype, device=device)
+            self.blocks = torch.empty(shape, dtype=dtype, device=device)
         else:
-            num_bytes = in_all * math.prod(shape) * dtype.itemsize
-            self.blocks = allocate(num_bytes).view(dtype).view(in_all, *shape)
-        self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda")
+            self.blocks = allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        self.host_blocks = torch.empty((num_host_blocks, shape[1]), dtype=dtype, pin_memory=device.type == "cuda")
         self.block_size = block_size
-        rows_alone = self.blocks
-        if dtype == torch.int8:
-            rows_alone = self.blocks[..., : block_size * head_dim].view(in_all, *shape[:3], block_size, head_dim)
-        self._layers = [(rows_alone[:, index, 0], rows_alone[:, index, 1]) for index in range(num_layers)]
+        self._layers = [
+            _keys_and_values(self.blocks[:, start:end], each, block_size)
+            for each, start, end in zip(layout.layers, starts[:-1], starts[1:], strict=True)
+        ]
 
     @property
     def num_host_blocks(self) -> int:
@@ -107,3 +103,11 @@ class PagedKVCache:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (k_cache, v_cache) of a layer: views [blocks, num_kv_heads, block_size, head_dim]."""
         return self._layers[index]
+
+
+def _keys_and_values(part: Tensor, shape: KVShape, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values without the scales of int8: views of a layer's part of all blocks."""
+    num_blocks, num_heads, head_dim = part.shape[0], shape.num_kv_heads, shape.head_dim
+    heads = part.view(num_blocks, 2, num_heads, part.shape[1] // (2 * num_heads))
+    rows = heads[..., : block_size * head_dim].view(num_blocks, 2, num_heads, block_size, head_dim)
+    return rows[:, 0], rows[:, 1]

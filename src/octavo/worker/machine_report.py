@@ -195,16 +195,10 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     """Return (out_features, in_features) of each kind of product, fused as the model computes them."""
-    q_rows = architecture.num_heads * architecture.head_dim
-    kv_rows = architecture.num_kv_heads * architecture.head_dim
-    hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
-    return {
-        "qkv": (q_rows + 2 * kv_rows, hidden),
-        "o": (hidden, q_rows),
-        "gate_up": (2 * intermediate, hidden),
-        "down": (hidden, intermediate),
-        "lm_head": (architecture.vocab_size, hidden),
-    }
+    tensors = architecture.tensors()
+    attention, (gate_up, down) = tensors.layers[0].attention, tensors.layers[0].mlp
+    linears = {"qkv": attention.qkv, "o": attention.o, "gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
+    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 
 def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.config import CacheConfig, SchedulerConfig
+    from octavo.kernels.interface import Kernels
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
@@ -25,9 +26,27 @@ _UNLIMITED = 1 << 60
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block over all layers. Raises `ConfigError` for int8 heads whose scales would not be aligned."""
-    if kv_dtype == "int8" and architecture.head_dim % 4:
-        raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {architecture.head_dim}")
-    return block_size * architecture.kv_bytes_per_token(kv_dtype)
+    layout = architecture.kv_layout
+    for shape in layout.groups:
+        if kv_dtype == "int8" and shape.head_dim % 4:
+            raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {shape.head_dim}")
+    return layout.block_bytes(block_size, kv_dtype)
+
+
+def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
+    """Upper bound of what the kernels allocate for themselves in a step: what the layer takes that takes most."""
+    attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
+    return max(
+        kernels.scratch_bytes(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=architecture.vocab_size,
+            max_seq_len=max_seq_len,
+            max_tokens=max_tokens,
+        )
+        for num_heads, num_kv_heads, head_dim in attentions
+    )
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
@@ -38,8 +57,8 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     probabilities, filtered).
     """
     width = DTYPE_BYTES[dtype]
-    hidden, inner = architecture.hidden_size, architecture.intermediate_size
-    qkv = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
+    qkv = max(each.qkv_size for each in architecture.attentions)
     per_token = width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner)
     return num_tokens * per_token + max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
 

@@ -24,7 +24,13 @@ from octavo.speculative import create_proposer
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
-from octavo.worker.memory import block_bytes, decide_num_blocks, decide_num_host_blocks, largest_batch
+from octavo.worker.memory import (
+    block_bytes,
+    decide_num_blocks,
+    decide_num_host_blocks,
+    kernel_scratch_bytes,
+    largest_batch,
+)
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
 from octavo.worker.verification import create_verification
@@ -32,7 +38,6 @@ from octavo.worker.verification import create_verification
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
-    from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.kv_tiers import EndedTransfer
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
+    from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_transfers import KVMover
 
@@ -74,7 +80,7 @@ class Worker:
 
     def __init__(
         self,
-        directory: Path,
+        weights: WeightSource,
         architecture: Architecture,
         *,
         dtype: str,
@@ -108,7 +114,7 @@ class Worker:
             progress=progress,
         )
         self.model = load(
-            directory, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
+            weights, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
         )
         self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
@@ -154,7 +160,7 @@ class Worker:
 
     def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(
-            checkpoint.directory,
+            checkpoint.weights,
             checkpoint.architecture,
             max_model_len=checkpoint.max_model_len,
             quantization=checkpoint.quantization,
@@ -195,10 +201,8 @@ class Worker:
 
     def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
         return PagedKVCache(
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
+            architecture.kv_layout,
             block_size=self.cache_config.block_size,
-            head_dim=architecture.head_dim,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
@@ -212,13 +216,8 @@ class Worker:
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
-        return of_drafts + self.kernels.scratch_bytes(
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
-            vocab_size=architecture.vocab_size,
-            max_seq_len=self.max_model_len,
-            max_tokens=num_tokens,
+        return of_drafts + kernel_scratch_bytes(
+            architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens
         )
 
     def _take_steps_that_fit(self) -> None:

@@ -1,0 +1,137 @@
+"""Grouped-query attention over the paged KV cache: its numbers, the tensors that it takes, and what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.models.declared import Linear, Norm
+from octavo.models.kv_layout import KVShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import AttentionBatch
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.layers import ModelContext
+    from octavo.models.rope_config import RopeConfig
+
+_MAX_HEAD_DIM = 256  # what the compiled kernels' buffers hold
+
+
+class AttentionTensors(NamedTuple):
+    """What attention takes from a checkpoint."""
+
+    qkv: Linear
+    o: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Attention of one layer (Ainslie et al. 2023).
+
+    window    tokens a position sees, itself included, or None for all
+    qk_norm   queries and keys are normalized before they are rotated: one weight of [head_dim] each, for all heads
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        config: ConfigFile,
+        *,
+        rope: RopeConfig,
+        default_head_dim: int | None = None,
+        default_num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> AttentionConfig:
+        """Read the shapes, of layers without a window. Raises `ModelError` for what octavo cannot compute."""
+        hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
+        if default_num_kv_heads is None or "num_key_value_heads" in config.values:
+            default_num_kv_heads = num_heads  # null means that, too
+        num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
+        if default_head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
+            problem = f"must be a multiple of num_attention_heads = {num_heads} without head_dim"
+            raise config.error("hidden_size", problem)
+        head_dim = config.count("head_dim", default_head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
+        if head_dim > _MAX_HEAD_DIM:
+            raise config.error("head_dim", f"octavo's kernels compute heads of up to {_MAX_HEAD_DIM}, not {head_dim}")
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+        )
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the KV cache keeps of the layer."""
+        return KVShape(self.num_kv_heads, self.head_dim, self.window)
+
+    @property
+    def qkv_size(self) -> int:
+        """Queries, keys and values of a token."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
+        """Declare the tensors of a layer whose attention is called `name` in the checkpoint."""
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
+        return AttentionTensors(
+            qkv=Linear(qkv, hidden_size, self.qkv_bias),
+            o=Linear(((f"{name}.o_proj", hidden_size),), q_rows, self.o_bias),
+            q_norm=Norm(f"{name}.q_norm", self.head_dim) if self.qk_norm else None,
+            k_norm=Norm(f"{name}.k_norm", self.head_dim) if self.qk_norm else None,
+        )
+
+
+class Attention:
+    """The attention of one layer, whose weights are packed."""
+
+    __slots__ = ("config", "cos_sin", "eps", "k_norm", "kernels", "o", "q_norm", "qkv", "scale")
+
+    def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
+        self.config = config
+        self.kernels = context.kernels
+        self.cos_sin = context.cos_sin(config.rope, config.head_dim)
+        self.scale = config.head_dim**-0.5
+        self.eps = context.architecture.rms_norm_eps
+        self.qkv = context.weights.linear(tensors.qkv)
+        self.o = context.weights.linear(tensors.o)
+        self.q_norm = context.optional_norm(tensors.q_norm)
+        self.k_norm = context.optional_norm(tensors.k_norm)
+
+    def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
+        config, kernels = self.config, self.kernels
+        qkv = kernels.linear(hidden, self.qkv)
+        heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = kernels.rms_norm(q, self.q_norm, self.eps), kernels.rms_norm(k, self.k_norm, self.eps)
+        kernels.rope_and_write_kv(q, k, v, self.cos_sin, batch, k_cache, v_cache)
+        return q
+
+    def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return [num_rows, hidden] of queries over the cache."""
+        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.config.window)
+        return self.kernels.linear(attended, self.o)

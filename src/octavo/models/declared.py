@@ -1,0 +1,65 @@
+"""The tensors that a model takes from a checkpoint, as its layers declare them: names and shapes. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Linear layers of one input, which are computed as one, by rows.
+
+    parts: the name of each, without ".weight", and its out_features.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    in_features: int
+    has_bias: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(name for name, _ in self.parts)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all of them."""
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each tensor."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, rows in self.parts:
+            shapes[f"{name}.weight"] = (rows, self.in_features)
+            if self.has_bias:
+                shapes[f"{name}.bias"] = (rows,)
+        return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The weight of an RMS norm, by its name without ".weight"."""
+
+    name: str
+    size: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the tensor."""
+        return {f"{self.name}.weight": (self.size,)}
+
+
+def in_order(declared: object) -> Iterator[Linear | Norm]:
+    """Yield what stands in tuples of declarations, and in tuples in them; None stands for what a layer has not."""
+    if isinstance(declared, Linear | Norm):
+        yield declared
+    elif isinstance(declared, tuple):
+        for each in declared:
+            yield from in_order(each)
+    else:
+        assert declared is None, declared

@@ -1,0 +1,119 @@
+"""One layer of a decoder: attention and an MLP, and the norms around them, as its family combines them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from octavo.models.attention import Attention
+from octavo.models.declared import Norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.models.attention import AttentionConfig, AttentionTensors
+    from octavo.models.layers import ModelContext
+
+
+class MLP(Protocol):
+    """What computes on each token alone."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [num_tokens, hidden] -> the same shape."""
+        ...
+
+
+class MLPConfig(Protocol):
+    """The numbers of an `MLP`, and the tensors that it takes. Frozen and hashable."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """The widest that it computes for a token."""
+        ...
+
+    def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
+        """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
+        ...
+
+    def build(self, context: ModelContext, tensors: Any) -> MLP:
+        """Take the tensors that were declared."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorms:
+    """The norms of a layer by their names in the checkpoint; None for one that it has not.
+
+    Those before a part are of what it reads, those after it of what it adds to the residual stream.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+class LayerTensors(NamedTuple):
+    """What a layer takes from a checkpoint; mlp: as its configuration declares it."""
+
+    before_attention: Norm
+    attention: AttentionTensors
+    after_attention: Norm | None
+    before_mlp: Norm
+    mlp: tuple[Any, ...]
+    after_mlp: Norm | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """A layer of a model; those that are equal compute the same with other weights."""
+
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norms: LayerNorms = field(default_factory=LayerNorms)
+
+    def tensors(self, name: str, hidden_size: int) -> LayerTensors:
+        """Declare the tensors of a layer that is called `name` in the checkpoint."""
+        norms = self.norms
+        after_attention, after_mlp = norms.after_attention, norms.after_mlp
+        return LayerTensors(
+            before_attention=Norm(f"{name}.{norms.before_attention}", hidden_size),
+            attention=self.attention.tensors(f"{name}.self_attn", hidden_size),
+            after_attention=None if after_attention is None else Norm(f"{name}.{after_attention}", hidden_size),
+            before_mlp=Norm(f"{name}.{norms.before_mlp}", hidden_size),
+            mlp=self.mlp.tensors(f"{name}.mlp", hidden_size),
+            after_mlp=None if after_mlp is None else Norm(f"{name}.{after_mlp}", hidden_size),
+        )
+
+
+class DecoderLayer:
+    """The parts of a layer, and what stands behind each of them; behind: the norm of what comes after the layer."""
+
+    __slots__ = ("after_attention", "after_mlp", "attention", "mlp")
+
+    def __init__(self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, behind: Norm) -> None:
+        self.attention = Attention(context, config.attention, tensors.attention)
+        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp)
+        self.mlp = config.mlp.build(context, tensors.mlp)
+        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind)
+
+
+class ResidualNorm:
+    """Adds what a part gives to the residual stream, and normalizes that for the part that comes next.
+
+    added, stream: the weights of both norms; the first is None where what is added is taken as it is.
+    """
+
+    __slots__ = ("added", "eps", "kernels", "stream")
+
+    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm) -> None:
+        self.kernels = context.kernels
+        self.eps = context.architecture.rms_norm_eps
+        self.added = context.optional_norm(added)
+        self.stream = context.weights.norm(stream)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """Return what the next part reads; adds to `residual` in place. Both [num_tokens, hidden]."""
+        if self.added is not None:
+            hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
+        return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps)

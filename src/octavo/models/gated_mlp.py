@@ -1,0 +1,65 @@
+"""The gated MLP: its numbers, the tensors that it takes, and what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.models.declared import Linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.layers import ModelContext
+
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+
+class GatedMLPTensors(NamedTuple):
+    """What a gated MLP takes from a checkpoint."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMLPConfig:
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    @classmethod
+    def read(cls, config: ConfigFile, *, bias: bool = False) -> GatedMLPConfig:
+        """Read the shapes. Raises `ModelError` for what octavo cannot compute."""
+        if config.text("hidden_act", "silu") not in _ACTIVATIONS:
+            raise config.error("hidden_act", f"octavo computes {' and '.join(_ACTIVATIONS)} only")
+        return cls(intermediate_size=config.count("intermediate_size"), bias=bias)
+
+    def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
+        """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
+        inner = self.intermediate_size
+        return GatedMLPTensors(
+            gate_up=Linear(((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)), hidden_size, self.bias),
+            down=Linear(((f"{name}.down_proj", hidden_size),), inner, self.bias),
+        )
+
+    def build(self, context: ModelContext, tensors: GatedMLPTensors) -> GatedMLP:
+        """Take the tensors."""
+        return GatedMLP(context, tensors)
+
+
+class GatedMLP:
+    """The MLP of one layer, whose weights are packed."""
+
+    __slots__ = ("down", "gate_up", "kernels")
+
+    def __init__(self, context: ModelContext, tensors: GatedMLPTensors) -> None:
+        self.kernels = context.kernels
+        self.gate_up = context.weights.linear(tensors.gate_up)
+        self.down = context.weights.linear(tensors.down)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [num_tokens, hidden] -> the same shape."""
+        return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up), self.down)

@@ -1,0 +1,79 @@
+"""Where the weights of a checkpoint come from, whatever holds them. No torch until they are opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.models.weight_files import find_weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from octavo.models.stored_quantization import StoredTensor
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint by name; its files are open while this or a tensor from it lives."""
+
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        ...
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor that may alias a file's pages: copy it before the file may change."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the pages of what was handed out: a tensor read again is read anew."""
+        ...
+
+
+class WeightSource(Protocol):
+    """A checkpoint as far as its weights go: what is handed to whoever loads them."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, in messages and for what is kept of it."""
+        ...
+
+    def weight_files(self) -> list[Path]:
+        """Return the files that hold the weights. Raises `ModelError` where there are none."""
+        ...
+
+    def config_files(self) -> list[Path]:
+        """Return the other files that say how weights are to be read."""
+        ...
+
+    def open(self) -> StoredTensors:
+        """Open the files. Raises `ModelError` for what cannot be read."""
+        ...
+
+
+class FolderWeights:
+    """The weights in a folder in Hugging Face's layout: safetensors files, and `config.json`."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def weight_files(self) -> list[Path]:
+        """Return the safetensors files."""
+        return find_weight_files(self.path)
+
+    def config_files(self) -> list[Path]:
+        """Return config.json."""
+        return [self.path / "config.json"]
+
+    def open(self) -> StoredTensors:
+        """Open the safetensors files."""
+        from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415 - only who loads weights needs it
+
+        return CheckpointFiles(self.path)

@@ -1,0 +1,69 @@
+"""What octavo asks of a checkpoint, whatever holds it: its configuration, weights, tokenizer, template and defaults."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.models.model_path import resolve_model_path
+from octavo.startup.folder_checkpoint import FolderCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from octavo.engine.chat_template import ChatTemplate
+    from octavo.engine.embedding_config import EmbeddingConfig
+    from octavo.engine.generation_config import GenerationDefaults
+    from octavo.engine.tokenizer import Tokenizer
+    from octavo.models.architecture import Architecture
+    from octavo.models.weight_source import WeightSource
+
+
+class Checkpoint(Protocol):
+    """A model as its files describe it. Each method reads, and raises `ModelError` for what is missing or broken."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is: what a process that is to open the same one is told."""
+        ...
+
+    @property
+    def weights(self) -> WeightSource:
+        """The weights, not opened."""
+        ...
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the keys of config.json, as they stand there."""
+        ...
+
+    def read_architecture(self) -> Architecture:
+        """Return what the model computes."""
+        ...
+
+    def read_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+        ...
+
+    def stored_tokenizer(self) -> bytes | None:
+        """Return what the tokenizer is made of, or None where there is none: of equal bytes it is the same."""
+        ...
+
+    def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+        """Return the chat template, or None where there is none; special_tokens: those of the tokenizer."""
+        ...
+
+    def read_generation_defaults(self) -> GenerationDefaults:
+        """Return how its makers sample, and where sequences end."""
+        ...
+
+    def read_embedding_config(self) -> EmbeddingConfig:
+        """Return how it makes embeddings."""
+        ...
+
+
+def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
+    """Find a checkpoint by its path or hub id. Raises `ModelError`.
+
+    weights: False where only what stands beside them is read; then they are not downloaded.
+    """
+    return FolderCheckpoint(resolve_model_path(model, weights=weights))

@@ -1,0 +1,119 @@
+"""Layers of one model that differ in every part: what parts combine to, beside the same in plain torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from kernels_available import COMPILED
+
+from octavo.config import kernels_required
+from octavo.kernels import create_kernels
+from octavo.models.architecture import Architecture
+from octavo.models.attention import AttentionConfig
+from octavo.models.decoder_layer import LayerConfig, LayerNorms
+from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.loader import load_model
+from octavo.models.random_weights import RandomWeights
+from octavo.models.rope_config import RopeConfig
+from octavo.models.weight_source import FolderWeights
+from octavo.worker.kv_cache import PagedKVCache
+
+CPU = torch.device("cpu")
+IDS = [(37 * i + 5) % 101 for i in range(40)]
+AROUND = LayerNorms(after_attention="behind_attention_norm", before_mlp="mlp_norm", after_mlp="behind_mlp_norm")
+NEAR = LayerConfig(
+    attention=AttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=100.0), window=5, qk_norm=True
+    ),
+    mlp=GatedMLPConfig(intermediate_size=96),
+    norms=AROUND,
+)
+FAR = LayerConfig(
+    attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_dim=8, rope=RopeConfig(theta=1e5), qkv_bias=True),
+    mlp=GatedMLPConfig(intermediate_size=64, bias=True),
+)
+MIXED = Architecture(
+    name="Mixed", vocab_size=101, hidden_size=48, layers=(NEAR, FAR, NEAR), rms_norm_eps=1e-6, max_context_tokens=64,
+    tie_word_embeddings=False, dtype="float32", bos_token_id=None, eos_token_ids=(),
+)  # fmt: skip
+
+
+def kernels_named(name):
+    if name == "cpu" and not COMPILED and not kernels_required():
+        pytest.skip("octavo was installed without compiled kernels")
+    return create_kernels(CPU, name)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_layers_that_differ(kernels, prompt_logits, tmp_path):
+    model = load_model(
+        FolderWeights(tmp_path), MIXED, kernels_named(kernels), dtype="float32", device=CPU, max_model_len=64,
+        load_format="dummy", seed=3,
+    )  # fmt: skip
+    ours, expected = prompt_logits(model, IDS, step=7), plain_logits(MIXED)
+    assert (ours - expected).norm() < 1e-5 * expected.norm()
+    paged = PagedKVCache(MIXED.kv_layout, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
+    assert torch.equal(prompt_logits(model, IDS, step=7, cache=paged), ours)
+    without_norms = replace(NEAR, norms=LayerNorms(before_mlp="mlp_norm"))
+    without_window = replace(NEAR, attention=replace(NEAR.attention, window=None))
+    with_other_rope = replace(NEAR, attention=replace(NEAR.attention, rope=FAR.attention.rope))
+    for other in (without_norms, without_window, with_other_rope):
+        altered = plain_logits(replace(MIXED, layers=(NEAR, FAR, other)))
+        assert (altered - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_all_that_is_declared_is_taken(tmp_path):
+    """Bytes that are told of while a model is loaded are those of its tensors: none is left, none is taken twice."""
+    told = []
+    load_model(
+        FolderWeights(tmp_path), MIXED, create_kernels(CPU, "reference"), dtype="float32", device=CPU, max_model_len=64,
+        load_format="dummy", progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told[-1] == (4 * MIXED.num_parameters,) * 2
+    assert len(told) == len(MIXED.tensor_shapes())
+
+
+def plain_logits(architecture):
+    """Logits of every position in float64, of weights as `load_format="dummy"` makes them."""
+    source = RandomWeights(MIXED.tensor_shapes(), torch.float32, seed=3)
+    weights = lambda name: source.tensor(f"{name}.weight").double()  # noqa: E731
+    linear = lambda x, name, bias: F.linear(  # noqa: E731
+        x, weights(name), source.tensor(f"{name}.bias").double() if bias else None
+    )
+    norm = lambda x, name: F.rms_norm(x, x.shape[-1:], weights(name), architecture.rms_norm_eps)  # noqa: E731
+    x = weights("model.embed_tokens")[IDS]
+    for index, layer in enumerate(architecture.layers):
+        attention, norms, name = layer.attention, layer.norms, f"model.layers.{index}"
+        hidden = norm(x, f"{name}.{norms.before_attention}")
+        q, k, v = (
+            linear(hidden, f"{name}.self_attn.{each}_proj", attention.qkv_bias).unflatten(1, (-1, attention.head_dim))
+            for each in "qkv"
+        )
+        if attention.qk_norm:
+            q, k = norm(q, f"{name}.self_attn.q_norm"), norm(k, f"{name}.self_attn.k_norm")
+        hidden = linear(attend(attention, q, k, v), f"{name}.self_attn.o_proj", attention.o_bias)
+        x = x + (hidden if norms.after_attention is None else norm(hidden, f"{name}.{norms.after_attention}"))
+        hidden = norm(x, f"{name}.{norms.before_mlp}")
+        gate, up = (linear(hidden, f"{name}.mlp.{each}_proj", layer.mlp.bias) for each in ("gate", "up"))
+        hidden = linear(F.silu(gate) * up, f"{name}.mlp.down_proj", layer.mlp.bias)
+        x = x + (hidden if norms.after_mlp is None else norm(hidden, f"{name}.{norms.after_mlp}"))
+    return F.linear(norm(x, "model.norm"), weights("lm_head"))
+
+
+def attend(attention, q, k, v):
+    positions = torch.arange(len(q)).double()
+    angles = positions[:, None] * attention.rope.theta ** -(torch.arange(0, attention.head_dim, 2) / attention.head_dim)
+    cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+
+    def rotate(x):
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+    group = attention.num_heads // attention.num_kv_heads
+    k, v = rotate(k).repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    distance = positions[:, None] - positions
+    seen = (distance >= 0) & (distance < (attention.window or len(q)))
+    scores = torch.einsum("qhd,khd->hqk", rotate(q), k) * attention.head_dim**-0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

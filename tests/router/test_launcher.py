@@ -1,0 +1,27 @@
+"""Children of a router: one that says nothing any more is started again."""
+
+from __future__ import annotations
+
+import psutil
+from server.running import wait_until
+
+from octavo.router.launcher import LocalReplicas
+
+URL = "http://127.0.0.1:1"
+
+
+def test_a_frozen_replica_is_killed_and_started_again(tmp_path, caplog):
+    pids = tmp_path / "pids"
+    pids.touch()
+    with LocalReplicas({URL: ["sh", "-c", f"echo $$ >> {pids}; exec sleep 60"]}, {"PATH": "/bin:/usr/bin"}) as replicas:
+        wait_until(lambda: pids.read_text().endswith("\n"), "it runs")
+        first = psutil.Process(int(pids.read_text()))
+        first.suspend()
+        replicas.silent(URL, 7)  # it may be slow
+        replicas.silent("http://127.0.0.1:2", 100)  # somebody else's
+        assert "is killed" not in caplog.text
+        replicas.silent(URL, 8)
+        assert "is killed" in caplog.text
+        wait_until(lambda: pids.read_text().count("\n") == 2, "another one runs")
+        assert not first.is_running()
+        assert not replicas.has_failed
