@@ -264,6 +264,8 @@ def make_engine(
     max_model_len: int = 2048,
     generation_defaults: Mapping[str, Any] | None = None,
     chat_template: FakeChatTemplate | None = None,
+    role: str = "both",
+    kv_transfer_port: int | None = None,
     **scheduler_options: Any,
 ) -> Engine:
     """The real engine around a fake executor and tokenizer."""
@@ -290,7 +292,7 @@ def make_engine(
             executor or FakeExecutor(),
             metrics,
             recent,
-            EngineCapacity.of(*configs, num_blocks=num_blocks),
+            EngineCapacity.of(*configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port),
         ),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),

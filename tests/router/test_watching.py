@@ -94,7 +94,7 @@ def test_an_engine_whose_every_answer_is_slow_is_kept():
 def test_an_engine_that_tells_no_figures_is_kept():
     upstream = MadeUpUpstream(silent={"/metrics"})
     assert len(run_virtually(lambda now: watched(upstream, 100.0, now))) == 1
-    assert {"/ready", "/metrics", "/v1/models"} == set(upstream.paths)
+    assert {"/ready", "/metrics", "/model_info", "/v1/models"} == set(upstream.paths)
 
 
 class HearingLauncher(NoLauncher):

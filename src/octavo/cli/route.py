@@ -41,6 +41,7 @@ class RouterOptions:
 @command(
     "octavo route --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000",
     "octavo route --engines-file engines.txt --policy least_loaded --port 9000",
+    "octavo route --engine http://10.0.0.1:8001 --engine http://10.0.0.2:8001  pairs --role prefill with --role decode",
     "octavo route --engines-dns octavo-engines.default.svc:8000 --host 0.0.0.0 --api-keys keys.toml",
 )
 def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) -> None:
@@ -68,7 +69,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=2)  # the client's, and one to an engine
+    max_connections = allow_open_files(files_each=3)  # the client's, and one to each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import NoLauncher

@@ -36,7 +36,7 @@ class RouterConfig(AccessConfig):
     )
     engine_api_key: str | None = option(
         None,
-        "Key for what the router itself asks of engines: their metrics and models. Clients' keys are passed on. "
+        "Key for what the router itself asks of engines: their metrics, models and roles. Clients' keys are passed on. "
         "OCTAVO_ROUTE_ENGINE_API_KEY in the environment keeps it from other users of the machine. Default: none.",
         shows_value=False,
     )
@@ -58,6 +58,13 @@ class RouterConfig(AccessConfig):
     max_prefix_entries: int = option(
         1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 400 bytes each.", low=1
     )
+    min_prefill_tokens: int = option(
+        256,
+        "From so many tokens on that are new to an engine of --role decode, a prompt is computed by one of "
+        "--role prefill, where there is one.",
+        unit="TOKENS",
+        low=0,
+    )
     health_interval_s: float = option(
         1.0, "How often engines are asked whether they are ready.", name="health_interval", unit="SECONDS", low=0.001
     )
@@ -77,7 +84,7 @@ class RouterConfig(AccessConfig):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
         if not self.engines and self.engines_file is None and self.engines_dns is None:
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
-        for name in ("balance_tokens", "max_prefix_entries"):
+        for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         for name in ("health_interval_s", "health_timeout_s", "balance_ratio"):
             if not 0 < getattr(self, name) < math.inf:

@@ -28,6 +28,7 @@ class Parameters(msgspec.Struct):
     """TGI's."""
 
     max_new_tokens: Any = None
+    decoder_input_details: Any = None
 
 
 class Body(msgspec.Struct):
@@ -46,6 +47,9 @@ class Body(msgspec.Struct):
     max_output_tokens: Any = None
     parameters: Parameters | None = None
     n: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     user: Any = None
     prompt_cache_key: Any = None
     cache_salt: Any = None
@@ -61,6 +65,7 @@ class Asked:
     prompt: what of its body stands for its prompt, not copied; one that goes on begins with the same bytes.
     owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of all prompts and of each answer.
     num_choices: answers to each of its prompts, num_streams: to all of them. session: what the policy affinity goes by.
+    scores_prompt: log probabilities of the prompt are asked for, so that all of it is computed whatever is in a cache.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -71,6 +76,7 @@ class Asked:
     num_choices: int = 1
     num_streams: int = 1
     session: str | None = None
+    scores_prompt: bool = False
 
     @cached_property
     def num_prompt_bytes(self) -> int:
@@ -137,6 +143,7 @@ def read_asked(
         num_choices=num_choices,
         num_streams=num_choices * _num_prompts(read),
         session=session or next((each for each in given if isinstance(each, str) and each), None),
+        scores_prompt=_scores_prompt(read),
     )
 
 
@@ -146,6 +153,12 @@ def _prompt(read: Body) -> tuple[memoryview, ...]:
     if given:
         given[-1] = _opened(given[-1])
     return tuple(given)
+
+
+def _scores_prompt(read: Body) -> bool:
+    is_echoed = bool(read.echo) and read.logprobs is not None
+    has_details = read.parameters is not None and bool(read.parameters.decoder_input_details)
+    return read.prompt_logprobs is not None or is_echoed or has_details
 
 
 def _opened(view: memoryview) -> memoryview:

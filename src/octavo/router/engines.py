@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.router.policies.least_loaded import least_loaded
 from octavo.server.errors import EngineLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from octavo.router.asked import Asked
     from octavo.router.flight import Flight
@@ -24,13 +25,18 @@ class Engine:
 
     open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
     incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
-    what it told is no list.
+    what it told is no list. role: which part of requests it is for: prefill, decode or both. kv_transfer_port: where it
+    hands KV over directly, None: it does not. prefills_from: when it may be asked for prompts again, on the event
+    loop's clock. num_paired: requests that it answers with KV of prompts that others compute.
     """
 
     url: str
     is_ready: bool = False
     is_member: bool = True
     models: frozenset[str] | None = None
+    role: str = "both"
+    kv_transfer_port: int | None = None
+    prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     flights: set[Flight] = field(default_factory=set)
@@ -42,6 +48,10 @@ class Engine:
     num_cached_tokens: int = 0
     num_failures: int = 0
     num_restarts: int = 0
+    num_paired: int = 0
+    num_prefills: int = 0
+    num_failed_prefills: int = 0
+    num_prefill_tokens: int = 0
 
     @property
     def load(self) -> int:
@@ -76,18 +86,32 @@ class EnginePool:
         """Return the engines that take requests."""
         return [engine for engine in self.engines.values() if engine.is_ready]
 
-    def choose(self, asked: Asked, tried: Sequence[Engine]) -> Engine | None:
-        """Return the engine for a request; None where none is left that could take it."""
-        ready = [engine for engine in self.ready() if engine not in tried]
-        # where nobody has the model, anybody may say so
-        able = [engine for engine in ready if engine.serves(asked.model)] or ready
+    def choose(self, asked: Asked, tried: Sequence[Engine], failed: Collection[Engine] = ()) -> Engine | None:
+        """Return the engine for a request; None where none is left that could take it.
+
+        One of role prefill answers only where no other engine has the model, is ready and has not failed this request.
+        """
+        ready = self.ready()
+        able = _able(ready, asked)
+        if any(engine.role != "prefill" and engine not in failed for engine in able):
+            ready = [engine for engine in ready if engine.role != "prefill"]
+        able = _able([engine for engine in ready if engine not in tried], asked)
         if not able:
             return None
         return able[0] if len(able) == 1 else self._policy.choose(asked, able)
 
-    def sent(self, asked: Asked, engine: Engine) -> None:
-        """Note that a request goes to an engine."""
-        self._policy.sent(asked, engine)
+    def choose_prefill(self, asked: Asked, now: float) -> Engine | None:
+        """Return the engine that computes a prompt for another one: who has least to do; None where there is none."""
+        able = [
+            engine
+            for engine in self.ready()
+            if engine.role == "prefill" and engine.serves(asked.model) and engine.prefills_from <= now
+        ]
+        return least_loaded(able) if able else None
+
+    def sent(self, asked: Asked, engine: Engine) -> float:
+        """Note that a request goes to an engine; return the share of its prompt that should be in its cache."""
+        return self._policy.sent(asked, engine)
 
     def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int | None) -> None:
         """Note that a request is over, and what its engine said of it; None: nothing."""
@@ -113,3 +137,8 @@ class EnginePool:
         engine.other_tokens = 0
         for flight in list(engine.flights):
             flight.end(EngineLostError())
+
+
+def _able(engines: list[Engine], asked: Asked) -> list[Engine]:
+    """Return those that have a request's model; where nobody has it, anybody may say so."""
+    return [engine for engine in engines if engine.serves(asked.model)] or engines

@@ -25,6 +25,10 @@ _COUNTERS = (
     ("num_prompt_tokens", "router_prompt_tokens", "Tokens of prompts, of requests whose answers told of them."),
     ("num_cached_tokens", "router_cached_tokens", "Of these, tokens that the engine found in its cache."),
     ("num_failures", "router_failures", "Requests that an engine has lost."),
+    ("num_paired", "router_paired_requests", "Requests that an engine answers with KV of another one's prefill."),
+    ("num_prefills", "router_prefills", "Prompts that an engine was to compute for another one."),
+    ("num_failed_prefills", "router_failed_prefills", "Of these, prompts that it refused, lost or was too slow with."),
+    ("num_prefill_tokens", "router_prefill_tokens", "Tokens of prompts that it has computed so, or had in its cache."),
     ("num_restarts", "router_engine_restarts", "How often an engine was seen to have begun anew."),
 )
 

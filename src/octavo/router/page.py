@@ -49,6 +49,7 @@ async def _engines(service: RouterService, request: Request) -> Response:
 def _told(engine: Engine) -> dict[str, Any]:
     return {
         "url": engine.url,
+        "role": engine.role,
         "ready": engine.is_ready,
         "models": None if engine.models is None else sorted(engine.models),
         "open_requests": len(engine.flights),
@@ -57,6 +58,9 @@ def _told(engine: Engine) -> dict[str, Any]:
         "requests": engine.num_requests,
         "prompt_tokens": engine.num_prompt_tokens,
         "cached_tokens": engine.num_cached_tokens,
+        "paired_requests": engine.num_paired,
+        "prefills": engine.num_prefills,
+        "failed_prefills": engine.num_failed_prefills,
         "failures": engine.num_failures,
         "restarts": engine.num_restarts,
     }

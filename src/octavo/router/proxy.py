@@ -13,6 +13,7 @@ from octavo.errors import OctavoError
 from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
+from octavo.router.pairing import pair, without_kv_transfer
 from octavo.router.spelling import error_event, error_response
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
@@ -85,22 +86,24 @@ class _Exchange:
 
     def __init__(self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send) -> None:
         self._service, self._flight, self._body, self._send = service, flight, body, send
-        self._scope = request.scope
+        self._scope = without_kv_transfer(request.scope)
         self._path: str = request.scope["path"]
         self._audit = request.state.audit
         self._tried: list[Engine] = []
+        self._failed: set[Engine] = set()
 
     async def run(self) -> None:
         """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` where none does."""
         pool, asked = self._service.pool, self._flight.asked
         num_failures, refusal = 0, None
-        while (engine := pool.choose(asked, self._tried)) is not None:
+        while (engine := pool.choose(asked, self._tried, self._failed)) is not None:
             self._tried.append(engine)
             self._audit["engine"] = engine.url
             try:
                 refused = await self._try(engine)
             except EngineLostError:
                 engine.num_failures += 1
+                self._failed.add(engine)
                 if self._flight.is_begun:
                     raise
                 num_failures += 1
@@ -113,7 +116,9 @@ class _Exchange:
             if refused is None:
                 return
             refusal = refused if refusal is None else min(refusal, refused)
-            num_failures += refused[1] == _NOT_SERVING
+            if refused[1] == _NOT_SERVING:
+                self._failed.add(engine)
+                num_failures += 1
             if num_failures == _MAX_FAILURES:
                 break
         if refusal is None and num_failures:
@@ -131,10 +136,12 @@ class _Exchange:
         pool, asked = self._service.pool, self._flight.asked
         usage = Usage(None, None, 0)
         with Share(self._flight, engine) as share:
-            pool.sent(asked, engine)
+            known = pool.sent(asked, engine)
+            pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
             try:
                 async with self._flight.guarded():
-                    answer = await self._service.upstream.ask(engine, self._scope, self._body, _request_id())
+                    scope = await pairing.scope()
+                    answer = await self._service.upstream.ask(engine, scope, self._body, _request_id())
                 async with answer:
                     if answer.is_stream:
                         usage = await self._relay_stream(answer, share)
@@ -159,6 +166,7 @@ class _Exchange:
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
+                await pairing.close()
         return None
 
     async def _relay(self, answer: Answer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -36,6 +36,11 @@ class _ModelCard(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_ModelCard]
+
+
+class _Info(msgspec.Struct):
+    role: str = "both"
+    kv_transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
 class EngineWatch:
@@ -121,6 +126,8 @@ class EngineWatch:
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
         """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
+        if is_ready and (engine.models is None or engine.role == "prefill"):  # whose port changes when it begins anew
+            await self._read_role(engine)
         if is_ready and engine.models is None:
             await self._read_models(engine)
         if is_ready is not engine.is_ready and engine.is_member:
@@ -164,6 +171,16 @@ class EngineWatch:
             except msgspec.MsgspecError:
                 logger.debug("%s does not say which models it has", engine.url)
                 engine.models = frozenset()
+
+    async def _read_role(self, engine: Engine) -> None:
+        """Find out which part of requests an engine is for; one that does not say so is for both."""
+        text = await self._get(engine, "/model_info")
+        if text is not None:
+            try:
+                info = msgspec.json.decode(text, type=_Info)
+            except msgspec.MsgspecError:
+                info = _Info()
+            engine.role, engine.kv_transfer_port = info.role, info.kv_transfer_port
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
         """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""

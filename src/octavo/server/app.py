@@ -49,6 +49,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.limiter = service.limiter
     app.state.timeouts = service.timeouts
     app.state.text = service.engine.text
+    app.state.role = service.engine.capacity.role
     add_error_handlers(app)
     _add_routes(app, service)
     _add_model_routes(app, service)

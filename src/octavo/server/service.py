@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from octavo.config import ModelInfo
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.engine.engine_client import EngineClient
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
@@ -212,6 +213,7 @@ class Service:
         place: Permit,
         priority: int,
         cache_salt: str | None,
+        kv_transfer_params: KVTransferParams | None,
         deadline: float,
         check: Callable[[ProcessedInput], None],
         untold: Callable[[RequestOutput], None],
@@ -262,6 +264,7 @@ class Service:
                 request_id,
                 priority=priority,
                 cache_salt=tenant.cache_salt(cache_salt),
+                kv_transfer_params=kv_transfer_params,
                 tenant=tenant.name,
                 tenant_weight=tenant.weight,
                 timeout_s=timeout_s,

@@ -332,6 +332,18 @@ def audited(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(record.message) for record in caplog.records if record.name == "octavo.audit"]
 
 
+def test_what_is_asked_for_every_second_is_no_line_unless_it_is_refused(
+    tenants: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    with tenants.http() as http:
+        for path in ("/health", "/ready", "/metrics", "/model_info", "/version"):
+            assert http.get(path, headers=bearer(KEYS["alice"])).status_code == 200
+        assert http.get("/model_info").status_code == 401
+    wait_until(lambda: len(audited(caplog)) == 2, "both are written down")
+    assert [(line["path"], line["status"]) for line in audited(caplog)] == [("/version", 200), ("/model_info", 401)]
+
+
 def test_what_is_logged_of_a_request_has_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
 

@@ -60,13 +60,14 @@ class CacheAware:
             self._work[engine] = min(self._work.values(), default=0.0)
         return self._work[engine]
 
-    def sent(self, asked: Asked, engine: Engine) -> None:
-        """Remember where a prompt goes, and how much of it should be there."""
+    def sent(self, asked: Asked, engine: Engine) -> float:
+        """Remember where a prompt goes; return how much of it should be there."""
         expected = self._open[id(asked), engine] = self._tree.add(asked, engine)
         known = expected.num_bytes / asked.num_prompt_bytes if asked.num_prompt_bytes else 0.0
         self._work[engine] = self._work_of(engine) + (1 - known) * asked.num_tokens
         if self._work[engine] > _REMEMBERED * self._balance_tokens:
             self._work = {each: amount / 2 for each, amount in self._work.items()}
+        return known
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
         """Learn from what an engine found: who lost this prompt has lost what it used before that as well."""

@@ -18,8 +18,8 @@ class Policy(Protocol):
         """Return one of these engines, of which there are two or more."""
         ...
 
-    def sent(self, asked: Asked, engine: Engine) -> None:
-        """Hear that a request goes to an engine."""
+    def sent(self, asked: Asked, engine: Engine) -> float:
+        """Hear that a request goes to an engine; return the share of its prompt that should be in its cache."""
         ...
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
@@ -34,8 +34,9 @@ class Policy(Protocol):
 class Memoryless:
     """What policies hear who remember nothing."""
 
-    def sent(self, asked: Asked, engine: Engine) -> None:
-        """Do nothing."""
+    def sent(self, _asked: Asked, _engine: Engine) -> float:
+        """Know of nothing in its cache."""
+        return 0.0
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
         """Do nothing."""

@@ -12,6 +12,7 @@ function cell(row, text, kind) {
 function show(engine, most) {
   const row = document.createElement("tr");
   cell(row, engine.url);
+  cell(row, engine.role);
   cell(row, engine.ready ? "ready" : "away", engine.ready ? "good" : "bad");
   cell(row, engine.models === null ? "" : engine.models.join(", "));
   cell(row, number.format(engine.open_requests), "figure");
@@ -22,6 +23,7 @@ function show(engine, most) {
   bar.value = tokens;
   load.append(bar);
   cell(row, number.format(engine.requests), "figure");
+  cell(row, engine.prefills ? number.format(engine.prefills) : "", engine.failed_prefills ? "figure bad" : "figure");
   const rate = engine.prompt_tokens ? engine.cached_tokens / engine.prompt_tokens : null;
   cell(row, rate === null ? "" : `${(100 * rate).toFixed(1)} %`, "figure");
   cell(row, number.format(engine.failures), engine.failures ? "figure bad" : "figure");

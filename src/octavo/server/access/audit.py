@@ -22,7 +22,7 @@ logger = logging.getLogger(logs.AUDIT)  # of the lines alone
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics"}  # asked for every few seconds
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # asked for every second, by routers as well
 
 
 class AnswerCounts(Protocol):

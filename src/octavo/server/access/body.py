@@ -15,6 +15,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from octavo.errors import QueueFullError, RequestError
 from octavo.runtime.text_work import beside, entries_of_bytes
 from octavo.server.access.json_structure import check_structure
+from octavo.server.access.kv_transfer import read_kv_transfer
 from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 
 if TYPE_CHECKING:
@@ -35,12 +36,14 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
 
     The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
     is_count: no answer of the model is asked for, which `request.state.is_count` says to those who do the work.
+    `request.state.kv_transfer`: what its headers say of another engine that has a part in it.
     """
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
         _check_media_type(request.headers.get("content-type"))
         state = request.app.state
+        request.state.kv_transfer = read_kv_transfer(request.headers, state.role)
         async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:
             request.state.is_count = is_count
             request.state.num_body_bytes = sum(map(len, chunks))

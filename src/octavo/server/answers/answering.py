@@ -10,7 +10,7 @@ import contextlib
 import time
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from octavo.runtime.faults import error_for, is_fault, request_failed
 from octavo.runtime.text_work import beside
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answers.answer_size import LogprobLimit, num_entries
+from octavo.server.answers.prefill import PrefillReply, prefill_of
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.errors import note_error, spelling, to_http
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
 
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
@@ -67,6 +69,7 @@ class Job:
     counts_completions: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     spelled: dict[str, str] = field(default_factory=dict)
 
@@ -120,7 +123,13 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
 
     A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
+    Of a request whose answer is another engine's only the prompts are computed, and that is told.
     """
+    transfer: KVTransferParams | None = http_request.state.kv_transfer
+    if transfer is not None:
+        job = replace(job, kv_transfer_params=transfer)
+        if transfer.is_prefill:
+            return await answer_whole(service, http_request, prefill_of(job), PrefillReply(job))
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
     usage = _counter(http_request, job)
@@ -277,6 +286,7 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
                 place=job.place,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                kv_transfer_params=job.kv_transfer_params,
                 deadline=job.deadline,
                 check=logprobs.check,
                 untold=lambda output: usage.add(output, output.outputs),

@@ -59,6 +59,8 @@ def model_info(service: Service) -> dict[str, Any]:
         "has_audio_understanding": False,
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,
+        "role": service.engine.capacity.role,
+        "kv_transfer_port": service.engine.capacity.kv_transfer_port,
     }
 
 

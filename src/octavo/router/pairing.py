@@ -1,0 +1,184 @@
+"""A prompt that one engine computes and another one answers: which requests that is worth it for, and both halves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.errors import OctavoError
+from octavo.router.flight import Flight, Share
+from octavo.router.upstream import FAILURES
+from octavo.router.usage import read_usage
+from octavo.runtime import logs
+from octavo.runtime.ids import new_id
+from octavo.server.access.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
+from octavo.server.access.routes import GENERATING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Scope
+
+    from octavo.router.engines import Engine
+    from octavo.router.service import RouterService
+
+logger = logging.getLogger(__name__)
+_NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
+_LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # so long an engine waits for a prompt that comes through a store
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # of an engine that has failed a prefill: where it does not say, and at most
+_FULL, _SERVERS = 429, 500  # from the second on it is the engine's fault
+
+
+class Pairing(Protocol):
+    """What a request's way is told before it asks an engine, and when that has answered."""
+
+    async def scope(self) -> Scope:
+        """Return what the engine is asked, as soon as it may be. Never fails for what another engine does."""
+        ...
+
+    async def close(self) -> None:
+        """End what is done beside it."""
+        ...
+
+
+class Alone:
+    """One engine does all of it."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    async def scope(self) -> Scope:
+        """Return the client's request."""
+        return self._scope
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, body: bytes, known: float) -> Pairing:
+    """Begin to have the prompt of a request computed for the engine that answers it, where that is worth it.
+
+    known: the share of the prompt that should be in that engine's cache already.
+    """
+    asked = flight.asked
+    num_new = asked.num_tokens * (1 - known)
+    if (
+        engine.role != "decode"
+        or scope["method"] != "POST"
+        or scope["path"] not in GENERATING
+        or asked.scores_prompt
+        or num_new < service.config.min_prefill_tokens
+        or (prefill := service.pool.choose_prefill(asked, asyncio.get_running_loop().time())) is None
+    ):
+        return Alone(scope)
+    return Pair(service, flight, scope, body, prefill, engine)
+
+
+def without_kv_transfer(scope: Scope) -> Scope:
+    """Return a client's request without headers by which engines are told of one another: they are the router's."""
+    headers = scope["headers"]
+    if not any(name in _NAMES for name, _ in headers):
+        return scope
+    return {**scope, "headers": [(name, value) for name, value in headers if name not in _NAMES]}
+
+
+class Pair:
+    """A request of which `prefill` computes the prompt, and `decode` all that is behind it.
+
+    With KV that goes directly both are asked at once; through a store that both have, one after the other. Whatever
+    becomes of the first half, the second one is the answer, and the same: KV that does not come is computed there.
+    """
+
+    def __init__(
+        self, service: RouterService, flight: Flight, scope: Scope, body: bytes, prefill: Engine, decode: Engine
+    ) -> None:
+        self._service, self._scope, self._body = service, scope, body
+        self._prefill, self._decode = prefill, decode
+        asked = replace(flight.asked, max_tokens=1, num_streams=1)
+        self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
+        self._params = KVTransferParams(new_id(), source=_source_of(prefill))
+        scope["state"]["audit"]["prefill_engine"] = prefill.url
+        self._task = asyncio.create_task(self._compute())
+
+    async def scope(self) -> Scope:
+        """Return the request with the headers of its second half; without them where the first has come to nothing."""
+        if self._params.source is None and not await self._is_computed():
+            return self._scope
+        self._decode.num_paired += 1
+        return _with_headers(self._scope, kv_transfer_headers(self._params))
+
+    async def close(self) -> None:
+        """End the first half, which nobody waits for any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _is_computed(self) -> bool:
+        """Wait until the prompt is computed, for a while; return whether it is."""
+        timeout_s = _LEAST_S + _S_PER_TOKEN * self._flight.asked.num_tokens
+        await asyncio.wait({self._task}, timeout=timeout_s)
+        if self._task.done():
+            return self._task.result()
+        self._failed(f"nothing within {timeout_s:.1f} s")
+        self._task.cancel()
+        return False
+
+    async def _compute(self) -> bool:
+        """Have the prompt computed; return whether it is. What is answered is read, counted and thrown away."""
+        params = KVTransferParams(self._params.transfer_id, is_prefill=True)
+        scope = _with_headers(self._scope, kv_transfer_headers(params))
+        self._prefill.num_prefills += 1
+        with Share(self._flight, self._prefill):
+            try:
+                async with self._flight.guarded():
+                    upstream = self._service.upstream
+                    async with await upstream.ask(
+                        self._prefill, scope, self._body, logs.request_id.get() or ""
+                    ) as answer:
+                        told = await answer.read()
+            except FAILURES as error:
+                self._service.suspect(self._prefill)
+                self._failed(f"{type(error).__name__}: {error}")
+                return False
+            except OctavoError as error:
+                self._failed(str(error))
+                return False
+            except Exception:  # whatever it is, the other engine answers
+                logger.exception("a prompt was not computed for another engine")
+                return False
+        if answer.status == 200:
+            self._count(told)
+        elif answer.status == _FULL or answer.status >= _SERVERS:
+            self._failed(f"status {answer.status}", answer.retry_after)
+        return answer.status == 200
+
+    def _count(self, told: bytes) -> None:
+        usage, engine = read_usage(b"", told), self._prefill
+        engine.num_prefill_tokens += usage.num_prompt_tokens or 0
+        if usage.num_prompt_tokens is not None and usage.num_cached_tokens is not None:
+            engine.num_prompt_tokens += usage.num_prompt_tokens
+            engine.num_cached_tokens += usage.num_cached_tokens
+
+    def _failed(self, why: str, retry_after: str = "") -> None:
+        """Note it, and leave the engine alone for a while: who waits for KV that does not come loses time."""
+        engine = self._prefill
+        engine.num_failed_prefills += 1
+        pause_s = min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else _PAUSE_S
+        engine.prefills_from = asyncio.get_running_loop().time() + pause_s
+        logger.warning("%s computed no prompt for %s, which does it itself: %s", engine.url, self._decode.url, why)
+
+
+def _source_of(engine: Engine) -> str | None:
+    """Return where an engine hands KV over; None where it does not do that directly."""
+    if engine.kv_transfer_port is None:
+        return None
+    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # a zone is this machine's own
+    return f"[{host}]:{engine.kv_transfer_port}" if ":" in host else f"{host}:{engine.kv_transfer_port}"
+
+
+def _with_headers(scope: Scope, headers: Mapping[str, str]) -> Scope:
+    more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return {**scope, "headers": [*scope["headers"], *more]}

@@ -1,0 +1,51 @@
+"""How a request says that one engine computes its prompt and another one its answer: three headers.
+
+Bodies say nothing of it, so that whatever stands before the engines sends both the same body, whichever API it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ID, _ROLE, _SOURCE = "X-KV-Transfer-Id", "X-KV-Transfer-Role", "X-KV-Transfer-Source"
+KV_TRANSFER_HEADERS = (_ID, _ROLE, _SOURCE)
+_PREFILL, _DECODE = "prefill", "decode"
+_SPELLED = {"transfer_id": _ID, "source": _SOURCE}
+
+
+def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
+    """Return what a request's headers say; None where there is none of them.
+
+    headers: found by any spelling of their names. role: the engine's.
+    Raises `RequestError` for headers that say nothing clear, or that are for an engine of another role.
+    """
+    given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
+    if not given:
+        return None
+    wanted = given.get(_ROLE, "")
+    if wanted not in {_PREFILL, _DECODE}:
+        raise RequestError(f"{_ROLE} must be {_PREFILL} or {_DECODE}, got {wanted!r:.100}", parameter=_ROLE)
+    if wanted != role:
+        raise RequestError(
+            f"{_ROLE} is {wanted}, but this engine was started with --role {role}: send it to one of --role {wanted}",
+            parameter=_ROLE,
+        )
+    if wanted == _PREFILL and _SOURCE in given:
+        raise RequestError(f"{_SOURCE} goes to an engine of --role {_DECODE} alone", parameter=_SOURCE)
+    try:
+        return KVTransferParams(given.get(_ID, ""), is_prefill=wanted == _PREFILL, source=given.get(_SOURCE))
+    except RequestError as error:
+        name = _SPELLED[error.parameter or ""]
+        raise RequestError(str(error).replace(error.parameter or "", name, 1), parameter=name) from None
+
+
+def kv_transfer_headers(params: KVTransferParams) -> dict[str, str]:
+    """Return the headers that say it."""
+    headers = {_ID: params.transfer_id, _ROLE: _PREFILL if params.is_prefill else _DECODE}
+    return headers if params.source is None else {**headers, _SOURCE: params.source}

@@ -1,0 +1,518 @@
+"""Prefill and decode engines behind the router: who is asked what, and when; each request is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections import Counter
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import uvicorn
+from router.routing import run_router
+from server.running import DEADLINE_S, run_server, wait_until
+from starlette.datastructures import Headers
+
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.router import pairing
+from octavo.router.asked import Asked
+from octavo.router.engines import Engine, EnginePool
+from octavo.router.pairing import _source_of
+from octavo.router.policies import LeastLoaded
+from octavo.server.access.kv_transfer import read_kv_transfer
+from octavo.server.access.listening import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = "What is an octavo? " * 80
+LONG = {"prompt": PROMPT, "max_tokens": 4}
+COUNTS = [each.name for each in fields(Engine) if each.name.startswith("num_")]
+ANSWER = b'{"from":"%b","usage":{"prompt_tokens":300,"total_tokens":302,"prompt_tokens_details":{"cached_tokens":30}}}'
+PORT = 4711
+
+
+class Scripted:
+    """An engine of a role. does: what it does with a POST. release: lets those go on that wait."""
+
+    def __init__(self, role: str | None, does: str, port: int | None) -> None:
+        self.release = threading.Event()
+        self.begin(role, does, port)
+
+    def begin(self, role: str | None, does: str, port: int | None) -> None:
+        self.role, self.does, self.port = role, does, port
+        self.is_ready = True
+        self.retry_after = b"7"
+        self.release.clear()
+        self.asked: list[tuple[str, Headers, bytes]] = []
+        self.params: list[KVTransferParams | None] = []
+        self.num_left = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["method"] == "GET":
+            told = {"data": [{"id": "m"}], "role": self.role, "kv_transfer_port": self.port}
+            told = {name: value for name, value in told.items() if value is not None}
+            await _send(send, 200 if scope["path"] != "/ready" or self.is_ready else 503, json.dumps(told).encode())
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message["body"]
+            if not message.get("more_body"):
+                break
+        headers = Headers(scope=scope)
+        self.asked.append((scope["path"], headers, body))
+        self.params.append(read_kv_transfer(headers, self.role or "both"))
+        try:
+            await self._answer(receive, send)
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+
+    async def _answer(self, receive, send) -> None:
+        match self.does:
+            case "answer":
+                await _send(send, 200, ANSWER % (self.role or "both").encode())
+            case "refuse" | "full" | "fail" | "closing":
+                status = {"refuse": 400, "full": 429, "fail": 500, "closing": 503}[self.does]
+                await _send(send, status, b'{"error":{}}', [(b"retry-after", self.retry_after)])
+            case "die":
+                receive.__self__.transport.abort()
+            case "die in its answer":
+                head = [(b"content-type", b"application/json"), (b"content-length", b"99")]
+                await send({"type": "http.response.start", "status": 200, "headers": head})
+                await send({"type": "http.response.body", "body": b'{"usage":', "more_body": True})
+                await asyncio.sleep(0.01)
+                receive.__self__.transport.abort()
+            case "wait":
+                await self._wait(receive, send)
+            case "hang":
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                self.num_left += 1
+
+    async def _wait(self, receive, send) -> None:
+        gone = asyncio.create_task(receive())
+        while not self.release.is_set():
+            if gone.done():
+                self.num_left += 1
+                return
+            await asyncio.sleep(0.002)
+        gone.cancel()
+        await _send(send, 200, ANSWER % (self.role or "both").encode())
+
+
+async def _send(send, status, body, headers=()) -> None:
+    headers = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def scripted(role: str | None, does: str = "answer", port: int | None = None) -> Iterator[tuple[str, Scripted]]:
+    """Run one on a free port."""
+    app = Scripted(role, does, port)
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+    finally:
+        app.release.set()
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def stage():
+    """One engine of each role, a router before them, and a client of it, for all tests."""
+    with (
+        scripted("prefill") as (prefill_url, prefill),
+        scripted("decode") as (decode_url, decode),
+        run_router(prefill_url, decode_url, policy="least_loaded") as routing,
+        routing.http() as http,
+    ):
+        yield prefill, decode, routing, http
+
+
+@pytest.fixture
+def paired(stage):
+    """Let the engines begin anew, and do what they are told."""
+    prefill, decode, routing, http = stage
+
+    def begin(prefill_does: str = "answer", decode_does: str = "answer", port: int | None = None):
+        engines = routing.service.pool.engines.values()
+        wait_until(lambda: not any(engine.flights for engine in engines), "what was before is over")
+        prefill.begin("prefill", prefill_does, port)
+        decode.begin("decode", decode_does, None)
+        wait_until(lambda: _roles(engines) == [("prefill", port), ("decode", None)], "the router knows of it")
+        routing.wait_ready(2)
+        for engine in engines:
+            for name in COUNTS:
+                setattr(engine, name, 0)
+            engine.prefills_from = 0.0
+        return prefill, decode, routing, http
+
+    yield begin
+    prefill.release.set()
+    decode.release.set()
+
+
+def _roles(engines) -> list[tuple[str, int | None]]:
+    return [(engine.role, engine.kv_transfer_port) for engine in engines]
+
+
+def engine_of(routing, role: str) -> Engine:
+    return next(engine for engine in routing.service.pool.engines.values() if engine.role == role)
+
+
+def ask_aside(http, body=LONG, **more):
+    """Ask in a thread; return it, and where its answer will be."""
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body, **more)))
+    asking.start()
+    return asking, answers
+
+
+ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
+
+
+@ways
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions?a=1", {"messages": [{"role": "user", "content": PROMPT}], "n": 2, "stream": True}),
+        ("/v1/completions", {"prompt": list(range(256))}),
+        ("/v1/responses", {"input": PROMPT}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9}),
+        ("/generate", {"inputs": PROMPT}),
+        ("/generate_stream", {"inputs": PROMPT}),
+        ("/", {"inputs": PROMPT}),
+    ],
+)
+def test_both_are_asked_the_same_on_every_route(paired, port, path, body):
+    prefill, decode, _, http = paired(port=port)
+    answer = http.post(path, json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"})
+    assert answer.json()["from"] == "decode"
+    wait_until(lambda: len(prefill.asked) == 1, "the prefill engine has heard of it")
+    (path_of_prefill, first, first_body), (_, second, second_body) = prefill.asked[0], decode.asked[0]
+    assert (path_of_prefill, first_body) == (path.partition("?")[0], second_body)
+    for name in ("x-request-id", "authorization", "x-forwarded-for", "content-type"):
+        assert first[name] == second[name]
+    assert len(decode.asked) == 1
+    (of_prefill,), (of_decode,) = prefill.params, decode.params
+    assert of_prefill == KVTransferParams(of_decode.transfer_id, is_prefill=True)
+    assert of_decode.source == (None if port is None else f"127.0.0.1:{PORT}")
+
+
+def test_through_a_store_the_answer_waits_for_the_prompt(paired):
+    prefill, decode, routing, http = paired("wait")
+    asking, answers = ask_aside(http)
+    wait_until(lambda: prefill.asked, "the prefill has begun")
+    assert len(engine_of(routing, "decode").flights) == 1, "it counts as its load meanwhile"
+    assert not asking.join(0.1)
+    assert not decode.asked
+    prefill.release.set()
+    asking.join(DEADLINE_S)
+    assert answers[0].json()["from"] == "decode"
+    assert decode.params[0].transfer_id == prefill.params[0].transfer_id
+
+
+def test_directly_both_work_at_once(paired):
+    prefill, decode, routing, http = paired("wait", "wait", PORT)
+    asking, answers = ask_aside(http)
+    wait_until(lambda: prefill.asked and decode.asked, "both have begun")
+    prefill.release.set()
+    wait_until(lambda: engine_of(routing, "prefill").num_prefill_tokens == 300, "the prefill is counted")
+    assert not answers
+    decode.release.set()
+    asking.join(DEADLINE_S)
+    assert answers[0].json()["from"] == "decode"
+
+
+@ways
+def test_what_the_prompt_costs_is_counted_once(paired, port):
+    _, _, routing, http = paired(port=port)
+    prefill, decode = engine_of(routing, "prefill"), engine_of(routing, "decode")
+    charged: list[int] = []
+    limiter = routing.service.limiter
+    limiter.charge = lambda _tenant, num_tokens: charged.append(num_tokens)
+    assert http.post("/v1/completions", json=LONG).status_code == 200
+    wait_until(lambda: not prefill.flights and not decode.flights, "both are over")
+    assert charged == [300]
+    assert (decode.num_paired, decode.num_prefills) == (1, 0)
+    assert (prefill.num_paired, prefill.num_prefills, prefill.num_failed_prefills) == (0, 1, 0)
+    assert (prefill.open_tokens, decode.open_tokens) == (0, 0)
+    assert (decode.num_prompt_tokens, decode.num_cached_tokens) == (300, 30)
+    if port is None:  # directly the answer may be there first
+        assert (prefill.num_prompt_tokens, prefill.num_cached_tokens, prefill.num_prefill_tokens) == (300, 30, 300)
+    text = http.get("/metrics").text
+    assert f'octavo:router_paired_requests_total{{engine="{decode.url}"}} 1.0' in text
+    assert f'octavo:router_prefills_total{{engine="{prefill.url}"}} 1.0' in text
+    assert f'octavo:router_failed_prefills_total{{engine="{prefill.url}"}} 0.0' in text
+    assert f'octavo:router_prefill_tokens_total{{engine="{prefill.url}"}} {prefill.num_prefill_tokens}.0' in text
+    told = {each["role"]: each for each in http.get("/router/engines").json()["engines"]}
+    assert (told["prefill"]["prefills"], told["decode"]["paired_requests"]) == (1, 1)
+
+
+@ways
+@pytest.mark.parametrize("trouble", ["refuse", "full", "fail", "closing", "die", "die in its answer"])
+def test_whatever_a_prefill_engine_does_the_answer_is_the_other_ones(paired, port, trouble):
+    prefill, decode, routing, http = paired(trouble, "wait", port)
+    asking, answers = ask_aside(http)
+    engine = engine_of(routing, "prefill")
+    wait_until(lambda: prefill.asked and not engine.flights, "the prefill is over")
+    decode.release.set()
+    asking.join(DEADLINE_S)
+    assert (answers[0].status_code, answers[0].json()["from"]) == (200, "decode")
+    assert len(decode.asked) == 1
+    assert (decode.params == [None]) == (port is None), "where it is known in time, there is no KV to wait for"
+    is_its_fault = trouble != "refuse"
+    assert (engine.num_failed_prefills, engine.num_failures) == (is_its_fault, 0)
+    assert engine_of(routing, "decode").num_failures == 0
+    routing.wait_ready(2)
+    assert http.post("/v1/completions", json=LONG).status_code == 200
+    assert (decode.params[1] is None) == (is_its_fault or port is None), "it is left alone for a while"
+
+
+@pytest.mark.parametrize(("retry_after", "pause_s"), [(b"7", 7), (b"99999", 60), (b"soon", 1)])
+def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired, retry_after, pause_s):
+    prefill, _, routing, http = paired("full")
+    prefill.retry_after = retry_after
+    http.post("/v1/completions", json=LONG)
+    engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
+    assert pause_s - 1 < engine.prefills_from - loop.time() <= pause_s
+    prefill.does, engine.prefills_from = "answer", loop.time()
+    http.post("/v1/completions", json=LONG)
+    assert len(prefill.asked) == 2
+
+
+def test_a_prefill_that_takes_too_long_is_given_up(paired, monkeypatch):
+    monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
+    monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)
+    prefill, decode, routing, http = paired("hang")
+    assert http.post("/v1/completions", json=LONG).json()["from"] == "decode"
+    assert decode.params == [None]
+    wait_until(lambda: prefill.num_left, "it hears of it")
+    assert engine_of(routing, "prefill").num_failed_prefills == 1
+
+
+@ways
+def test_a_prefill_engine_that_is_lost_takes_nobody_with_it(paired, port):
+    """As one that is frozen, which is found out while it computes."""
+    prefill, decode, routing, http = paired("hang", "wait", port)
+    asking, answers = ask_aside(http)
+    wait_until(lambda: prefill.asked, "the prefill has begun")
+    engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
+    loop.call_soon_threadsafe(routing.service.pool.lost, engine)
+    wait_until(lambda: prefill.num_left and decode.asked, "the other one goes on")
+    decode.release.set()
+    asking.join(DEADLINE_S)
+    assert answers[0].json()["from"] == "decode"
+    assert (engine.num_failed_prefills, engine.num_failures) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefill_does", "decode_does", "port"),
+    [("hang", "hang", PORT), ("answer", "hang", None), ("hang", "answer", None)],
+)
+def test_a_client_that_leaves_ends_both(paired, prefill_does, decode_does, port):
+    prefill, decode, routing, http = paired(prefill_does, decode_does, port)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=LONG, timeout=0.3)
+    hanging = [engine for engine in (prefill, decode) if engine.does == "hang"]
+    wait_until(lambda: all(engine.num_left == 1 for engine in hanging), "they hear of it")
+    engines = routing.service.pool.engines.values()
+    wait_until(lambda: not any(engine.flights for engine in engines), "the router has forgotten it")
+    assert [engine.open_tokens for engine in engines] == [0, 0]
+    assert [engine.num_failures + engine.num_failed_prefills for engine in engines] == [0, 0]
+    if prefill_does == "hang" and port is None:
+        assert not decode.asked
+
+
+def test_the_end_of_an_answer_is_the_end_of_its_prefill(paired):
+    prefill, _, routing, http = paired("hang", "answer", PORT)
+    assert http.post("/v1/completions", json=LONG).status_code == 200
+    wait_until(lambda: prefill.num_left == len(prefill.asked), "nobody waits for it")
+    assert engine_of(routing, "prefill").num_failed_prefills == 0
+
+
+@ways
+def test_who_asks_names_no_engine(paired, port):
+    named = {"X-KV-Transfer-Id": "mine", "x-kv-transfer-role": "decode", "X-KV-TRANSFER-SOURCE": "10.0.0.1:1"}
+    prefill, decode, _, http = paired(port=port)
+    assert http.post("/v1/completions", json={"prompt": "short"}, headers=named).status_code == 200
+    assert decode.params == [None]
+    assert http.post("/v1/completions", json=LONG, headers=named).status_code == 200
+    assert decode.params[1].transfer_id != "mine"
+    assert len(decode.asked[1][1].getlist("x-kv-transfer-id")) == 1
+    wait_until(lambda: prefill.params, "the other one has heard of it")
+    assert prefill.params[0].is_prefill
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "short", "max_tokens": 4000}),
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 0}),
+        ("/generate", {"inputs": PROMPT, "parameters": {"decoder_input_details": True}}),
+        ("/v1/embeddings", {"input": PROMPT}),
+        ("/tokenize", {"prompt": PROMPT}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/completions", {"prompt": PROMPT, "model": "another"}),
+    ],
+)
+def test_what_is_not_worth_it_goes_to_one_engine(paired, path, body):
+    prefill, decode, _, http = paired(port=PORT)
+    assert http.post(path, json=body).json()["from"] == "decode"
+    assert (len(prefill.asked), decode.params) == (0, [None])
+
+
+def test_from_how_many_tokens_on_it_is_worth_it(paired):
+    prefill, _, _, http = paired()
+    for num_tokens, num_asked in ((255, 0), (256, 1)):
+        http.post("/v1/completions", json={"prompt": [7] * num_tokens})
+        assert len(prefill.asked) == num_asked
+
+
+def test_that_is_an_option(paired):
+    prefill, _, routing, _ = paired()
+    with run_router(*routing.service.pool.engines, min_prefill_tokens=3) as other, other.http() as http:
+        for num_tokens, num_asked in ((2, 0), (3, 1)):
+            http.post("/v1/completions", json={"prompt": [7] * num_tokens})
+            assert len(prefill.asked) == num_asked
+
+
+def test_what_should_be_in_the_cache_of_who_answers_needs_no_prefill(paired):
+    prefill, decode, routing, _ = paired()
+    turns = []
+    with run_router(*routing.service.pool.engines, policy="cache_aware") as aware, aware.http() as http:
+        for content in (PROMPT, "A book?", "And a quarto? " * 150):
+            turns.append({"role": "user", "content": content})
+            assert http.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
+    assert [params is None for params in decode.params] == [False, True, False]
+    assert len(prefill.asked) == 2
+
+
+@pytest.mark.parametrize("role", ["both", None, "decode"])
+def test_without_a_prefill_engine_all_is_as_ever(role):
+    with scripted(role) as (url, engine), run_router(url) as routing, routing.http() as http:
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert engine.params == [None]
+
+
+def test_an_engine_of_both_roles_gets_no_halves():
+    with (
+        scripted("prefill") as (first, prefill),
+        scripted("both") as (second, both),
+        run_router(first, second) as routing,
+        routing.http() as http,
+    ):
+        assert [http.post("/v1/completions", json=LONG).json()["from"] for _ in range(3)] == ["both"] * 3
+        assert (len(prefill.asked), both.params) == (0, [None] * 3)
+
+
+def test_prefill_engines_answer_only_where_nobody_else_can(paired):
+    prefill, decode, routing, http = paired()
+
+    def ask() -> str | int:
+        answer = http.post("/v1/completions", json={"prompt": "short"})
+        return answer.json()["from"] if answer.status_code == 200 else answer.status_code
+
+    assert [ask() for _ in range(3)] == ["decode"] * 3
+    decode.does = "full"
+    assert ask() == 429
+    assert not prefill.asked
+    for trouble in ("die", "closing"):
+        decode.does = trouble
+        routing.wait_ready(2)
+        assert ask() == "prefill"
+    decode.is_ready = False
+    routing.wait_ready(1)
+    assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
+    assert prefill.params == [None] * 3
+
+
+def test_prompts_go_to_who_has_least_to_do_and_a_lost_answer_elsewhere_once():
+    with (
+        scripted("prefill", "wait") as (_url_a, a),
+        scripted("prefill", "wait") as (_url_b, b),
+        scripted("decode", "die") as (_url_c, c),
+        scripted("decode", "answer") as (_url_d, d),
+        run_router(_url_a, _url_b, _url_c, _url_d, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        asking = [ask_aside(http) for _ in range(4)]
+        wait_until(lambda: len(a.asked) + len(b.asked) == 4, "all prompts are under way")
+        assert (len(a.asked), len(b.asked)) == (2, 2)
+        a.release.set()
+        b.release.set()
+        for thread, answers in asking:
+            thread.join(DEADLINE_S)
+            assert answers[0].json()["from"] == "decode"
+        assert (len(c.asked), len(d.asked)) == (2, 4)
+        ids = Counter(params.transfer_id for each in (a, b) for params in each.params)
+        assert set(ids.values()) == {1}, "who begins anew is another pair"
+
+
+def test_a_role_is_learned_anew_from_who_begins_anew(paired):
+    prefill, _, routing, _ = paired(port=PORT)
+    engine = engine_of(routing, "prefill")
+    prefill.port = PORT + 1
+    wait_until(lambda: engine.kv_transfer_port == PORT + 1, "its new port is known")
+    prefill.port = None
+    wait_until(lambda: engine.kv_transfer_port is None, "it has none any more")
+    prefill.port = 70000  # nonsense is none
+    prefill.role = "decode"
+    wait_until(lambda: engine.role == "both", "what says nothing clear is for both")
+
+
+def test_two_real_servers_take_their_parts():
+    with (
+        run_server(engine_options={"role": "prefill"}) as prefill,
+        run_server(engine_options={"role": "decode"}) as decode,
+        run_server() as alone,
+        run_router(prefill.url, decode.url) as routing,
+    ):
+        with alone.http() as http:
+            expected = http.post("/v1/completions", json=LONG).json()
+        with routing.http() as http:
+            got = http.post("/v1/completions", json=LONG).json()
+        assert got["choices"] == expected["choices"]
+        assert engine_of(routing, "prefill").num_prefill_tokens == len(PROMPT)
+        assert decode.executor.num_computing_steps == alone.executor.num_computing_steps
+
+
+@pytest.mark.parametrize(
+    ("url", "source"),
+    [
+        ("http://10.0.0.1:8000", "10.0.0.1:4711"),
+        ("https://engine.local", "engine.local:4711"),
+        ("http://[fe80::1%25eth0]:8000", "[fe80::1]:4711"),
+    ],
+)
+def test_where_kv_is_handed_over(url, source):
+    engine = Engine(url, role="prefill", kv_transfer_port=PORT)
+    assert _source_of(engine) == source
+    KVTransferParams("a", source=source)
+
+
+def test_a_model_that_only_a_prefill_engine_has_is_answered_there():
+    pool = EnginePool(LeastLoaded())
+    pool.change(["http://a", "http://b"])
+    a, b = pool.engines.values()
+    a.is_ready = b.is_ready = True
+    a.role, b.role = "prefill", "decode"
+    a.models, b.models = frozenset({"x"}), frozenset({"y"})
+    assert pool.choose(Asked(model="x"), []) is a
+    assert pool.choose(Asked(model="y"), []) is b
+    assert pool.choose_prefill(Asked(model="y"), 0.0) is None
+    assert pool.choose_prefill(Asked(model="x"), 0.0) is a

@@ -1,0 +1,189 @@
+"""Prompts on one engine, answers on another, a router before both: what clients get is what one engine alone gives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import openai
+import pytest
+from alone_and_crowd import needs_kernels
+from router.routing import Routing, run_router
+from running import wait_until
+from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+from octavo.config import KVTransferConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import httpx
+    from running import Running
+
+pytestmark = needs_kernels
+BLOCK = 16
+DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 11}
+# What a client sends; where {} stands, each test puts a prompt that nobody has seen.
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "{}"}], "n": 2, "max_tokens": 12, **DRAWN}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "{}"}], "max_tokens": 12, "stream": True, **DRAWN},
+    ),
+    ("/v1/completions", {"prompt": "{}", "max_tokens": 12, "logprobs": 2, "stop": ["e"], **DRAWN}),
+    ("/v1/completions", {"prompt": ["{}", "{} and more"], "n": 2, "max_tokens": 8, "logprobs": 1, **DRAWN}),
+    ("/v1/completions", {"prompt": "{}", "max_tokens": 24, "structured_outputs": {"choice": ["aye", "no"]}, **DRAWN}),
+    ("/v1/responses", {"input": "{}", "max_output_tokens": 12, "temperature": 0.0}),
+    (
+        "/v1/messages",
+        {"model": "tiny", "messages": [{"role": "user", "content": "{}"}], "max_tokens": 12, "temperature": 0.0},
+    ),
+    (
+        "/generate",
+        {"inputs": "{}", "parameters": {"max_new_tokens": 12, "details": True, "do_sample": True, "seed": 3}},
+    ),
+    ("/generate_stream", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
+    ("/", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
+]
+_OWN = {"created", "created_at", "usage", "receipt", "item_id"}  # of an answer alone
+
+
+@dataclass
+class Pair:
+    """A router before a prefill and a decode engine, and one engine that is alone."""
+
+    routing: Routing
+    alone: Running
+    prefill: Running
+    decode: Running
+
+
+def engine(checkpoint: Path, stores: KVTransferConfig | None) -> LLMEngine:
+    return LLMEngine(
+        ModelConfig(model=str(checkpoint)),
+        cache_config=CacheConfig(num_gpu_blocks=600, block_size=BLOCK),
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
+        kv_transfer_config=stores,
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("pair")
+    checkpoint = write_byte_checkpoint(directory / "tiny", TEMPLATE)
+    roles = [
+        KVTransferConfig(role=role, disk_dir=directory / "kv", disk_bytes=1 << 28) for role in ("prefill", "decode")
+    ]
+    with (
+        served_engine(engine(checkpoint, None)) as alone,
+        served_engine(engine(checkpoint, roles[0])) as prefill,
+        served_engine(engine(checkpoint, roles[1])) as decode,
+        run_router(prefill.url, decode.url, min_prefill_tokens=64) as routing,
+    ):
+        yield Pair(routing, alone, prefill, decode)
+
+
+def prompt_of(name: str) -> str:
+    return f"{name}: " + "an octavo is a book whose sheets are folded three times. " * 8
+
+
+def filled(body: Any, prompt: str) -> Any:
+    match body:
+        case dict():
+            return {name: filled(each, prompt) for name, each in body.items()}
+        case list():
+            return [filled(each, prompt) for each in body]
+        case str():
+            return body.replace("{}", prompt)
+    return body
+
+
+def told(response: httpx.Response) -> Any:
+    """What an answer says, without what is its own: an event each where it is a stream."""
+    assert response.status_code == 200, response.text
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return common(response.json())
+    lines = [line.partition(":")[2].strip() for line in response.text.splitlines() if line.startswith("data:")]
+    return [common(json.loads(line)) for line in lines if line != "[DONE]"]
+
+
+def common(value: Any) -> Any:
+    match value:
+        case dict():
+            own = _OWN if isinstance(value.get("id"), int) else {*_OWN, "id"}  # TGI's are of tokens
+            return {name: common(each) for name, each in value.items() if name not in own}
+        case list():
+            return [common(each) for each in value]
+    return value
+
+
+def text_of(events: Any) -> Any:
+    """A stream's text and tokens: how they were cut is its own as well."""
+    if not isinstance(events, list) or not {"token", "choices"} & events[0].keys():
+        return events
+    if "token" in events[0]:
+        tokens = [(each["token"]["id"], each["token"]["logprob"]) for each in events]
+        return tokens, events[-1]["generated_text"]
+    return "".join(choice["delta"].get("content") or "" for each in events for choice in each["choices"])
+
+
+def loaded_tokens(server: Running) -> int:
+    return server.engine.stats.kv_load_tokens
+
+
+@pytest.mark.parametrize("number", range(len(ROUTES)))
+def test_every_route_answers_as_one_engine_does(pair: Pair, number: int) -> None:
+    path, body = ROUTES[number]
+    asked = filled(body, prompt_of(f"route {number}"))
+    with pair.alone.http() as http:
+        expected = told(http.post(path, json=asked))
+    before = loaded_tokens(pair.decode)
+    with pair.routing.http() as http:
+        got = told(http.post(path, json=asked))
+    assert text_of(got) == text_of(expected)
+    wait_until(lambda: loaded_tokens(pair.decode) - before >= 400, "KV came from the other engine")
+    assert not pair.prefill.num_unfinished
+
+
+def test_openais_client(pair: Pair) -> None:
+    answers = []
+    for url in (pair.alone.url, pair.routing.url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            asked = {"model": "tiny", "max_tokens": 12, **DRAWN}
+            turns = [{"role": "user", "content": prompt_of("openai")}]
+            whole = client.chat.completions.create(messages=turns, **asked).choices[0].message.content
+            stream = client.chat.completions.create(messages=turns, stream=True, **asked)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
+            answers.append((whole, client.completions.create(prompt=prompt_of("text"), **asked).choices[0].text))
+    assert answers[0] == answers[1]
+
+
+def test_anthropics_client(pair: Pair) -> None:
+    answers = []
+    for url in (pair.alone.url, pair.routing.url):
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+            turns = [{"role": "user", "content": prompt_of("anthropic")}]
+            asked = {"model": "tiny", "max_tokens": 12, "messages": turns}
+            whole = client.messages.create(extra_body={"temperature": 0.0}, **asked).content[0].text
+            with client.messages.stream(extra_body={"temperature": 0.0}, **asked) as stream:
+                assert "".join(stream.text_stream) == whole
+            answers.append(whole)
+    assert answers[0] == answers[1]
+
+
+def test_salts_keep_prompts_apart_here_as_well(pair: Pair) -> None:
+    """Who asks what another one asked, with another salt, is answered alike and finds nothing of it."""
+    asked = {"prompt": prompt_of("salt"), "max_tokens": 8, **DRAWN}
+    texts = set()
+    with pair.routing.http() as http:
+        for salt in ("pepper", "sugar"):
+            before = pair.prefill.engine.stats.prefix_cache_hits
+            answer = http.post("/v1/completions", json={**asked, "cache_salt": salt}).json()
+            texts.add(answer["choices"][0]["text"])
+            assert pair.prefill.engine.stats.prefix_cache_hits == before
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400, "of its own prefill"
+    assert len(texts) == 1
