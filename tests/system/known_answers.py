@@ -164,11 +164,12 @@ async def right_answers(port: int) -> list[list[tuple[str, float]]]:
 
 @dataclass(slots=True)
 class Load:
-    """Clients that ask without end, at each port as many."""
+    """Clients that ask without end, at each port as many. is_salted: no request finds anything of another one."""
 
     ports: Sequence[int]
     right: list[list[tuple[str, float]]]
     num_clients: int
+    is_salted: bool = False
     outcomes: list[Outcome] = field(default_factory=list)
     open: dict[int, float] = field(default_factory=dict)  # beginnings of those under way
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -191,7 +192,8 @@ class Load:
             index = number % len(bodies)
             self.open[number] = time.monotonic()
             try:
-                outcome = await ask(port, bodies[index], self.right[index])
+                salt = {"cache_salt": str(number)} if self.is_salted else {}
+                outcome = await ask(port, bodies[index] | salt, self.right[index])
             finally:
                 del self.open[number]
             self.outcomes.append(outcome)

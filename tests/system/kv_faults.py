@@ -10,7 +10,7 @@ which processes were left over. The exit status is 1 where one does not keep its
 donor: an engine that lends memory to a pool of Mooncake from which another one reads, all that is there, whether it
 pays or not (always_load). master: the pool's master. engine: a server behind a router, with all its processes; stuck:
 one that is never thawed. core: its engine process alone. router: `octavo route` before two servers. replicas: the
-process of `octavo serve --replicas 2`. A router has no other one
+process of `octavo serve --replicas 2`. prefill, decode: an engine of a pair behind a router. A router has no other one
 before it: who is connected to it when it dies hears that the connection ends, and a frozen one is thawed after less
 than the 10 s. On a busy machine requests take long by themselves; so a line says how long they do before a trouble.
 """
@@ -80,6 +80,7 @@ class Case:
     frozen_s: ClassVar[float] = 12.0
     is_thawed: ClassVar[bool] = True
     num_clients: ClassVar[int] = 3  # at each port
+    is_salted: ClassVar[bool] = False
     ports: Sequence[int]
 
     def victims(self) -> list[psutil.Process]:
@@ -274,6 +275,49 @@ class RouterCase(Case):
         return await are_ready(self.port, 2)
 
 
+class PairCase(Case):
+    """A router before a prefill and a decode engine; no prompt is in a cache when it comes."""
+
+    is_salted = True
+
+    def __init__(self, stage: Stage) -> None:
+        ports = [free_port(), free_port()]
+        self.prefill, self.decode = (
+            stage.run(*octavo(*SERVER, "--port", str(port), "--role", role, "--kv-direct"))
+            for port, role in zip(ports, ("prefill", "decode"), strict=True)
+        )
+        self.port = free_port()
+        self.ports = [self.port]
+        named = (word for port in ports for word in ("--engine", f"http://127.0.0.1:{port}"))
+        stage.run(*octavo(*ROUTER, "--port", str(self.port), "--min-prefill-tokens", "64", *named))
+        self.loaded = LoadedBlocks(ports[1])
+
+    async def is_whole(self) -> bool:
+        """Whether both are ready, and the one gets blocks from the other again."""
+        return await are_ready(self.port, 2) and await self.loaded.grows()
+
+    def note(self) -> str:
+        return str(self.loaded)
+
+
+class PrefillCase(PairCase):
+    def victims(self) -> list[psutil.Process]:
+        return self.prefill.family()
+
+    def start_again(self) -> None:
+        self.prefill.start()
+
+
+class DecodeCase(PairCase):
+    may_see = EngineCase.may_see
+
+    def victims(self) -> list[psutil.Process]:
+        return self.decode.family()
+
+    def start_again(self) -> None:
+        self.decode.start()
+
+
 CASES: dict[str, type[Case]] = {
     "donor": DonorCase,
     "master": MasterCase,
@@ -282,6 +326,8 @@ CASES: dict[str, type[Case]] = {
     "core": CoreCase,
     "router": RouterCase,
     "replicas": ReplicasCase,
+    "prefill": PrefillCase,
+    "decode": DecodeCase,
 }
 
 
@@ -391,7 +437,7 @@ async def run_some(
     """Start a case anew and do some rounds."""
     with Stage() as stage:
         case = CASES[name](stage)
-        load = Load(case.ports, right, case.num_clients)
+        load = Load(case.ports, right, case.num_clients, is_salted=case.is_salted)
         try:
             await until(lambda: all_answer(case.ports), STARTED_S, "the start")
             load.start()
