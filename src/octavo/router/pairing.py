@@ -102,7 +102,11 @@ class Pair:
         self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
+        prefill.num_prefills += 1
+        # From now on, not from when the task begins: who is chosen next depends on it.
+        share = Share(self._flight, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
+        self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
         """Return the request with the headers of its second half; without them where the first has come to nothing."""
@@ -130,25 +134,21 @@ class Pair:
         """Have the prompt computed; return whether it is. What is answered is read, counted and thrown away."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
-        self._prefill.num_prefills += 1
-        with Share(self._flight, self._prefill):
-            try:
-                async with self._flight.guarded():
-                    upstream = self._service.upstream
-                    async with await upstream.ask(
-                        self._prefill, scope, self._body, logs.request_id.get() or ""
-                    ) as answer:
-                        told = await answer.read()
-            except FAILURES as error:
-                self._service.suspect(self._prefill)
-                self._failed(f"{type(error).__name__}: {error}")
-                return False
-            except OctavoError as error:
-                self._failed(str(error))
-                return False
-            except Exception:  # whatever it is, the other engine answers
-                logger.exception("a prompt was not computed for another engine")
-                return False
+        try:
+            async with self._flight.guarded():
+                upstream = self._service.upstream
+                async with await upstream.ask(self._prefill, scope, self._body, logs.request_id.get() or "") as answer:
+                    told = await answer.read()
+        except FAILURES as error:
+            self._service.suspect(self._prefill)
+            self._failed(f"{type(error).__name__}: {error}")
+            return False
+        except OctavoError as error:
+            self._failed(str(error))
+            return False
+        except Exception:  # whatever it is, the other engine answers
+            logger.exception("a prompt was not computed for another engine")
+            return False
         if answer.status == 200:
             self._count(told)
         elif answer.status == _FULL or answer.status >= _SERVERS:
