@@ -94,10 +94,8 @@ class CheckpointFiles:
             )
 
     def _is_tied(self) -> bool:
-        import torch  # noqa: PLC0415 - slow to import, and here only few checkpoints need it
-
         head, embeddings = self.tensor(_HEAD), self.find(_EMBEDDING)
-        is_tied = embeddings is not None and head.dtype == embeddings.dtype and torch.equal(head, embeddings)
+        is_tied = embeddings is not None and head.dtype == embeddings.dtype and head.equal(embeddings)
         self.release()
         return is_tied
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from octavo.models.weight_source import StoredTensors, WeightSource
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TensorSource(Protocol):
+    """Where tensors come from."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, which may alias the source: nobody writes into it or keeps it."""
+        ...
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
@@ -67,11 +75,21 @@ def load_model(
     largest ones that are computed together.
     Raises `ModelError`.
     """
-    source = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
+    source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
-        source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, group_size, computed, device, total, progress
+        source,
+        files,
+        architecture,
+        kernels,
+        _TORCH_DTYPES[dtype],
+        quantization,
+        group_size,
+        computed,
+        device,
+        total,
+        progress,
     )
     kept = None if packed_cache is None else _kept_weights(packed_cache, weights, packer, dtype)
     context = ModelContext(
@@ -94,19 +112,22 @@ def load_model(
 
 def _open_source(
     weights: WeightSource, architecture: Architecture, dtype: str, seed: int | None
-) -> StoredTensors | RandomWeights:
-    """Return a checkpoint's files, all of whose tensors are there, or random weights where there is a seed for them."""
+) -> tuple[TensorSource, StoredTensors | None]:
+    """Return where tensors come from, and the files if they do from these: with a seed weights are random.
+
+    The files hold all that the architecture needs.
+    """
     if seed is not None:
-        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed)
+        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed), None
     files = weights.open()
     files.check(architecture.stored_tensors())
-    return files
+    return files, files
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
     """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
     is_rounded = packer.quantization is not None or packer.stored is not None
-    if not is_rounded or isinstance(packer.source, RandomWeights) or packer.kernels.layout is None:
+    if not is_rounded or packer.files is None or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION)
@@ -121,7 +142,8 @@ class _Packer:
 
     def __init__(
         self,
-        source: StoredTensors | RandomWeights,
+        source: TensorSource,
+        files: StoredTensors | None,
         architecture: Architecture,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -133,6 +155,7 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
+        self.files = files  # None where the source has none
         self.stored = architecture.stored
         self.kernels = kernels
         self.dtype = dtype
@@ -169,16 +192,16 @@ class _Packer:
         if bits is None:
             return [self._alias(tensor) for tensor in tensors]
         rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
-        if not isinstance(self.source, RandomWeights):
-            self.source.release()  # before it is packed: the vocabulary's weight is the largest
+        if self.files is not None:
+            self.files.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
 
     def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
         assert self.stored is not None
         self._count(math.prod(shape) * self.dtype.itemsize)
-        if not isinstance(self.source, RandomWeights):
-            read = read_quantized(self.stored, name, shape, self.source.find, self.kernels.round_weight)
+        if self.files is not None:
+            read = read_quantized(self.stored, name, shape, self.files.find, self.kernels.round_weight)
             return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
@@ -188,9 +211,9 @@ class _Packer:
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
         """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
-        if not isinstance(self.source, RandomWeights):
+        if self.files is not None:
             for name in names:
-                bias = self.source.find(f"{name}.bias")
+                bias = self.files.find(f"{name}.bias")
                 if bias is not None and bool(bias.any()):
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
