@@ -42,7 +42,8 @@ INTERNAL: dict[type, set[str]] = {
     SchedulerConfig: set(),
     DeviceConfig: set(),
     KVTransferConfig: set(),
-    ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
+    # those follow from the scheduler's options, this is told to replicas alone, by the environment
+    ServerConfig: {"max_open_requests", "max_num_waiting_tokens", "operator_key"},
 }
 NEEDED = {  # what else has to be said
     "disk_bytes": ["--kv-disk-dir", "kv"],

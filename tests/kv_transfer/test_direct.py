@@ -22,12 +22,12 @@ from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.errors import ConfigError
-from octavo.kv_transfer import direct_client, direct_donor, direct_messages, direct_receiver, mooncake_client
+from octavo.kv_transfer import direct_client, direct_donor, direct_messages, mooncake_client
 from octavo.kv_transfer.direct import NoConnector, create_connector
 from octavo.kv_transfer.direct_donor import DirectDonor
-from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
+from octavo.kv_transfer.direct_messages import Channel
 from octavo.kv_transfer.direct_receiver import DirectReceiver
-from octavo.kv_transfer.direct_segment import checksum
+from octavo.kv_transfer.direct_segment import HEADER_BYTES, RECEIVER_AREAS, checksum
 from octavo.kv_transfer.interface import StoreError
 from octavo.sampling_params import SamplingParams
 
@@ -226,7 +226,7 @@ def test_who_has_ended_waits_no_longer(sides):
 def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     monkeypatch.setattr(mooncake_client, "CALL_S", 0.4)
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
-    pairs = [sides.begin(1) for _ in range(direct_receiver.NUM_AREAS + 3)]
+    pairs = [sides.begin(1) for _ in range(RECEIVER_AREAS + 3)]
     counts = []
     threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
     for thread in threads:

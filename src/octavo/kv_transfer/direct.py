@@ -6,16 +6,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import ConfigError
-from octavo.kv_transfer import direct_donor, direct_receiver
-from octavo.kv_transfer.direct_donor import DirectDonor
-from octavo.kv_transfer.direct_messages import HEADER_BYTES
-from octavo.kv_transfer.direct_receiver import DirectReceiver
+from octavo.kv_transfer.direct_segment import DONOR_AREAS, HEADER_BYTES, RECEIVER_AREAS
 from octavo.kv_transfer.mooncake_client import client_bytes
 
 if TYPE_CHECKING:
     from octavo.config import KVTransferConfig
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
+    from octavo.kv_transfer.direct_donor import DirectDonor
+    from octavo.kv_transfer.direct_receiver import DirectReceiver
 
 
 class MooncakeConnector(Protocol):
@@ -88,6 +87,9 @@ def create_connector(
         return None
     if find_spec("mooncake") is None:
         raise ConfigError("kv_direct needs Mooncake's TransferEngine: pip install 'octavo[mooncake]'")
+    from octavo.kv_transfer.direct_donor import DirectDonor  # noqa: PLC0415 - they need msgspec
+    from octavo.kv_transfer.direct_receiver import DirectReceiver  # noqa: PLC0415
+
     protocol = config.mooncake_protocol
     if config.role == "prefill":
         return DirectDonor(block_bytes, config.direct_bytes, protocol=protocol, secret=secret)
@@ -99,10 +101,10 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
     if not config.direct:
         return 0
     if config.role == "prefill":
-        return config.direct_bytes + client_bytes(HEADER_BYTES + block_bytes, 0, direct_donor.NUM_AREAS)
-    return client_bytes(HEADER_BYTES + block_bytes, 0, direct_receiver.NUM_AREAS)
+        return config.direct_bytes + client_bytes(HEADER_BYTES + block_bytes, 0, DONOR_AREAS)
+    return client_bytes(HEADER_BYTES + block_bytes, 0, RECEIVER_AREAS)
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
     """Return how many loads go on at once: those that wait for prompts to be computed are in nobody's way."""
-    return config.num_threads + (direct_receiver.NUM_AREAS if config.direct and config.role == "decode" else 0)
+    return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

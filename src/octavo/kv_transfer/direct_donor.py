@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from octavo.data.scheduler_output import TransferDirection
 from octavo.kv_transfer import direct_messages as messages
 from octavo.kv_transfer.direct_client import TransferClient
-from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
-from octavo.kv_transfer.direct_segment import Segment
+from octavo.kv_transfer.direct_messages import Channel
+from octavo.kv_transfer.direct_segment import DONOR_AREAS, HEADER_BYTES, Segment
 from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.mooncake_client import BusyError
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
 _MAX_CONNECTIONS = 128
 _MAX_KNOWN = 4096  # transfers that have ended and are remembered
-NUM_AREAS = 8  # writes at once
 
 
 class DirectDonor:
@@ -49,7 +48,7 @@ class DirectDonor:
         self._object_bytes = HEADER_BYTES + block_bytes
         self._secret = secret
         self._segment = Segment(block_bytes, max_bytes)
-        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=NUM_AREAS)
+        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
         self._open: Counter[str] = Counter()  # requests of each transfer that have not ended
         self._ended: OrderedDict[str, None] = OrderedDict()  # transfers of which nothing more is computed

@@ -21,7 +21,6 @@ NONCE_BYTES = GENERATION_BYTES = 16
 BEAT_S = 0.5  # between signs of life of who waits for a prompt to be computed
 SILENT_S = 4.0  # of who sends none
 SEND_S = 2.0
-HEADER_BYTES = 128  # bytes of a block begin on a cache line
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
 _LENGTH = struct.Struct("<I")

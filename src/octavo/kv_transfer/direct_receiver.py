@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from octavo.kv_transfer import direct_messages as messages
 from octavo.kv_transfer.direct_client import TransferClient
-from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
-from octavo.kv_transfer.direct_segment import checksum
+from octavo.kv_transfer.direct_messages import Channel
+from octavo.kv_transfer.direct_segment import HEADER_BYTES, RECEIVER_AREAS, checksum
 from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError, own_address
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-NUM_AREAS = 16  # loads at once; most of their time they wait for prompts to be computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +55,7 @@ class DirectReceiver:
         self._block_size = block_size
         self._secret = secret
         self._object_bytes = HEADER_BYTES + block_bytes
-        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=NUM_AREAS)
+        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
         self._failing: set[str] = set()  # sources whose last word was a fault
@@ -243,7 +242,7 @@ class DirectReceiver:
             self._num_corrupt += is_corrupt
             is_new = source not in self._failing
             self._failing.add(source)
-            if len(self._failing) > NUM_AREAS:  # addresses come with requests
+            if len(self._failing) > RECEIVER_AREAS:  # addresses come with requests
                 self._failing.clear()
         if is_new:
             logger.warning("prefill engine %s: %s; what did not come is computed here", source, what)

@@ -14,6 +14,10 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+HEADER_BYTES = 128  # of what is written before a block, whose bytes begin on a cache line
+DONOR_AREAS = 8  # writes at once
+RECEIVER_AREAS = 16  # loads at once; most of their time they wait for prompts to be computed
+
 
 @dataclass(slots=True)
 class _Slot:
