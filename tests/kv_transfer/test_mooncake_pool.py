@@ -159,6 +159,7 @@ def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
             third_party.kill()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("is_asked_again", [True, False])
 def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_asked_again):
     """Each question leases it anew; without that, the first lease is over when a writer needs the memory."""

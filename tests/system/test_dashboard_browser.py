@@ -147,6 +147,7 @@ def test_everything_moves_under_load(
         picture(page, f"dashboard-{name}", whole=True)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("width", [1440, 390])
 def test_tiers_of_the_cache_are_listed_and_drawn_where_there_are_some(
     browser: Browser, served: Served, tmp_path: Path, width: int

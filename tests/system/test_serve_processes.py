@@ -27,6 +27,7 @@ def restarted():
         yield server
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_figure_4_an_engine_that_dies_or_freezes(restarted, kind):
     served = restarted
