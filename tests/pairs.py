@@ -7,15 +7,17 @@ from dataclasses import replace
 from octavo.data.kv_transfer_params import KVTransferParams
 
 
-def add_prefill(engine, index, request):
-    """Have a prompt computed for another engine, as a server does."""
+def add_prefill(engine, index, request, salt=None):
+    """Have a prompt computed for another engine, as a server does. salt: nothing of it is shared but with the same one."""
     prompt, params = request
     only_prompt = replace(params, max_tokens=1, logprobs=None)
     pair = KVTransferParams(f"t-{index}", is_prefill=True)
-    engine.add_request(f"p-{index}", {"prompt_token_ids": prompt}, only_prompt, kv_transfer_params=pair)
+    engine.add_request(
+        f"p-{index}", {"prompt_token_ids": prompt}, only_prompt, cache_salt=salt, kv_transfer_params=pair
+    )
 
 
-def add_decode(engine, index, request, source=None):
+def add_decode(engine, index, request, source=None, salt=None):
     """Have a request answered with what another engine computes of it."""
     prompt, params = request
     pair = KVTransferParams(f"t-{index}", source=source)
@@ -24,6 +26,7 @@ def add_decode(engine, index, request, source=None):
         {"prompt_token_ids": prompt},
         params,
         priority=index % 3,
+        cache_salt=salt,
         tenant=str(index % 4),
         kv_transfer_params=pair,
     )
@@ -37,15 +40,15 @@ def prefill(engine, requests):
         engine.step()
 
 
-def decode(engine, requests, source=None, *, also=lambda: None):
+def decode(engine, requests, source=None, *, salts=None, also=lambda: None):
     """Send requests a few at a time; return (token ids, logprobs) of each, and how many tokens each found.
 
-    also: what is done between steps.
+    salts: one of each request; also: what is done between steps.
     """
     finished, pending = {}, list(enumerate(requests))
     while pending or engine.has_unfinished_requests():
         for index, request in pending[:5]:
-            add_decode(engine, index, request, source)
+            add_decode(engine, index, request, source, salts and salts[index])
         del pending[:5]
         also()
         for output in engine.step():

@@ -94,6 +94,14 @@ def test_whole_blocks_are_fetched_and_none_where_it_would_spare_less_than_the_fe
     assert made.find(Request("a", list(range(num_tokens)), SamplingParams())) == expected
 
 
+def test_what_a_store_has_less_of_than_the_fewest_tokens_is_not_fetched(made):
+    transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=8), made.emitter)
+    for num_tokens, expected in ((4, 0), (8, 8)):
+        made.store.num_tokens = num_tokens
+        request = Request(f"a{num_tokens}", list(range(13)), SamplingParams())
+        assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == expected
+
+
 def test_what_is_computed_here_is_not_fetched(made):
     made.store.num_tokens = 12
     first = made.commit("a", 14)
@@ -392,6 +400,17 @@ def test_saves_hold_few_blocks_at_once(made):
     made.transfers.offer(second)
     [order] = made.transfers.take_orders()
     assert order.keys == second.block_hashes[1:2]
+
+
+def test_what_was_offered_is_not_offered_again_with_what_found_no_room(made):
+    request = made.commit("a", 14)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    assert order.keys == request.block_hashes[:2]
+    made.transfers.end(order.transfer_id, 2)
+    made.transfers.offer(request)  # the store says that it wants them all
+    [order] = made.transfers.take_orders()
+    assert order.keys == request.block_hashes[2:3]
 
 
 def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_the_worker_was_told(made):

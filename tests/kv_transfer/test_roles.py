@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes import make_engine
 
-from octavo.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
 from octavo.data.capacity import EngineCapacity
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import ConfigError
@@ -38,6 +38,13 @@ def test_the_direct_way_is_between_two_engines():
         KVTransferConfig(role="neither", direct=True)
     assert KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 20).direct
     assert KVTransferConfig(role="decode", direct=True, mooncake_protocol="rdma").direct
+
+
+def test_kv_goes_nowhere_without_the_prefix_cache():
+    for stores in (KVTransferConfig(disk_dir=Path("kv")), KVTransferConfig(role="prefill", direct=True)):
+        with pytest.raises(ConfigError, match="enable_prefix_caching is off: leave it on"):
+            EngineConfig(cache=CacheConfig(enable_prefix_caching=False), kv_transfer=stores)
+    assert not EngineConfig(cache=CacheConfig(enable_prefix_caching=False)).kv_transfer.names_store
 
 
 def test_an_engine_says_what_it_is_for():

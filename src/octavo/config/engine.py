@@ -416,6 +416,13 @@ class EngineConfig:
         unit="FILE",
     )
 
+    def __post_init__(self) -> None:
+        if self.kv_transfer.names_store and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_disk_dir, kv_mooncake and kv_direct keep and hand over what the prefix cache shares, and "
+                "enable_prefix_caching is off: leave it on, or name none of them"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:

@@ -145,14 +145,17 @@ class KVTransfers:
         now, name = self._emitter.now, request.request_id
         lookup = self._lookups.get(name)
         if may_wait and (lookup is None or now < lookup.deadline):
-            least = _EXPECTED_LOOKUP_S if request.expects_kv else 0.0
-            deadline = now + max(self._lookup_timeout_s, least) if lookup is None else lookup.deadline
-            self._lookups[name] = _Lookup(num_computed_tokens, deadline)
+            self._lookups[name] = _Lookup(
+                num_computed_tokens, now + self._lookup_limit_s(request) if lookup is None else lookup.deadline
+            )
             return None
         self._lookups.pop(name, None)
         self._gave_up.add(name)
         self._connector.lookup_given_up(request)
         return 0
+
+    def _lookup_limit_s(self, request: Request) -> float:
+        return max(self._lookup_timeout_s, _EXPECTED_LOOKUP_S) if request.expects_kv else self._lookup_timeout_s
 
     def is_looking_up(self, request: Request) -> bool:
         """Whether the store has still to say what it has of a request, and there is time left for it."""

@@ -104,8 +104,17 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 
 
 def main() -> None:
-    """Connect, answer calls, and end when the other side closes the control pipe or is gone."""
-    order = ClientOrder.decode(sys.argv[1])
+    """Connect, answer calls, and end when the other side closes the control pipe or is gone, whatever goes wrong.
+
+    Never as Python ends: Mooncake's threads may keep a process that lets go of its client.
+    """
+    try:
+        _serve(ClientOrder.decode(sys.argv[1]))
+    finally:
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+def _serve(order: ClientOrder) -> None:
     control = Connection(order.control)
     for name, value in _LIMITS.items():
         os.putenv(name, value)
@@ -120,7 +129,7 @@ def main() -> None:
             calls, session = open_engine(order, address)
     except (ImportError, OSError) as error:
         control.send_bytes(Opened(str(error) or type(error).__name__).encode())
-        os._exit(1)
+        return
     signal.alarm(0)
     for index, channel in enumerate(order.channels):
         start = address + index * order.area_bytes
@@ -131,7 +140,6 @@ def main() -> None:
     except EOFError:
         signal.alarm(_CLOSE_S)
         calls["close"]([], 0)  # the master learns at once that the lent memory is gone
-    os._exit(0)
 
 
 if __name__ == "__main__":
