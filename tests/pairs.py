@@ -8,7 +8,7 @@ from octavo.data.kv_transfer_params import KVTransferParams
 
 
 def add_prefill(engine, index, request, salt=None):
-    """Have a prompt computed for another engine, as a server does. salt: nothing of it is shared but with the same one."""
+    """Have a prompt computed for another engine, as a server does. salt: nothing is shared but with the same one."""
     prompt, params = request
     only_prompt = replace(params, max_tokens=1, logprobs=None)
     pair = KVTransferParams(f"t-{index}", is_prefill=True)

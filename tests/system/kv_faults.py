@@ -110,7 +110,9 @@ class LoadedBlocks:
     async def grows(self) -> bool:
         """Whether it has got more since the first of the calls that said no."""
         text = (await get(self._port, "/metrics") or b"").decode()
-        found = re.findall(r"^octavo:kv_store_loaded_blocks_total{[^}]*} (\S+)$", text, re.MULTILINE)
+        found = re.findall(r"^octavo:kv_tier_loaded_blocks_total{[^}]*} (\S+)$", text, re.MULTILINE)
+        if text and not found:
+            raise RuntimeError("/metrics does not tell how many blocks came from a tier")
         self.count = int(sum(map(float, found)))
         now = time.monotonic()
         if self._look_again_at is None:

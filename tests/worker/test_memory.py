@@ -53,7 +53,8 @@ engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    cache_config=CacheConfig(num_gpu_blocks=224),
                    kv_transfer_config=KVTransferConfig(num_threads=8, disk_dir=Path(sys.argv[2])),
                    speculative_config=SpeculativeConfig(method="none"),
-                   scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, kv_lookup_timeout_s=30.0))
+                   scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512,
+                                                    kv_lookup_timeout_s=30.0))
 params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 prompts = [{"prompt_token_ids": [first, *range(256)]} for first in range(12)]
 for part in (*([prompt] for prompt in prompts), prompts):
