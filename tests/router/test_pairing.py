@@ -21,7 +21,7 @@ from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.router import pairing
 from octavo.router.asked import Asked
 from octavo.router.engines import Engine, EnginePool
-from octavo.router.pairing import _source_of
+from octavo.router.pairing import Pair, _source_of
 from octavo.router.policies import LeastLoaded
 from octavo.server.access.kv_transfer import read_kv_transfer
 from octavo.server.access.listening import bind
@@ -439,6 +439,18 @@ def test_prefill_engines_answer_only_where_nobody_else_can(paired):
     routing.wait_ready(1)
     assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
     assert prefill.params == [None] * 3
+
+
+def test_an_engine_that_is_found_lost_when_it_has_failed_takes_no_second_try_with_it(paired, monkeypatch):
+    _, _, routing, http = paired(decode_does="die", port=PORT)
+    close = Pair.close
+
+    def close_and_look(pair):
+        asyncio.get_running_loop().call_soon(routing.service.pool.lost, engine_of(routing, "decode"))
+        return close(pair)
+
+    monkeypatch.setattr(Pair, "close", close_and_look)
+    assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
 
 
 def test_prompts_go_to_who_has_least_to_do_and_a_lost_answer_elsewhere_once():

@@ -40,8 +40,8 @@ class Pairing(Protocol):
         """Return what the engine is asked, as soon as it may be. Never fails for what another engine does."""
         ...
 
-    async def close(self) -> None:
-        """End what is done beside it."""
+    def close(self) -> None:
+        """End what is done beside it; returns at once, while the request is still its engine's."""
         ...
 
 
@@ -55,7 +55,7 @@ class Alone:
         """Return the client's request."""
         return self._scope
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Do nothing."""
 
 
@@ -115,10 +115,9 @@ class Pair:
         self._decode.num_paired += 1
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the first half, which nobody waits for any more."""
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _is_computed(self) -> bool:
         """Wait until the prompt is computed, for a while; return whether it is."""

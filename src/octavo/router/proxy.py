@@ -166,7 +166,7 @@ class _Exchange:
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
-                await pairing.close()
+                pairing.close()
         return None
 
     async def _relay(self, answer: Answer) -> None:
