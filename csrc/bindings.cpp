@@ -146,9 +146,9 @@ EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int wei
 }
 
 NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
-                   int64_t size, double eps, int64_t together, int64_t x_stride) {
+                   int64_t size, double eps, double scale, int64_t together, int64_t x_stride) {
   return {at<void>(x),  at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows,
-          size, static_cast<float>(eps), together, x_stride};
+          size, static_cast<float>(eps), static_cast<float>(scale), together, x_stride};
 }
 
 TakeArgs take_args(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
@@ -160,9 +160,10 @@ GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, 
 }
 
 RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
-                   Address cos_sin, Address positions, Address slot_mapping, Address k_cache, Strides k_cache_strides,
-                   Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype, int64_t tokens,
-                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+                   Address cos_sin, Address query_scale, Address positions, Address slot_mapping, Address k_cache,
+                   Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype,
+                   int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
+                   bool interleaved, int64_t block_size) {
   return {at<void>(q),
           at<void>(k),
           at<void>(v),
@@ -170,6 +171,7 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           {k_strides.first, k_strides.second},
           {v_strides.first, v_strides.second},
           at<float>(cos_sin),
+          at<float>(query_scale),
           at<int64_t>(positions),
           at<int64_t>(slot_mapping),
           at<void>(k_cache),
@@ -182,6 +184,8 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           num_heads,
           num_kv_heads,
           head_dim,
+          rotary_dim,
+          interleaved,
           block_size};
 }
 
@@ -281,6 +285,11 @@ class KernelSet {
   void silu_and_mul(const GateArgs& args) {
     ThreadPool::Session session(pool_);
     table_.silu_and_mul(pool_, args);
+  }
+
+  void divide(Address x, int64_t count, double divisor) {
+    ThreadPool::Session session(pool_);
+    table_.divide(pool_, at<float>(x), count, static_cast<float>(divisor));
   }
 
   void rope_and_write_kv(const RopeArgs& args) {
@@ -440,6 +449,7 @@ NB_MODULE(_kernels, m) {
       .def("take_rows", calling<take_args>(&KernelSet::take_rows), Released())
       .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
       .def("silu_and_mul", calling<gate_args>(&KernelSet::silu_and_mul), Released())
+      .def("divide", &KernelSet::divide, Released())
       .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())
       .def("paged_attention", calling<attention_args>(&KernelSet::paged_attention), Released())
       .def("begin_program", &begin_program, nb::keep_alive<0, 1>())

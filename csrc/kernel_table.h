@@ -11,8 +11,8 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr KernelTable kTable{
-    round_weight, pack_weight,  linear,            fuses_gate,      embedding,   take_rows,
-    rms_norm,     silu_and_mul, rope_and_write_kv, paged_attention, sample,      top_tokens,
+    round_weight, pack_weight, linear,            fuses_gate,      embedding, take_rows,
+    rms_norm,     silu_and_mul, divide,           rope_and_write_kv, paged_attention, sample, top_tokens,
     spin_fma,     spin_bytes,   spin_pairs,        read_memory,     gumbel_noise,
 };
 

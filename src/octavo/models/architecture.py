@@ -39,6 +39,8 @@ class Architecture:
     eos_token_ids       as config.json says; generation_config.json and the tokenizer may add to them
     stored              how weights are stored that are integers already, or None
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
+    embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
+    logits_scaling      logits are divided by it
     """
 
     name: str
@@ -53,6 +55,8 @@ class Architecture:
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantization | None = None
     has_head: bool = True
+    embedding_scale: float = 1.0
+    logits_scaling: float = 1.0
 
     def tensors(self) -> ModelTensors:
         """Declare all that the model takes from a checkpoint."""

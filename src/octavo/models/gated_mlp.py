@@ -29,19 +29,22 @@ class GatedMLPConfig:
 
     intermediate_size: int
     bias: bool = False
+    is_fused: bool = False  # the checkpoint holds gate and up as one matrix
 
     @classmethod
-    def read(cls, config: ConfigFile, *, bias: bool = False) -> GatedMLPConfig:
+    def read(cls, config: ConfigFile, *, bias: bool = False, is_fused: bool = False) -> GatedMLPConfig:
         """Read the shapes. Raises `ModelError` for what octavo cannot compute."""
         if config.text("hidden_act", "silu") not in _ACTIVATIONS:
             raise config.error("hidden_act", f"octavo computes {' and '.join(_ACTIVATIONS)} only")
-        return cls(intermediate_size=config.count("intermediate_size"), bias=bias)
+        return cls(intermediate_size=config.count("intermediate_size"), bias=bias, is_fused=is_fused)
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
         """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
         inner = self.intermediate_size
+        apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
+        gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
         return GatedMLPTensors(
-            gate_up=Linear(((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)), hidden_size, self.bias),
+            gate_up=Linear(gate_up, hidden_size, self.bias),
             down=Linear(((f"{name}.down_proj", hidden_size),), inner, self.bias),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +14,6 @@ from octavo.models.registry import read_architecture
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Any
 
     from torch import Tensor
 
@@ -45,6 +44,15 @@ class RandomWeights:
         return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
 
 
+_NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys than most
+    "Olmo3ForCausalLM": {
+        "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
+        "sliding_window": 37,
+    },
+}
+
+
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
     """Return a config.json of an architecture small enough for tests, with keys changed or added."""
     config: dict[str, Any] = {
@@ -65,9 +73,10 @@ def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
         "sliding_window": None,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "pad_token_id": None,
         "dtype": "float32",
     }
-    return config | changes
+    return config | _OF_FAMILY.get(name, {}) | changes
 
 
 def write_checkpoint(
