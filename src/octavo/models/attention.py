@@ -33,6 +33,8 @@ class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
     window    tokens a position sees, itself included, or None for all
+    scale     of products of queries and keys, or None: head_dim ** -0.5
+    softcap   the cap of these scaled products (see `Kernels.soft_cap`), or None
     qk_norm   queries and keys are normalized before they are rotated: one weight of [head_dim] each, for all heads
     """
 
@@ -41,6 +43,8 @@ class AttentionConfig:
     head_dim: int
     rope: RopeConfig
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
@@ -113,7 +117,7 @@ class Attention:
         self.config = config
         self.kernels = context.kernels
         self.cos_sin = context.cos_sin(config.rope, config.head_dim)
-        self.scale = config.head_dim**-0.5
+        self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self.eps = context.architecture.rms_norm_eps
         self.qkv = context.weights.linear(tensors.qkv)
         self.o = context.weights.linear(tensors.o)
@@ -133,5 +137,6 @@ class Attention:
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.config.window)
+        config = self.config
+        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

@@ -66,6 +66,12 @@ class ConfigFile:
             raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
         return cls(path, values)
 
+    def with_defaults(self, **defaults: Any) -> ConfigFile:
+        """Return the same file with values for keys that are missing or null."""
+        other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
+        other._asked_for = self._asked_for
+        return other
+
     def error(self, key: str, problem: str) -> ModelError:
         """Return the error that says what is wrong with a key."""
         shown = repr(self.values.get(key))

@@ -48,9 +48,12 @@ class RopeConfig:
         return max_position_embeddings
 
 
-def read_rope(config: ConfigFile, max_position_embeddings: int) -> RopeConfig:
-    """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers."""
-    section = config.section("rope_scaling") or config.section("rope_parameters")
+def read_rope(config: ConfigFile, max_position_embeddings: int, *, section: ConfigFile | None = None) -> RopeConfig:
+    """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers.
+
+    section: of the layers in question, where these have parameters of their own.
+    """
+    section = section or config.section("rope_scaling") or config.section("rope_parameters")
     theta = config.number("rope_theta", _DEFAULT_THETA)
     _refuse_unsupported(config)
     if section is None:
