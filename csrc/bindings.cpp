@@ -159,9 +159,9 @@ EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int wei
 }
 
 NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
-                   int64_t size, double eps, int64_t together, int64_t x_stride) {
+                   int64_t size, double eps, double scale, int64_t together, int64_t x_stride) {
   return {at<void>(x),  at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows,
-          size, static_cast<float>(eps), together, x_stride};
+          size, static_cast<float>(eps), static_cast<float>(scale), together, x_stride};
 }
 
 TakeArgs take_args(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
@@ -173,14 +173,15 @@ GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, 
   return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation)};
 }
 
-AddArgs add_args(Address x, Address sum, int dtype, int64_t rows, int64_t size) {
-  return {at<void>(x), at<void>(sum), DType(dtype), rows, size};
+AddArgs add_args(Address x, Address sum, int dtype, int64_t rows, int64_t size, double scale) {
+  return {at<void>(x), at<void>(sum), DType(dtype), rows, size, static_cast<float>(scale)};
 }
 
 RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
-                   Address cos_sin, Address positions, Address slot_mapping, Address k_cache, Strides k_cache_strides,
-                   Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype, int64_t tokens,
-                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+                   Address cos_sin, Address query_scale, Address positions, Address slot_mapping, Address k_cache,
+                   Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype,
+                   int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
+                   bool interleaved, int64_t block_size) {
   return {at<void>(q),
           at<void>(k),
           at<void>(v),
@@ -188,6 +189,7 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           {k_strides.first, k_strides.second},
           {v_strides.first, v_strides.second},
           at<float>(cos_sin),
+          at<float>(query_scale),
           at<int64_t>(positions),
           at<int64_t>(slot_mapping),
           at<void>(k_cache),
@@ -200,6 +202,8 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           num_heads,
           num_kv_heads,
           head_dim,
+          rotary_dim,
+          interleaved,
           block_size};
 }
 
@@ -310,6 +314,11 @@ class KernelSet {
   void soft_cap(Address x, int64_t count, double cap) {
     ThreadPool::Session session(pool_);
     table_.soft_cap(pool_, at<float>(x), count, static_cast<float>(cap));
+  }
+
+  void divide(Address x, int64_t count, double divisor) {
+    ThreadPool::Session session(pool_);
+    table_.divide(pool_, at<float>(x), count, static_cast<float>(divisor));
   }
 
   void rope_and_write_kv(const RopeArgs& args) {
@@ -472,6 +481,7 @@ NB_MODULE(_kernels, m) {
       .def("gate", calling<gate_args>(&KernelSet::gate), Released())
       .def("add", calling<add_args>(&KernelSet::add), Released())
       .def("soft_cap", &KernelSet::soft_cap, Released())
+      .def("divide", &KernelSet::divide, Released())
       .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())
       .def("paged_attention", calling<attention_args>(&KernelSet::paged_attention), Released())
       .def("begin_program", &begin_program, nb::keep_alive<0, 1>())

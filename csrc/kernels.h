@@ -85,7 +85,7 @@ struct PackArgs {
 
 struct NormArgs {
   const void* x;   // [rows / together, together, size], the last two dimensions contiguous
-  void* residual;  // [rows, size], contiguous, or null: x is added to it, and the sum is normalized
+  void* residual;  // [rows, size], contiguous, or null: x * scale is added to it, and the sum is normalized
   const void* weight;
   DType weight_dtype;
   void* out;
@@ -93,6 +93,7 @@ struct NormArgs {
   int64_t rows;
   int64_t size;
   float eps;
+  float scale;       // of x where it is added
   int64_t together;  // rows of x that stand together: the heads of a token
   int64_t x_stride;  // from one such group to the next
 };
@@ -107,13 +108,14 @@ struct GateArgs {
   Activation activation;
 };
 
-// sum += x, rounded to their type.
+// sum += x * scale, rounded to their type.
 struct AddArgs {
   const void* x;  // [rows, size], contiguous
   void* sum;      // likewise
   DType dtype;    // of both
   int64_t rows;
   int64_t size;
+  float scale;
 };
 
 // Rows that are copied out of others.
@@ -133,7 +135,8 @@ struct RopeArgs {
   int64_t q_strides[2];  // of tokens and of heads
   int64_t k_strides[2];
   int64_t v_strides[2];
-  const float* cos_sin;  // [max_positions, head_dim]
+  const float* cos_sin;      // [max_positions, rotary_dim]: cosines, then sines
+  const float* query_scale;  // [max_positions] of rotated queries, or null
   const int64_t* positions;
   const int64_t* slot_mapping;
   void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
@@ -146,6 +149,8 @@ struct RopeArgs {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;  // the first dimensions of a head, which turn; the others stay
+  bool interleaved;    // each even one turns with the next, not each of the first half with one of the second
   int64_t block_size;
 };
 
@@ -199,6 +204,7 @@ struct KernelTable {
   void (*gate)(ThreadPool&, const GateArgs&);
   void (*add)(ThreadPool&, const AddArgs&);
   void (*soft_cap)(ThreadPool&, float* x, int64_t count, float cap);
+  void (*divide)(ThreadPool&, float* x, int64_t count, float divisor);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
   void (*paged_attention)(ThreadPool&, const AttentionArgs&);
   void (*sample)(ThreadPool&, const SampleArgs&);

@@ -24,7 +24,7 @@ IDS = [(37 * i + 5) % 101 for i in range(40)]
 AROUND = LayerNorms(after_attention="behind_attention_norm", before_mlp="mlp_norm", after_mlp="behind_mlp_norm")
 NEAR = LayerConfig(
     attention=AttentionConfig(
-        num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=100.0), window=5, qk_norm=True
+        num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=100.0), window=5, qk_norm="head"
     ),
     mlp=GatedMLPConfig(intermediate_size=96),
     norms=AROUND,

@@ -289,42 +289,60 @@ class CpuKernels:
         """Return x / rms(x) * weight."""
         return self._norm(x, None, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return its norm."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
         assert residual.is_contiguous()
         assert residual.dtype == x.dtype
-        return self._norm(x, residual, weight, eps)
+        return self._norm(x, residual, weight, eps, scale)
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """Add x to `residual` in place."""
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
         assert x.is_contiguous()
         assert residual.is_contiguous()
         assert residual.dtype == x.dtype
-        self._calls.add(x.data_ptr(), residual.data_ptr(), DTYPE_NUMBERS[x.dtype], *x.shape)
+        self._calls.add(x.data_ptr(), residual.data_ptr(), DTYPE_NUMBERS[x.dtype], *x.shape, scale)
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         size, together = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
         assert x[0].is_contiguous() if x.dim() == 3 and x.shape[0] else x.is_contiguous()
         out = self._empty(*x.shape, dtype=x.dtype)
         self._calls.rms_norm(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
             DTYPE_NUMBERS[weight.dtype], out.data_ptr(), DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
-            together, x.stride(0) if x.dim() > 1 else size,
+            scale, together, x.stride(0) if x.dim() > 1 else size,
         )  # fmt: skip
         return out
 
+    def divide(self, x: Tensor, divisor: float) -> Tensor:
+        """Divide x in place."""
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        self.kernel_set.divide(x.data_ptr(), x.numel(), divisor)
+        return x
+
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
         """Rotate q in place; write rotated k and v into their slots."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
-            cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
+            cos_sin.data_ptr(), 0 if query_scale is None else query_scale.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
             DTYPE_NUMBERS[k_cache.dtype], DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
-            batch.block_size,
+            cos_sin.shape[1], interleaved, batch.block_size,
         )  # fmt: skip
 
     def paged_attention(

@@ -219,22 +219,42 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place (rounded to its dtype), return rms_norm(residual). Both [num_tokens, hidden]."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place, return rms_norm(residual). Both [num_tokens, hidden].
+
+        The product and the sum are of float32; the latter is rounded to their dtype.
+        """
         ...
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """Add x to `residual` in place (rounded to its dtype). Both [num_tokens, hidden]."""
+    def divide(self, x: Tensor, divisor: float) -> Tensor:
+        """Divide contiguous float32 x in place; return it."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place, as `add_rms_norm` does. Both [num_tokens, hidden]."""
         ...
 
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place and k on its way (Su et al. 2021, halves as in GPT-NeoX), write k and v into their slots.
+        """Rotate q in place and k on its way (Su et al. 2021), write k and v into their slots.
 
         q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
         contiguous, the token stride is free (they may be views of one fused projection).
-        cos_sin float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+        cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. The first
+        rotary_dim dimensions of a head turn, which may be none of them: i with i + rotary_dim / 2, as in GPT-NeoX, or
+        interleaved, 2 i with 2 i + 1, as in GPT-J.
+        query_scale float32 [max_positions]: rounded rotated queries are multiplied by that of their position.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
         dtype is that of q, k and v; or int8, rounded as `quantize_rows` does from that dtype, with scales behind the
         rows of each block and head (`octavo.kernels.quantization.kv_scales`).

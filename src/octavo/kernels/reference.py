@@ -131,24 +131,40 @@ class ReferenceKernels:
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return (wide * scale * weight.float()).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return its norm."""
-        self.add(x, residual)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
+        self.add(x, residual, scale)
         return self.rms_norm(residual, weight, eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """Add x to `residual` in place."""
-        residual.add_(x)
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        residual.copy_(residual.float() + x.float() * scale)
+
+    def divide(self, x: Tensor, divisor: float) -> Tensor:
+        """Divide x in place."""
+        return x.div_(divisor)
 
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
         """Rotate q in place; write rotated k and v into their slots."""
-        cosine, sine = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2]
-        q.copy_(_rotate(q, cosine, sine))
+        turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
+        q.copy_(_rotate(q, turns, interleaved=interleaved))
+        if query_scale is not None:
+            q.copy_(q.float() * query_scale[batch.positions, None, None])
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
-        for cache, rows in ((k_cache, _rotate(k, cosine, sine)), (v_cache, v)):
+        for cache, rows in ((k_cache, _rotate(k, turns, interleaved=interleaved)), (v_cache, v)):
             if cache.dtype == torch.int8:
                 values, scales = quantize_rows(rows.flatten(0, 1))
                 cache[block, :, offset] = values.view(rows.shape).to(torch.int8)
@@ -241,9 +257,13 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where(nothing, -1, first)
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+    turning, rest = x.split([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
+    pairs = turning.float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    cosine, sine = turns.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat([torch.stack(turned, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype), rest], dim=-1)
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Architecture:
     norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
     logit_softcap       the cap of logits (see `Kernels.soft_cap`), or None
     text_part_of        the class of the model of text and images whose text part this is, or None
+    logits_scaling      logits are divided by it
     """
 
     name: str
@@ -61,6 +62,7 @@ class Architecture:
     norm_offset: float = 0.0
     logit_softcap: float | None = None
     text_part_of: str | None = None
+    logits_scaling: float = 1.0
 
     def tensors(self) -> ModelTensors:
         """Declare all that the model takes from a checkpoint."""

@@ -71,6 +71,7 @@ class LayerConfig:
     attention: AttentionConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
+    residual_scale: float = 1.0  # of what each part adds to the residual stream
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
         """Declare the tensors of a layer that is called `name` in the checkpoint."""
@@ -98,22 +99,24 @@ class DecoderLayer:
 
     def __init__(self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, behind: Norm | None) -> None:
         self.attention = Attention(context, config.attention, tensors.attention)
-        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp)
+        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, config.residual_scale)
         self.mlp = config.mlp.build(context, tensors.mlp)
-        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind)
+        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind, config.residual_scale)
 
 
 class ResidualNorm:
     """Adds what a part gives to the residual stream, and normalizes that for the part that comes next.
 
     added, stream: the weights of both norms; None where what is added, or what the next part reads, is taken as it is.
+    scale: of what is added.
     """
 
-    __slots__ = ("added", "eps", "kernels", "stream")
+    __slots__ = ("added", "eps", "kernels", "scale", "stream")
 
-    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None) -> None:
+    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
         self.kernels = context.kernels
         self.eps = context.architecture.rms_norm_eps
+        self.scale = scale
         self.added = context.optional_norm(added)
         self.stream = context.optional_norm(stream)
 
@@ -122,6 +125,6 @@ class ResidualNorm:
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:
-            return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps)
-        self.kernels.add(hidden, residual)
+            return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)
+        self.kernels.add(hidden, residual, self.scale)
         return residual

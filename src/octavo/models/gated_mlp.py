@@ -32,6 +32,7 @@ class GatedMLPConfig:
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
+    is_fused: bool = False  # the checkpoint holds gate and up as one matrix
 
     @classmethod
     def read(
@@ -41,18 +42,23 @@ class GatedMLPConfig:
         bias: bool = False,
         activation_key: str = "hidden_act",
         default_activation: str = "silu",
+        is_fused: bool = False,
     ) -> GatedMLPConfig:
         """Read the shapes. Raises `ModelError` for what octavo cannot compute."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
-        return cls(intermediate_size=config.count("intermediate_size"), bias=bias, activation=activation)
+        return cls(
+            intermediate_size=config.count("intermediate_size"), bias=bias, activation=activation, is_fused=is_fused
+        )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
         """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
         inner = self.intermediate_size
+        apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
+        gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
         return GatedMLPTensors(
-            gate_up=Linear(((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)), hidden_size, self.bias),
+            gate_up=Linear(gate_up, hidden_size, self.bias),
             down=Linear(((f"{name}.down_proj", hidden_size),), inner, self.bias),
         )
 

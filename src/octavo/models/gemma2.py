@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig, LayerNorms
@@ -43,7 +43,13 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def read_mixed(
-    config: ConfigFile, name: str, *, rope: RopeConfig, local_rope: RopeConfig, pattern: int, qk_norm: bool = False
+    config: ConfigFile,
+    name: str,
+    *,
+    rope: RopeConfig,
+    local_rope: RopeConfig,
+    pattern: int,
+    qk_norm: Literal["head"] | None = None,
 ) -> Architecture:
     """Read what Gemma 2 and 3 share.
 

@@ -29,7 +29,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)
     pattern = config.count("sliding_window_pattern")
-    return read_mixed(config, name, rope=rope, local_rope=local_rope, pattern=pattern, qk_norm=True)
+    return read_mixed(config, name, rope=rope, local_rope=local_rope, pattern=pattern, qk_norm="head")
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:

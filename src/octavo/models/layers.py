@@ -52,14 +52,16 @@ class ModelContext:
     """What layers are built from.
 
     dtype    of the activations
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, head_dim], see `octavo.models.rope`; one for all who ask alike
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all who ask alike
+    query_scale  rope -> float32 [max_model_len] or None, likewise
     """
 
     architecture: Architecture
     kernels: Kernels
     weights: Weights
     dtype: torch.dtype
-    cos_sin: Callable[[RopeConfig, int], Tensor]
+    cos_sin: Callable[[RopeConfig | None, int], Tensor]
+    query_scale: Callable[[RopeConfig | None], Tensor | None]
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return the weight of a norm that a layer may have."""
@@ -122,6 +124,8 @@ class CausalLM:
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 [rows, vocab_size] of the rows that are sampled, in `out` if given."""
         logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
+        if self.architecture.logits_scaling != 1.0:
+            self.kernels.divide(logits, self.architecture.logits_scaling)
         if self.architecture.logit_softcap is not None:
             self.kernels.soft_cap(logits, self.architecture.logit_softcap)
         return logits

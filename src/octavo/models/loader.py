@@ -17,7 +17,7 @@ from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
-from octavo.models.rope import make_cos_sin
+from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def load_model(
         weights=kept or packer,
         dtype=computed,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
+        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len)),
     )
     try:
         model = CausalLM(context)

@@ -50,6 +50,7 @@ class RandomWeights:
         return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
 
 
+_NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
 _OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys than most
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
@@ -69,6 +70,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys tha
         },
         "sliding_window": 37,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Olmo3ForCausalLM": {
+        "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
+        "sliding_window": 37,
     },
 }
 
@@ -93,6 +98,7 @@ def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
         "sliding_window": None,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "pad_token_id": None,
         "dtype": "float32",
     }
     return config | _OF_FAMILY.get(name, {}) | changes

@@ -18,10 +18,19 @@ FAMILIES = {
     "GemmaForCausalLM": "octavo.models.gemma",
     "Gemma2ForCausalLM": "octavo.models.gemma2",
     "Gemma3ForCausalLM": "octavo.models.gemma3",
+    "Glm4ForCausalLM": "octavo.models.glm",
+    "GlmForCausalLM": "octavo.models.glm",
+    "GraniteForCausalLM": "octavo.models.granite",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",
+    "MinistralForCausalLM": "octavo.models.ministral",
+    "Ministral3ForCausalLM": "octavo.models.ministral",
+    "Olmo2ForCausalLM": "octavo.models.olmo",
+    "Olmo3ForCausalLM": "octavo.models.olmo",
+    "Phi3ForCausalLM": "octavo.models.phi3",
     "Qwen2ForCausalLM": "octavo.models.qwen2",
     "Qwen3ForCausalLM": "octavo.models.qwen3",
+    "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 
 
