@@ -1,4 +1,4 @@
-// Copies, norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
+// Copies, sums, norms, gates, soft caps, rotary embedding: one pass over each row, sums in a fixed order of lanes.
 #pragma once
 
 #include <cmath>
@@ -66,33 +66,65 @@ inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
 }
 
 template <class T>
-void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
+void gate_of(ThreadPool& pool, const GateArgs& args) {
   constexpr int kTogether = 4;
   const int64_t size = args.size;
+  const Activation activation = args.activation;
   parallel_ranges(pool, args.rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
       T* out = static_cast<T*>(args.out) + row * args.out_stride;
       int64_t i = 0;
-      for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) gate_vectors<kTogether>(gate + i, up + i, out + i);
-      for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(gate + i, up + i, out + i);
+      for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) {
+        gate_vectors<kTogether>(activation, gate + i, up + i, out + i);
+      }
+      for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(activation, gate + i, up + i, out + i);
       if (i == size) continue;
       T rest[3][kLanes] = {};
       std::memcpy(static_cast<void*>(rest[0]), gate + i, static_cast<size_t>(size - i) * sizeof(T));
       std::memcpy(static_cast<void*>(rest[1]), up + i, static_cast<size_t>(size - i) * sizeof(T));
-      gate_vectors<1>(rest[0], rest[1], rest[2]);
+      gate_vectors<1>(activation, rest[0], rest[1], rest[2]);
       std::memcpy(static_cast<void*>(out + i), rest[2], static_cast<size_t>(size - i) * sizeof(T));
     }
   });
 }
 
-inline void silu_and_mul(ThreadPool& pool, const GateArgs& args) {
+inline void gate(ThreadPool& pool, const GateArgs& args) {
   if (args.dtype == DType::kFloat32) {
-    silu_and_mul_of<float>(pool, args);
+    gate_of<float>(pool, args);
   } else {
-    silu_and_mul_of<bf16>(pool, args);
+    gate_of<bf16>(pool, args);
   }
+}
+
+template <class T>
+void add_of(ThreadPool& pool, const AddArgs& args) {
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
+    const int64_t begin = first * args.size, end = last * args.size;
+    const T* x = static_cast<const T*>(args.x);
+    T* sum = static_cast<T*>(args.sum);
+    const Vec scale = splat(args.scale);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      store_first(sum + i, load_first(x + i, end - i) * scale + load_first(sum + i, end - i), end - i);
+    }
+  });
+}
+
+inline void add(ThreadPool& pool, const AddArgs& args) {
+  if (args.dtype == DType::kFloat32) {
+    add_of<float>(pool, args);
+  } else {
+    add_of<bf16>(pool, args);
+  }
+}
+
+inline void soft_cap(ThreadPool& pool, float* x, int64_t count, float cap) {
+  parallel_ranges(pool, divide_up(count, kLanes), kLeastElements / kLanes, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
+      store_first(x + i, soft_cap(load_first(x + i, count - i), splat(cap)), count - i);
+    }
+  });
 }
 
 inline void divide(ThreadPool& pool, float* x, int64_t count, float divisor) {

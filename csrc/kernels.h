@@ -21,6 +21,8 @@ struct Int4Format {
   bool has_zeros;      // zero points of each group, else all are 8
 };
 
+enum class Activation : int { kSilu, kGeluTanh };  // as octavo.kernels.cpu.ACTIVATION_NUMBERS has them
+
 struct LinearArgs {
   const void* x;  // [rows, k], float32 or bfloat16
   DType x_dtype;
@@ -34,8 +36,9 @@ struct LinearArgs {
   void* out;          // [rows, out_features], float32 or bfloat16
   int64_t out_stride;
   DType out_dtype;
-  bool gated;       // the first half of n are gates of the second one, and the result is that of silu_and_mul; see fuses_gate
-  Int4Format int4;  // of an int4 weight
+  bool gated;  // the first half of n are gates of the second one, and the result is that of `gate`; see fuses_gate
+  Activation activation;  // of these gates
+  Int4Format int4;        // of an int4 weight
 
   int64_t out_features() const { return gated ? n / 2 : n; }
 };
@@ -49,6 +52,7 @@ struct EmbeddingArgs {
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
+  float scale;      // every value is multiplied by it before it is rounded
   Int4Format int4;  // of a weight of that type
 };
 
@@ -101,6 +105,17 @@ struct GateArgs {
   DType dtype;  // of both
   int64_t rows;
   int64_t size;
+  Activation activation;
+};
+
+// sum += x * scale, rounded to their type.
+struct AddArgs {
+  const void* x;  // [rows, size], contiguous
+  void* sum;      // likewise
+  DType dtype;    // of both
+  int64_t rows;
+  int64_t size;
+  float scale;
 };
 
 // Rows that are copied out of others.
@@ -161,6 +176,7 @@ struct AttentionArgs {
   int64_t block_size;
   float scale;
   int64_t window;  // 0: unlimited
+  float softcap;   // of scores, or 0: none; see soft_cap
 };
 
 struct SampleArgs {
@@ -185,7 +201,9 @@ struct KernelTable {
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);
   void (*take_rows)(ThreadPool&, const TakeArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
-  void (*silu_and_mul)(ThreadPool&, const GateArgs&);
+  void (*gate)(ThreadPool&, const GateArgs&);
+  void (*add)(ThreadPool&, const AddArgs&);
+  void (*soft_cap)(ThreadPool&, float* x, int64_t count, float cap);
   void (*divide)(ThreadPool&, float* x, int64_t count, float divisor);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
   void (*paged_attention)(ThreadPool&, const AttentionArgs&);

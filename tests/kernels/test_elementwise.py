@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm, silu_and_mul, rope_and_write_kv."""
+"""rms_norm, add_rms_norm, add, gate, soft_cap, rope_and_write_kv."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from paged_batches import paged_batch
 
+from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
@@ -78,27 +79,84 @@ def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
 def test_divide(kernels, generator, shape):
     x = torch.randn(shape, generator=generator)
     expected = x / 0.3
-    assert kernels.divide(x, 0.3) is x
+    kernels.divide(x, 0.3)
     assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_silu_and_mul(kernels, generator, dtype, shape):
+def test_gate_by_silu(kernels, generator, dtype, shape):
     rows, size = shape
     gate_up = (torch.randn(rows, 2 * size, generator=generator) * 20).to(dtype)
     gate_up[0, 0] = -200.0
     gate, up = gate_up.double().chunk(2, dim=1)
     plain_gate, plain_up = gate_up.chunk(2, dim=1)
     expected = F.silu(gate) * up
-    assert_as_exact_as_torch(kernels.silu_and_mul(gate_up), F.silu(plain_gate) * plain_up, expected)
+    assert_as_exact_as_torch(kernels.gate(gate_up), F.silu(plain_gate) * plain_up, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate_by_gelu(kernels, generator, dtype, shape):
+    rows, size = shape
+    gate_up = (torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype)
+    gate_up[0, 0] = -200.0
+    gate, up = gate_up.double().chunk(2, dim=1)
+    plain_gate, plain_up = gate_up.chunk(2, dim=1)
+    expected = F.gelu(gate, approximate="tanh") * up
+    plain = F.gelu(plain_gate, approximate="tanh") * plain_up
+    assert_as_exact_as_torch(kernels.gate(gate_up, "gelu_tanh"), plain, expected)
+    assert torch.equal(kernels.gate(gate_up[-1:], "gelu_tanh"), kernels.gate(gate_up, "gelu_tanh")[-1:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_rounds_once(kernels, generator, dtype, shape):
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    expected, before = x + residual, x.clone()
+    kernels.add(x, residual)
+    assert torch.equal(residual, expected)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(kernels, generator, cap, shape):
+    x = torch.randn(shape, generator=generator) * 20 * torch.logspace(-30, 1, shape[1])
+    expected, plain = torch.tanh(x.double() / cap) * cap, torch.tanh(x / cap) * cap
+    alone, capped = x[-1:].clone(), x.clone()
+    kernels.soft_cap(capped, cap)
+    assert_as_exact_as_torch(capped, plain, expected)
+    assert capped.abs().max() <= cap
+    kernels.soft_cap(alone, cap)
+    assert torch.equal(alone, capped[-1:])
+
+
+def test_hyperbolic_tangent_is_within_two_units(compiled):
+    x = torch.cat(
+        [torch.linspace(-12, 12, 200001), torch.logspace(-38, 38, 1001), torch.tensor([torch.inf, torch.nan])]
+    )
+    capped, expected = x.clone(), x.double().tanh()
+    compiled.soft_cap(capped, 1.0)
+    error = (capped.double() - expected).abs()
+    assert (error[:-1] <= 2 * torch.finfo(torch.float32).eps * expected[:-1].abs()).all()
+    assert capped[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rounded", [torch.clone, quantize_int8, quantize_int4], ids=["float", "int8", "int4"])
+def test_embeddings_are_scaled_and_rounded_once(kernels, generator, dtype, rounded):
+    weight = kernels.pack_linear(rounded(torch.randn(70, 96, generator=generator)))
+    ids = torch.tensor([0, 69, 33, 33])
+    plain = kernels.embedding(ids, weight, torch.float32)
+    assert torch.equal(kernels.embedding(ids, weight, dtype, 25.25), (plain * 25.25).to(dtype))
 
 
 def test_exponential_is_within_two_units(compiled):
     x = torch.cat([torch.linspace(-87, 88, 200001), torch.zeros(1)])
     gate_up = torch.stack([-x, torch.ones_like(x)], dim=1)  # silu(-x) = -x / (1 + e^x)
     expected = F.silu(-x.double())
-    error = (compiled.silu_and_mul(gate_up)[:, 0].double() - expected).abs()
+    error = (compiled.gate(gate_up)[:, 0].double() - expected).abs()
     assert (error <= 2.5 * torch.finfo(torch.float32).eps * expected.abs()).all()
 
 
@@ -107,13 +165,13 @@ def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, gener
     x = torch.randn(130, 897, generator=generator).to(dtype)
     weight = torch.randn(897, generator=generator)
     gate_up = torch.randn(130, 2 * 77, generator=generator).to(dtype)
-    norm, gate = compiled.rms_norm(x, weight, 1e-6), compiled.silu_and_mul(gate_up)
+    norm, gate = compiled.rms_norm(x, weight, 1e-6), compiled.gate(gate_up)
     for i in (0, 1, 64, 129):
         assert torch.equal(compiled.rms_norm(x[i : i + 1], weight, 1e-6), norm[i : i + 1])
-        assert torch.equal(compiled.silu_and_mul(gate_up[i : i + 1]), gate[i : i + 1])
+        assert torch.equal(compiled.gate(gate_up[i : i + 1]), gate[i : i + 1])
     if compiled.isa == single_threaded.isa:
         assert torch.equal(single_threaded.rms_norm(x, weight, 1e-6), norm)
-        assert torch.equal(single_threaded.silu_and_mul(gate_up), gate)
+        assert torch.equal(single_threaded.gate(gate_up), gate)
 
 
 @pytest.mark.sweep(4)
@@ -191,7 +249,9 @@ def test_a_part_of_a_head_turns(kernels, generator, dtype, scaled, interleaved, 
     block, offset = batch.slot_mapping // 5, batch.slot_mapping % 5
     keys = k_cache[block, :, offset]
     expected_q, expected_k = (turned_part(x.double(), turns, interleaved=interleaved) for x in (old_q, old_k))
-    plain_q, plain_k = (turned_part(x.float().double(), turns, interleaved=interleaved).to(dtype) for x in (old_q, old_k))
+    plain_q, plain_k = (
+        turned_part(x.float().double(), turns, interleaved=interleaved).to(dtype) for x in (old_q, old_k)
+    )
     if scaled:
         factors = query_scale[batch.positions, None, None]
         expected_q, plain_q = expected_q * factors, (plain_q.float() * factors).to(dtype)

@@ -152,6 +152,12 @@ def untied(model):
     return altered
 
 
+def with_embeddings_of_another_scale(model):
+    altered = copy.deepcopy(model)
+    altered.model.embed_tokens.embed_scale *= 2
+    return altered
+
+
 def with_other_grouping_of_fused(model):
     """The same where a matrix holds queries, keys and values."""
     config, changed = model.config, ("qkv_proj.weight",)
@@ -199,6 +205,15 @@ ALTERATIONS = {
     "behind": lambda model: without(model, "post_self_attn_layernorm", "post_mlp_layernorm"),
     "full_scaling": lambda model: with_rope_of(model, "full_attention", rope_type="default"),
     "sliding_theta": lambda model: with_rope_of(model, "sliding_attention", rope_theta=1e4),
+    "near": lambda model: with_config(model, sliding_window=2 * model.config.sliding_window),
+    "near_theta": lambda model: with_rope_of(model, "sliding_attention", rope_theta=1e3),
+    "far_scaling": lambda model: with_rope_of(model, "full_attention", rope_type="default"),
+    "after": lambda model: with_weights(
+        model, ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"), torch.zeros_like
+    ),
+    "gelu": lambda model: with_config(model, hidden_activation="silu"),
+    "embedding_scale": with_embeddings_of_another_scale,
+    "query_scalar": lambda model: with_config(model, query_pre_attn_scalar=2 * model.config.query_pre_attn_scalar),
     "scaling": without_scaling,
     "truncate": lambda model: with_rope(model, truncate=True),
     "mscale": lambda model: with_rope(model, mscale=None, mscale_all_dim=None),

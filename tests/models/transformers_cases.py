@@ -192,8 +192,56 @@ CASES = (
         heads(160, 10, 2, 16) | {"sliding_window": WINDOW, "rope_theta": 1e4},
         ("window", "grouping"),
     ),
+    Case(
+        "gemma3-window-tied",
+        "Gemma3",
+        0,
+        heads(192, 6, 2, 32)
+        | TIED
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 24},
+        (
+            "near",
+            "layer_types",
+            "near_theta",
+            "after",
+            "gelu",
+            "embedding_scale",
+            "query_scalar",
+            "qk_norm",
+            "grouping",
+        ),
+    ),
+    Case(
+        "gemma3-head-80-old-style",
+        "Gemma3",
+        0,
+        heads(160, 4, 2, 80)
+        | {
+            "num_hidden_layers": 3,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 5e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+        },
+        ("near", "near_theta", "far_scaling", "after"),
+    ),
+    Case(
+        "gemma3-7-per-kv-biases",
+        "Gemma3",
+        0,
+        heads(112, 7, 1, 20) | {"attention_bias": True, "query_pre_attn_scalar": 20},
+        ("near", "bias", "after", "gelu"),
+    ),
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
-    Case("granite-7-per-kv-head-20", "Granite", 0, heads(140, 7, 1, 20) | GRANITE, ("residual", "attention_scale"), ("logits_scaling",)),
+    Case(
+        "granite-7-per-kv-head-20",
+        "Granite",
+        0,
+        heads(140, 7, 1, 20) | GRANITE,
+        ("residual", "attention_scale"),
+        ("logits_scaling",),
+    ),
     Case(
         "granite-tied-head-80",
         "Granite",
@@ -277,9 +325,19 @@ CASES = (
         heads(112, 7, 1, 16) | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
         ("wide_window", "layer_types", "theta"),
     ),
-    Case("ministral-all-windows-head-80", "Ministral", 0, heads(160, 4, 2, 80) | {"sliding_window": WINDOW}, ("wide_window",)),
     Case(
-        "ministral-tied-wide-window", "Ministral", 0, heads(192, 6, 2, 32) | TIED | {"sliding_window": 256}, ("tied", "grouping")
+        "ministral-all-windows-head-80",
+        "Ministral",
+        0,
+        heads(160, 4, 2, 80) | {"sliding_window": WINDOW},
+        ("wide_window",),
+    ),
+    Case(
+        "ministral-tied-wide-window",
+        "Ministral",
+        0,
+        heads(192, 6, 2, 32) | TIED | {"sliding_window": 256},
+        ("tied", "grouping"),
     ),
     Case("ministral3-7-per-kv", "Ministral3", 0, heads(112, 7, 1, 16) | SCALED_QUERIES, ("query_scale", "rope_type")),
     Case(

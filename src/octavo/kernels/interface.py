@@ -7,7 +7,7 @@ row's own absolute positions, never by how many rows stand beside it or how a pr
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.kernels.quantization import GROUP_MULTIPLE
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.quantization import QuantizedWeight
+
+
+Activation = Literal["silu", "gelu_tanh"]  # gelu_tanh: GELU as tanh approximates it (Hendrycks and Gimpel 2016)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +178,19 @@ class Kernels(Protocol):
         """
         ...
 
-    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return silu(gate) * up of x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features / 2].
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias: [num_tokens, in] -> [num_tokens, out_features / 2].
 
-        The first half of the out_features are the gates. The bits are those of `silu_and_mul(linear(x, packed))`: gate
-        and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
+        The first half of the out_features are the gates. The bits are those of `gate(linear(x, packed), activation)`:
+        gate and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
         """
         ...
 
-    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the unpacked weight times `scale`: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`.
+
+        They are multiplied in float32 and rounded once.
+        """
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -220,8 +226,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def divide(self, x: Tensor, divisor: float) -> Tensor:
-        """Divide contiguous float32 x in place; return it."""
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place, as `add_rms_norm` does. Both [num_tokens, hidden]."""
         ...
 
     def rope_and_write_kv(
@@ -252,18 +258,33 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
 
         Rows of the result may stand further apart than they are long. Row at position p sees positions
         max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes as in `rope_and_write_kv`. Sums
-        run over tiles that are fixed by absolute position.
+        run over tiles that are fixed by absolute position. softcap: the cap of scaled scores (see `soft_cap`), or None.
         """
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace float32 x, contiguous, by cap * tanh(x / cap) (Gemma Team 2024)."""
+        ...
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide float32 x, contiguous, in place."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

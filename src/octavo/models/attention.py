@@ -35,6 +35,7 @@ class AttentionConfig:
     rope          how queries and keys are rotated, or None: they are not
     window        tokens a position sees, itself included, or None for all
     scale         of products of queries and keys, or None: head_dim ** -0.5
+    softcap       the cap of these scaled products (see `Kernels.soft_cap`), or None
     qk_norm       queries and keys are normalized before they are rotated: "head" has one weight of [head_dim] each, for
                   all heads; "width" takes all heads of a token as one row
     is_fused      the checkpoint holds queries, keys and values as one matrix
@@ -46,6 +47,7 @@ class AttentionConfig:
     rope: RopeConfig | None
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
@@ -155,5 +157,6 @@ class Attention:
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.config.window)
+        config = self.config
+        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(config: ConfigFile, *, pattern: int | None = None) -> list[str]:
-    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, else one in `pattern` is full, the last of them.
+    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, else every `pattern`-th one is full.
 
     pattern: None where `layer_types` must be there. Raises `ModelError`.
     """
