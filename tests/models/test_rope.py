@@ -154,7 +154,7 @@ print((peak() - before) / table.nbytes)
 
 
 def phi3_table(directory, style, kind, num_positions):
-    """Our table and that of transformers over so many positions, of a Phi-3 that rotates three quarters of each head."""
+    """Our table and that of transformers over so many positions, of a Phi-3 that rotates a part of each head."""
     config = tiny_config("Phi3ForCausalLM", hidden_size=256, head_dim=64)
     config |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
     del config["rope_parameters"]
