@@ -193,21 +193,63 @@ CASES = (
         ("window", "grouping"),
     ),
     Case(
+        "gemma-head-96-tied",
+        "Gemma",
+        0,
+        heads(192, 2, 2, 96) | TIED,
+        ("gelu", "embedding_scale", "norm_offset", "grouping", "theta", "tied"),
+    ),
+    Case(
+        "gemma-7-per-kv-old-style",
+        "Gemma",
+        0,
+        heads(112, 7, 1, 20) | {"hidden_act": "gelu", "rope_theta": 1e4, "num_hidden_layers": 3},
+        ("gelu", "embedding_scale", "norm_offset"),
+    ),
+    Case(
+        "gemma-head-80-bias", "Gemma", 0, heads(160, 4, 2, 80) | {"attention_bias": True}, ("gelu", "bias", "grouping")
+    ),
+    Case(
+        "gemma2-window-tied",
+        "Gemma2",
+        0,
+        heads(192, 6, 2, 32) | TIED,
+        ("wide_window", "attention_softcap", "query_scalar", "after_only", "gelu", "embedding_scale", "grouping"),
+        altered_logits=("logit_softcap",),
+    ),
+    Case(
+        "gemma2-head-80-layer-types",
+        "Gemma2",
+        0,
+        heads(160, 4, 2, 80) | {"layer_types": ["full_attention", "sliding_attention"]},
+        ("wide_window", "layer_types", "attention_softcap", "after_only", "norm_offset", "theta"),
+        altered_logits=("logit_softcap",),
+    ),
+    Case(
+        "gemma2-7-per-kv-without-caps",
+        "Gemma2",
+        0,
+        heads(112, 7, 1, 20)
+        | {"attention_bias": True, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e5},
+        ("wide_window", "bias", "query_scalar", "gelu"),
+    ),
+    Case(
         "gemma3-window-tied",
         "Gemma3",
         0,
         heads(192, 6, 2, 32)
         | TIED
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 24},
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "query_pre_attn_scalar": 24},
         (
-            "near",
+            "wide_window",
             "layer_types",
-            "near_theta",
-            "after",
+            "sliding_theta",
+            "after_only",
             "gelu",
             "embedding_scale",
             "query_scalar",
             "qk_norm",
+            "norm_offset",
             "grouping",
         ),
     ),
@@ -224,14 +266,21 @@ CASES = (
             "layer_types": None,
             "sliding_window_pattern": 2,
         },
-        ("near", "near_theta", "far_scaling", "after"),
+        ("wide_window", "sliding_theta", "full_scaling", "after_only"),
     ),
     Case(
-        "gemma3-7-per-kv-biases",
+        "gemma3-7-per-kv-biases-and-caps",
         "Gemma3",
         0,
-        heads(112, 7, 1, 20) | {"attention_bias": True, "query_pre_attn_scalar": 20},
-        ("near", "bias", "after", "gelu"),
+        heads(112, 7, 1, 20)
+        | {
+            "attention_bias": True,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+        ("wide_window", "bias", "after_only", "gelu", "attention_softcap"),
+        altered_logits=("logit_softcap",),
     ),
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
     Case(
