@@ -429,7 +429,7 @@ CASES = (
             "layer_types": ["full_attention", "sliding_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 8e3},
             },
         },
         ("layer_types", "full_scaling", "sliding_theta"),
