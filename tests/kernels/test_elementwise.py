@@ -79,7 +79,7 @@ def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
 def test_divide(kernels, generator, shape):
     x = torch.randn(shape, generator=generator)
     expected = x / 0.3
-    assert kernels.divide(x, 0.3) is x
+    kernels.divide(x, 0.3)
     assert torch.equal(x, expected)
 
 

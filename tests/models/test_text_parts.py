@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
@@ -131,3 +132,96 @@ def test_who_serves_it_is_told_that_images_are_refused(tmp_path, caplog):
         assert (
             sum("serves its text part and refuses images" in each.getMessage() for each in caplog.records) == messages
         )
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 14}
+MROPE = {"mrope_section": [4, 2, 2]}
+WHOLES = {  # text parts of other models, and what stands around them; the numbers of their ropes are as on the hub
+    "mistral": (
+        "Mistral3ForConditionalGeneration",
+        tiny_config("MistralForCausalLM"),
+        {"model_type": "mistral3", "vision_config": VISION | {"model_type": "pixtral", "num_hidden_layers": 1}},
+    ),
+    "ministral3": (
+        "Mistral3ForConditionalGeneration",
+        tiny_config("Ministral3ForCausalLM", tie_word_embeddings=True)
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+        {"model_type": "mistral3", "vision_config": VISION | {"model_type": "pixtral", "num_hidden_layers": 1}},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        tiny_config("Qwen2ForCausalLM")
+        | {"model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **MROPE}},
+        {
+            "model_type": "qwen2_5_vl",
+            "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": 64},
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        tiny_config("Qwen3ForCausalLM")
+        | {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_interleaved": True, **MROPE},
+        },
+        {
+            "model_type": "qwen3_vl",
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "depth": 1,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, prompt_logits):
+    """A checkpoint as transformers writes it, pictures and all, asked about text alone."""
+    whole, text_config, around = WHOLES[name]
+    config = AutoConfig.for_model(**around, text_config=text_config, tie_word_embeddings=text_config["tie_word_embeddings"])
+    torch.manual_seed(3)
+    oracle = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in oracle.model.language_model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / 10 + (parameter.dim() == 1))
+    oracle.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [whole]
+    architecture = read_architecture(tmp_path)
+    assert architecture.text_part_of == whole
+    with torch.inference_mode():
+        expected = oracle(input_ids=torch.tensor([IDS])).logits[0]
+        ours = logits_of(tmp_path, prompt_logits)
+    assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_keys_of_text_among_those_of_the_whole(tmp_path):
+    """Qwen2.5-VL as it is published."""
+    config = tiny_config("Qwen2ForCausalLM") | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", **MROPE},
+        "rope_theta": 1e6,
+        "vision_config": {"depth": 1},
+    }
+    del config["rope_parameters"]
+    architecture = read_architecture(write_config(tmp_path, config))
+    assert (architecture.name, architecture.layers[0].attention.rope.theta) == ("Qwen2ForCausalLM", 1e6)
+
+
+def test_a_part_of_another_kind_is_refused(tmp_path):
+    config = GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | {"model_type": "gemma4_text"}}
+    with pytest.raises(ModelError, match=r"text_config\.model_type = 'gemma4_text': octavo serves gemma3_text"):
+        read_architecture(write_config(tmp_path, config))

@@ -417,7 +417,7 @@ CASES = (
         "Olmo3",
         0,
         heads(96, 6, 3, 32) | {"num_hidden_layers": 4},
-        ("window", "qk_norm", "after_only", "grouping"),
+        ("wide_window", "qk_norm", "after_only", "grouping"),
     ),
     Case(
         "olmo3-7-per-kv-yarn-of-full-layers",
@@ -433,7 +433,7 @@ CASES = (
         },
         ("layer_types", "full_scaling", "sliding_theta"),
     ),
-    Case("olmo3-tied-head-80", "Olmo3", 0, heads(160, 4, 2, 80) | TIED, ("window", "tied")),
+    Case("olmo3-tied-head-80", "Olmo3", 0, heads(160, 4, 2, 80) | TIED, ("wide_window", "tied")),
     Case("glm-7-per-kv", "Glm", 0, heads(112, 7, 1, 16), ("pairs", "partial", "bias")),
     Case("glm-tied-head-80", "Glm", 0, heads(160, 4, 2, 80) | TIED, ("pairs", "grouping", "tied")),
     Case(

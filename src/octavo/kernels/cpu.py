@@ -313,12 +313,11 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def divide(self, x: Tensor, divisor: float) -> Tensor:
+    def divide(self, x: Tensor, divisor: float) -> None:
         """Divide x in place."""
         assert x.dtype == torch.float32
         assert x.is_contiguous()
         self.kernel_set.divide(x.data_ptr(), x.numel(), divisor)
-        return x
 
     def rope_and_write_kv(
         self,

@@ -226,10 +226,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def divide(self, x: Tensor, divisor: float) -> Tensor:
-        """Divide contiguous float32 x in place; return it."""
-        ...
-
     def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         """Add x * scale to `residual` in place, as `add_rms_norm` does. Both [num_tokens, hidden]."""
         ...
@@ -285,6 +281,10 @@ class Kernels(Protocol):
 
     def soft_cap(self, x: Tensor, cap: float) -> None:
         """Replace float32 x, contiguous, by cap * tanh(x / cap) (Gemma Team 2024)."""
+        ...
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide float32 x, contiguous, in place."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -140,9 +140,9 @@ class ReferenceKernels:
         """Add x * scale to `residual` in place."""
         residual.copy_(residual.float() + x.float() * scale)
 
-    def divide(self, x: Tensor, divisor: float) -> Tensor:
+    def divide(self, x: Tensor, divisor: float) -> None:
         """Divide x in place."""
-        return x.div_(divisor)
+        x.div_(divisor)
 
     def rope_and_write_kv(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config import DEFAULT_GROUP_SIZE
@@ -76,6 +76,10 @@ class Architecture:
             final_norm=Norm("model.norm", self.hidden_size),
             head=None if self.tie_word_embeddings else head,
         )
+
+    def within(self, max_model_len: int) -> Architecture:
+        """Return what is computed for sequences of up to so many tokens; see `RopeConfig.within`."""
+        return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
     def attentions(self) -> list[AttentionConfig]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.models.attention import Attention
@@ -72,6 +72,13 @@ class LayerConfig:
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
     residual_scale: float = 1.0  # of what each part adds to the residual stream
+
+    def within(self, max_model_len: int) -> LayerConfig:
+        """Return the layer for sequences of up to so many tokens."""
+        rope = self.attention.rope
+        if rope is None:
+            return self
+        return replace(self, attention=replace(self.attention, rope=rope.within(max_model_len)))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
         """Declare the tensors of a layer that is called `name` in the checkpoint."""

@@ -52,7 +52,7 @@ class ModelContext:
     """What layers are built from.
 
     dtype    of the activations
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all who ask alike
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all alike
     query_scale  rope -> float32 [max_model_len] or None, likewise
     """
 

@@ -22,7 +22,8 @@ from octavo.models.architecture import is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
 from octavo.models.quantized_weights import describe_stored, stored_tensors
-from octavo.models.registry import read_architecture, text_part
+from octavo.models.registry import read_architecture
+from octavo.models.text_part import text_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from octavo.models.config_file import ConfigFile
+from octavo.models.text_part import TEXT_PARTS, text_part
 from octavo.models.weight_files import was_saved_without_head
 
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ FAMILIES = {
     "Qwen3ForCausalLM": "octavo.models.qwen3",
     "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
-
-
-# Models of text and images, and what serves their text part, which stands alone.
-TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-_OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
 
 class Family(Protocol):
@@ -74,19 +70,3 @@ def architecture_of(config: ConfigFile) -> Architecture:
         if name in TEXT_PARTS:
             return replace(architecture_of(text_part(config)), text_part_of=name)
     raise config.error("architectures", f"unknown architecture; octavo serves {known}")
-
-
-def text_part(config: ConfigFile) -> ConfigFile:
-    """Return the configuration of the text part of a model of `TEXT_PARTS`, and that of any other as it is.
-
-    What stands of the whole model goes before what stands of its part.
-    """
-    names = config.values.get("architectures")
-    whole = next((name for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
-    if whole is None:
-        return config
-    part = config.section("text_config")
-    if part is None:
-        raise config.error("text_config", f"{whole} needs it: it describes the part that octavo serves")
-    shared = {key: config.values[key] for key in _OF_WHOLE if config.has(key)}
-    return ConfigFile(config.path, part.values | shared | {"architectures": [TEXT_PARTS[whole]]}, part.prefix)

@@ -22,7 +22,7 @@ class RopeConfig:
 
     theta             all       base of the wavelengths
     partial_rotary_factor       all: the share of a head's dimensions, from the first on, that turn
-    interleaved       all       each even dimension turns with the next, not one of the first half with one of the second
+    interleaved       all       each even dimension turns with the next, not one of the first half with its like behind
     query_scale_beta  all       queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
     factor            linear, llama3, yarn   how far positions are stretched
     low_freq_factor, high_freq_factor        llama3: where interpolation starts and ends

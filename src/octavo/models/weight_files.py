@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BARE_EMBEDDING = "embed_tokens.weight"  # in files whose names stand without "model."
 # Of models of text and images: the text part in both orders that transformers has written, and what is not of it.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -85,6 +85,4 @@ def own_names(stored: Iterable[str]) -> dict[str, str]:
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
-    if any(_TEXT_PART.search(name) for name in stored):
-        return {_TEXT_PART.sub("", name): name for name in stored if not _OTHER_PARTS.match(name)}
-    return {name: name for name in stored}
+    return {_TEXT_PART.sub("", name): name for name in stored if not _OTHER_PARTS.match(name)}

@@ -52,7 +52,8 @@ class ServedModel:
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
         architecture = checkpoint.read_architecture()
-        return cls(checkpoint, text, architecture, resolve_max_model_len(config, architecture))
+        max_model_len = resolve_max_model_len(config, architecture)
+        return cls(checkpoint, text, architecture.within(max_model_len), max_model_len)
 
 
 def launch_engine(
