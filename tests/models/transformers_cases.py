@@ -269,17 +269,16 @@ CASES = (
         ("wide_window", "sliding_theta", "full_scaling", "after_only"),
     ),
     Case(
-        "gemma3-7-per-kv-biases-and-caps",
+        "gemma3-7-per-kv-biases-and-cap",
         "Gemma3",
         0,
         heads(112, 7, 1, 20)
         | {
             "attention_bias": True,
             "query_pre_attn_scalar": 20,
-            "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 4.0,
         },
-        ("wide_window", "bias", "after_only", "gelu", "attention_softcap"),
+        ("wide_window", "bias", "after_only", "gelu"),
         altered_logits=("logit_softcap",),
     ),
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
