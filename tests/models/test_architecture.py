@@ -64,15 +64,27 @@ def test_published_old_style_config(tmp_path):
     assert architecture.attention_share == 24 * 2 * 14 * 64 / (24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864))
 
 
+OWN_SCALING = {
+    "Phi3ForCausalLM": {
+        "type": "longrope",
+        "short_factor": [1.5] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 4096,
+    }
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` where it used to write other keys."""
-    old = tiny_config(name, rope_theta=3e5, rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="bfloat16")
+    scaling = OWN_SCALING.get(name, {"rope_type": "linear", "factor": 2.0})
+    old = tiny_config(name, rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
     del old["dtype"], old["rope_parameters"]
     expected = read_architecture(write(tmp_path, old))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["rope_parameters"]["rope_theta"] == 3e5
+    ropes = saved["rope_parameters"]
+    assert ropes.get("full_attention", ropes)["rope_theta"] == 5e5
     assert "rope_theta" not in saved
     assert "torch_dtype" not in saved
     assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
