@@ -36,7 +36,6 @@ class Case:
     altered: tuple[str, ...]
     altered_logits: tuple[str, ...] = ()  # that change no greedy token
     max_model_len: int | None = None
-    needs_length: bool = False  # the oracle turns short sequences otherwise
 
     @property
     def full_config(self) -> dict[str, Any]:
@@ -282,6 +281,10 @@ CASES = (
         altered_logits=("logit_softcap",),
     ),
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
+)
+
+# Their seeds are not picked: choices that are too close are left out where tokens are compared.
+MORE_CASES = (
     Case(
         "granite-7-per-kv-head-20",
         "Granite",
@@ -324,7 +327,6 @@ CASES = (
         0,
         heads(224, 7, 1, 32) | longrope(12, original=32, rope_theta=1e4, partial_rotary_factor=0.75),
         ("long_factor",),
-        needs_length=True,
     ),
     Case(
         "phi3-window-tied-partial",
