@@ -198,7 +198,11 @@ def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
     a.is_ready = b.is_ready = True
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(ask(model="y"), []) is b
-    assert pool.choose(ask(model="y"), [b]) is a, "who may say that there is none"
+    assert pool.choose(ask(model="y"), [b]) is None, "it is full, which another one does not know"
+    assert pool.choose(ask(model="z"), [b]) is a, "who may say that there is none"
+    b.is_ready = False
+    assert pool.choose(ask(model="y"), []) is None, "it comes back"
+    b.is_ready = True
     assert pool.choose(ask(), [a, b]) is None
     new, gone = pool.change(["http://b", "http://c"])
     assert ([each.url for each in new], gone) == (["http://c"], [a])
