@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from allocations import allocated_in
 from certificates import make_certificate
 from fakes import FakeExecutor, answer_text
 from running import DEADLINE_S, connect, read_all, run_server, wait_until
@@ -58,7 +59,7 @@ def check_serves(running: Running) -> None:
 
 @contextlib.contextmanager
 def flat_memory(num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
-    """Hold what is allocated meanwhile to parts of what is sent: at once, and what of it `HELD_BY` keeps in the end.
+    """Hold what is allocated meanwhile to parts of what is sent: at once, and what the server keeps in the end.
 
     At once everything in this process counts, and other threads may take a MB or two: so much more is sent.
     """
@@ -68,15 +69,13 @@ def flat_memory(num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator
         yield
         peak = tracemalloc.get_traced_memory()[1]
         gc.collect()
-        rest = tracemalloc.take_snapshot().filter_traces(HELD_BY)
+        rest = allocated_in("asyncio", "octavo", "uvicorn")
     finally:
         tracemalloc.stop()
-    num_kept_bytes = sum(trace.size for trace in rest.traces)
     assert peak < at_once * num_sent_bytes, f"{peak} bytes at once of {num_sent_bytes}"
-    assert num_kept_bytes < kept * num_sent_bytes, f"{num_kept_bytes} bytes of {num_sent_bytes} were kept"
+    assert rest < kept * num_sent_bytes, f"{rest} bytes of {num_sent_bytes} were kept"
 
 
-HELD_BY = [tracemalloc.Filter(True, f"*/{name}/*") for name in ("asyncio", "octavo", "uvicorn")]
 FLOODS = {
     "in one header": b"GET /version HTTP/1.1\r\nX-Flood: " + b"a" * MAX_HEADER_BYTES,
     "in many headers": b"GET /version HTTP/1.1\r\n" + b"X-Flood: aaaaaaaaaaaaaaaaaaaa\r\n" * 5000,
