@@ -19,7 +19,7 @@ from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_has_a_wrong_token_or_a_leak(seed):
     run = run_seed(seed, 2500, 1, RunFile(None))
