@@ -31,7 +31,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # For development kernels are built with the tools of .venv, so that only what changed is compiled again.
 BUILD_TOOLS = $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,) \
 	$(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
-WORKERS ?= 2
+WORKERS ?= 3
+REAL_WORKERS ?= 2
 STEPS ?= 200000
 SEED ?= 0
 SEEDS ?= 1
@@ -81,7 +82,7 @@ test-all: $(DEV_STAMP)
 real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
-		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m real -ra tests/real
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra tests/real
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \

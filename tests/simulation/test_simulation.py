@@ -89,8 +89,10 @@ def test_same_seed_same_trace():
     assert first == second
 
 
-def test_small_worlds_are_all_right():
-    assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2) == 5550
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
+def test_small_worlds_are_all_right(config):
+    assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2, configs=[config]) == 1110
 
 
 @pytest.mark.slow

@@ -626,11 +626,11 @@ class Transport:
     wrap: Callable[[socket.socket], socket.socket]
 
 
-@pytest.fixture(params=["plain", "TLS"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+@pytest.fixture(params=["plain", "TLS"], scope="module")
+def transport(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transport:
     if request.param == "plain":
         return Transport({}, lambda sock: sock)
-    certificate, private_key = make_certificate(tmp_path)
+    certificate, private_key = make_certificate(tmp_path_factory.mktemp("tls"))
     context = ssl.create_default_context(cafile=certificate)
     options = {"ssl_certfile": certificate, "ssl_keyfile": private_key}
     return Transport(options, lambda sock: context.wrap_socket(sock, server_hostname="127.0.0.1"))
@@ -669,7 +669,7 @@ def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monke
     """However large it is, and however long that takes: some 100 KB a second, where 16 have to be taken."""
     looks = count_calls(monkeypatch, connection.BoundedHttpProtocol, "_look_at_reader")
     options = {"max_model_len": 5_000, "num_blocks": 400}
-    body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "logprobs": 5}).encode()
+    body = json.dumps({"prompt": "hello", "max_tokens": 2_000, "ignore_eos": True, "logprobs": 5}).encode()
     with (
         run_server(engine_options=options, idle_timeout_s=1.0, **transport.options) as running,
         transport.wrap(connect(running, receive_bytes=16_384)) as sock,
@@ -741,7 +741,7 @@ def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever()
     body = json.dumps({"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "logprobs": 5}).encode()
     options = {"max_model_len": 5_000, "num_blocks": 400}
     with (
-        run_server(engine_options=options, idle_timeout_s=2.0, keep_alive_timeout_s=600.0, send_bytes=4096) as running,
+        run_server(engine_options=options, idle_timeout_s=1.0, keep_alive_timeout_s=600.0, send_bytes=4096) as running,
         connect(running, receive_bytes=4096) as sock,
     ):
         lines = head(COMPLETIONS, len(body)).replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
