@@ -43,7 +43,8 @@ CASES ?= 1000
 REAL_SCALE ?= 1
 REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
-# Workers share the cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
+# Tests of processes and time-outs wait as long as they compute: three workers keep two cores busy. Workers share the
+# cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
 # the tests that stand together, so that what a file sets up is set up once. What pytest compiles is kept, wherever the
 # environment says otherwise: rewriting all asserts takes each worker 8 s.
 PYTEST := PYTHONDONTWRITEBYTECODE= OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
