@@ -16,7 +16,7 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 
 from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
@@ -103,12 +103,13 @@ def made_up(does: str, events: bytes = EVENT) -> Iterator[tuple[str, MadeUp]]:
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])

@@ -255,13 +255,14 @@ def test_pieces_are_the_prompts_whatever_fields_it_has(size):
     assert num_common == sum(end <= size + 1 for end in ends), "the quote before them, and what both have"
 
 
-@pytest.mark.parametrize("num_spaces", [0, 4_000_000])
+@pytest.mark.parametrize("num_spaces", [0, 40_000_000])
 def test_a_prompt_is_not_copied(num_spaces):
-    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 4_000_000 + b'"}' + b" " * num_spaces + b"]}"
+    """Many bytes: other threads of this process may take a MB meanwhile."""
+    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000_000 + b'"}' + b" " * num_spaces + b"]}"
     tracemalloc.start()
     try:
         asked = read_asked(body, tenant="", headers={}, session_header="x")
-        assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert tracemalloc.get_traced_memory()[1] < len(body) / 20
     finally:
         tracemalloc.stop()
     assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")
