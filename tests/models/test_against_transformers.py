@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_cases import CASES, make_prompts
 
 from octavo import LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.models.random_weights import write_checkpoint
 
 NUM_TOKENS = 64
 MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them to about 1e-5
@@ -20,7 +19,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @every_case
 def test_tokens_equal(case, tmp_path):
     """The oracle reads each prompt with octavo's answer behind it and must choose every token of the answer itself."""
-    path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
+    path = case.write(tmp_path / "model")
     prompts = make_prompts(case.seed)
     oracle = load_oracle(path)
     tokens = generate_staggered(path, prompts, case.max_model_len)
@@ -39,7 +38,7 @@ def test_tokens_equal(case, tmp_path):
 @pytest.mark.parametrize("case", [each for each in CASES if not each.needs_length], ids=lambda case: case.name)
 def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
     """The same with nothing of octavo's before the oracle's eyes: it generates by itself, with its own KV cache."""
-    path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
+    path = case.write(tmp_path / "model")
     prompts = make_prompts(case.seed)
     oracle = load_oracle(path)
     assert generate_staggered(path, prompts, case.max_model_len) == [greedy(oracle, prompt) for prompt in prompts]

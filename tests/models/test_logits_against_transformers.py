@@ -7,7 +7,6 @@ from transformers_cases import CASES, make_prompts
 
 from octavo.kernels import create_kernels
 from octavo.models.loader import load_model
-from octavo.models.random_weights import write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
 
@@ -19,7 +18,7 @@ STEP = 23
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits_equal(case, prompt_logits, tmp_path):
     """Row p has the logits behind p + 1 tokens; computed in steps, so that most rows read keys of earlier ones."""
-    path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
+    path = case.write(tmp_path / "model")
     token_ids = next(prompt for prompt in make_prompts(case.seed) if len(prompt) == LENGTH)
     cpu, architecture = torch.device("cpu"), read_architecture(path)
     max_model_len = case.max_model_len or architecture.max_context_tokens

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.models.random_weights import tiny_config
+from safetensors.torch import load_file, save_file
+
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCAB_SIZE = 499  # odd on purpose
 PROMPT_LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 47, 64, 65, 90, 128, 129, 177, 256, 301, 400, 513, 700)
@@ -37,6 +42,9 @@ class Case:
     altered_logits: tuple[str, ...] = ()  # that change no greedy token
     max_model_len: int | None = None
     needs_length: bool = False  # the oracle turns short sequences otherwise
+    turns_final_norm: bool = (
+        False  # half of its weights: large embeddings that are tied would choose the last token again
+    )
 
     @property
     def full_config(self) -> dict[str, Any]:
@@ -45,6 +53,15 @@ class Case:
             config["torch_dtype"] = config.pop("dtype")
             del config["rope_parameters"]
         return config | self.config
+
+    def write(self, directory: Path) -> Path:
+        """Write the checkpoint; return its directory."""
+        write_checkpoint(directory, self.full_config, seed=self.seed, std=0.1)
+        if self.embeddings != 1:
+            tensors = load_file(directory / "model.safetensors")
+            tensors["model.embed_tokens.weight"] *= self.embeddings
+            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
 
 
 def heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -195,9 +212,10 @@ CASES = (
     Case(
         "gemma-head-96-tied",
         "Gemma",
-        0,
+        1,
         heads(192, 2, 2, 96) | TIED,
         ("gelu", "embedding_scale", "norm_offset", "grouping", "theta", "tied"),
+        embeddings=0.25,
     ),
     Case(
         "gemma-7-per-kv-old-style",
@@ -207,7 +225,7 @@ CASES = (
         ("gelu", "embedding_scale", "norm_offset"),
     ),
     Case(
-        "gemma-head-80-bias", "Gemma", 0, heads(160, 4, 2, 80) | {"attention_bias": True}, ("gelu", "bias", "grouping")
+        "gemma-head-80-bias", "Gemma", 2, heads(160, 4, 2, 80) | {"attention_bias": True}, ("gelu", "bias", "grouping")
     ),
     Case(
         "gemma2-window-tied",
@@ -216,11 +234,12 @@ CASES = (
         heads(192, 6, 2, 32) | TIED,
         ("wide_window", "attention_softcap", "query_scalar", "after_only", "gelu", "embedding_scale", "grouping"),
         altered_logits=("logit_softcap",),
+        embeddings=0.25,
     ),
     Case(
         "gemma2-head-80-layer-types",
         "Gemma2",
-        0,
+        8,
         heads(160, 4, 2, 80) | {"layer_types": ["full_attention", "sliding_attention"]},
         ("wide_window", "layer_types", "attention_softcap", "after_only", "norm_offset", "theta"),
         altered_logits=("logit_softcap",),
@@ -228,7 +247,7 @@ CASES = (
     Case(
         "gemma2-7-per-kv-without-caps",
         "Gemma2",
-        0,
+        6,
         heads(112, 7, 1, 20)
         | {"attention_bias": True, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e5},
         ("wide_window", "bias", "query_scalar", "gelu"),
@@ -252,6 +271,7 @@ CASES = (
             "norm_offset",
             "grouping",
         ),
+        embeddings=0.25,
     ),
     Case(
         "gemma3-head-80-old-style",
@@ -271,7 +291,7 @@ CASES = (
     Case(
         "gemma3-7-per-kv-biases-and-cap",
         "Gemma3",
-        0,
+        5,
         heads(112, 7, 1, 20)
         | {
             "attention_bias": True,
