@@ -256,7 +256,6 @@ MORE_CASES = (
         0,
         heads(192, 2, 2, 96) | TIED,
         ("gelu", "embedding_scale", "norm_offset", "grouping", "theta", "tied"),
-        embeddings=0.25,
     ),
     Case(
         "gemma2-window-tied",
@@ -265,7 +264,6 @@ MORE_CASES = (
         heads(192, 6, 2, 32) | TIED,
         ("wide_window", "attention_softcap", "query_scalar", "after_only", "gelu", "embedding_scale", "grouping"),
         altered_logits=("logit_softcap",),
-        embeddings=0.25,
     ),
     Case(
         "gemma3-window-tied",
@@ -286,7 +284,6 @@ MORE_CASES = (
             "norm_offset",
             "grouping",
         ),
-        embeddings=0.25,
     ),
     Case(
         "granite-7-per-kv-head-20",
