@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.router.policies.least_loaded import least_loaded
+from octavo.server.access.routes import OLLAMA_TAG
 from octavo.server.errors import EngineLostError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Engine:
 
     def serves(self, model: str | None) -> bool:
         """Whether it may have a model of that name."""
-        return model is None or not self.models or model in self.models
+        return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
 class EnginePool:

@@ -178,7 +178,7 @@ class _Exchange:
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        events = EventStream(share)
+        events = EventStream(share, answer.event_end)
         try:
             async with self._flight.guarded():
                 while not (whole := events.whole(await answer.next())) and not answer.is_over:

@@ -23,6 +23,8 @@ def error_event(error: HttpError, path: str) -> bytes:
     """Return the last event of a stream that others have begun."""
     if path in TGI_ROUTES:
         return _event(error.tgi_body)
+    if path.startswith("/api/"):
+        return msgspec.json.encode(error.ollama_body) + b"\n"
     if path == "/v1/messages":
         return b"event: error\n" + _event(error.anthropic_body)
     if path == "/v1/responses":
