@@ -44,7 +44,7 @@ MessagesBody = Annotated[messages.MessagesRequest, Depends(body_of(messages.Mess
 CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(messages.CountTokensRequest, is_count=True))]
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
 OllamaChatBody = Annotated[ollama_requests.ChatRequest, Depends(body_of(ollama_requests.ChatRequest))]
-OllamaPromptBody = Annotated[ollama_requests.GenerateRequest, Depends(body_of(ollama_requests.GenerateRequest))]
+OllamaPromptBody = Annotated[ollama_requests.PromptRequest, Depends(body_of(ollama_requests.PromptRequest))]
 OllamaEmbedBody = Annotated[ollama_requests.EmbedRequest, Depends(body_of(ollama_requests.EmbedRequest))]
 OllamaVectorBody = Annotated[ollama_requests.EmbeddingsRequest, Depends(body_of(ollama_requests.EmbeddingsRequest))]
 OllamaShowBody = Annotated[ollama_requests.ShowRequest, Depends(body_of(ollama_requests.ShowRequest, is_count=True))]

@@ -15,7 +15,7 @@ from octavo.server.answers.answering import LINES, Job, answer, json_response, l
 from octavo.server.answers.tools import NO_TOOLS, read_chat_tools
 from octavo.server.api.conversation import Conversation, answer_conversation, continuing
 from octavo.server.api.ollama.messages import read_conversation
-from octavo.server.api.ollama.replies import Answer, Call, CalledFunction, Message
+from octavo.server.api.ollama.replies import Answer, AnswerMessage, Call, FunctionToCall
 from octavo.server.api.openai.logprobs import chat_logprobs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answering import ChoiceUpdate
     from octavo.server.answers.usage import Usage
-    from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, GenerateRequest
+    from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, PromptRequest
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
@@ -39,7 +39,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
     """Answer a conversation."""
     options = _job_options(service, request)
     if not request.messages:
-        return _loaded(service, Answer(request.model, message=Message()))
+        return _loaded(service, Answer(request.model, message=AnswerMessage()))
     given, tool_format = request.messages, service.answer_style.tools
 
     def read() -> tuple[SamplingParams, Conversation]:
@@ -52,7 +52,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
     return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="chat-", **options)
 
 
-async def generate(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt, or continue it as it stands: with raw, and where the model has no chat template."""
     options = _job_options(service, request)
     if not request.prompt:
@@ -104,12 +104,12 @@ class OllamaReply:
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return a line, unless a parser waits for more."""
         told = self._take(update.completion, update.output)
-        has_message = told.message is not UNSET and told.message != Message()
+        has_message = told.message is not UNSET and told.message != AnswerMessage()
         return line(told) if has_message or told.response or told.thinking or told.logprobs else b""
 
     def end(self, usage: Usage) -> bytes:
         """Return the last line."""
-        return line(self._ended(self._spelled(Message()), usage))
+        return line(self._ended(self._spelled(AnswerMessage()), usage))
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Answer:
         """Return the whole answer."""
@@ -121,7 +121,7 @@ class OllamaReply:
         return line(error.ollama_body)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
-        message = Message()
+        message = AnswerMessage()
         thinking, calls = "", list[Call]()
         for part in self._reader.read(completion):
             match part.kind:
@@ -151,11 +151,11 @@ class OllamaReply:
         if not self._called:
             return []
         assert self._form.toolbox.format is not None
-        function = CalledFunction(self._num_calls, self._called, read_arguments(self._arguments))
+        function = FunctionToCall(self._num_calls, self._called, read_arguments(self._arguments))
         self._called, self._arguments, self._num_calls = "", "", self._num_calls + 1
         return [Call(self._form.toolbox.format.new_call_id(), function)]
 
-    def _spelled(self, message: Message) -> Answer:
+    def _spelled(self, message: AnswerMessage) -> Answer:
         if self._is_chat:
             return Answer(self._request.model, message=message)
         return Answer(self._request.model, response=message.content, thinking=message.thinking)

@@ -9,7 +9,7 @@ from octavo.engine.embedding import embedding
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import json_response
 from octavo.server.api.ollama.answers import durations
-from octavo.server.api.ollama.replies import Embedding, Embeddings
+from octavo.server.api.ollama.replies import Vector, Vectors
 from octavo.server.api.openai.completions import read_prompts
 from octavo.server.api.openai.embeddings import MAX_INPUTS, embed_prompts
 from octavo.server.api.truncation import WHOLE, Truncation
@@ -32,7 +32,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
     """Turn texts into vectors of length 1."""
     model = request.settle(service)
     if request.input in (None, "", []):
-        return _none(service, Embeddings(request.model, []))
+        return _none(service, Vectors(request.model, []))
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     beginning = Truncation(service.model_info.max_model_len - 1, from_left=False)
     return await embed_prompts(
@@ -51,7 +51,7 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
     """Turn a text into a vector of length 1."""
     model = request.settle(service)
     if not request.prompt:
-        return _none(service, Embedding([]))
+        return _none(service, Vector([]))
     return await embed_prompts(service, http_request, [request.prompt], EmbeddingReply, model=model)
 
 
@@ -67,12 +67,12 @@ class EmbedReply:
     def __init__(self, request: EmbedRequest, _job: Job) -> None:
         self._request = request
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Embeddings:
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Vectors:
         """Return all vectors."""
         vectors: list[Any] = [embedding(each, num_dimensions=self._request.dimensions).tolist() for each in outputs]
         total, _, _ = durations([each.metrics for each in outputs if each.metrics is not None])
         cached = usage.prompt_tokens_details.cached_tokens
-        return Embeddings(self._request.model, vectors, total, 0, usage.prompt_tokens, cached)
+        return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached)
 
 
 class EmbeddingReply:
@@ -81,7 +81,7 @@ class EmbeddingReply:
     def __init__(self, _job: Job) -> None:
         pass
 
-    def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Embedding:
+    def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
         """Return the vector."""
         (output,) = outputs
-        return Embedding(embedding(output).tolist())
+        return Vector(embedding(output).tolist())

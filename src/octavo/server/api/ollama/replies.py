@@ -14,7 +14,7 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-class CalledFunction(Struct):
+class FunctionToCall(Struct):
     """What is called."""
 
     index: int
@@ -26,10 +26,10 @@ class Call(Struct):
     """A call of a tool, whole."""
 
     id: str
-    function: CalledFunction
+    function: FunctionToCall
 
 
-class Message(Struct):
+class AnswerMessage(Struct):
     """An answer, or what it grew by."""
 
     role: str = "assistant"
@@ -47,7 +47,7 @@ class Answer(Struct):
 
     model: str
     created_at: datetime = field(default_factory=_now)
-    message: Message | UnsetType = UNSET
+    message: AnswerMessage | UnsetType = UNSET
     response: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
@@ -62,7 +62,7 @@ class Answer(Struct):
     eval_duration: int | UnsetType = UNSET
 
 
-class Embeddings(Struct):
+class Vectors(Struct):
     """POST /api/embed."""
 
     model: str
@@ -73,7 +73,7 @@ class Embeddings(Struct):
     cached_tokens: int = 0
 
 
-class Embedding(Struct):
+class Vector(Struct):
     """POST /api/embeddings."""
 
     embedding: list[float]

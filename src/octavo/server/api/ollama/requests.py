@@ -124,7 +124,7 @@ class ChatRequest(AnswerRequest):
     tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
 
 
-class GenerateRequest(AnswerRequest):
+class PromptRequest(AnswerRequest):
     """POST /api/generate. Without a prompt the model is loaded. raw: the prompt stands as it is, without a template."""
 
     prompt: str | None = None
