@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 LARGE = b'{"text":"' + b"x" * (32 << 20) + b'"}'
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+LINE = b'{"message":{"role":"assistant","content":"a"},"done":false}\n'
 
 
 class MadeUp:
@@ -48,12 +49,13 @@ class MadeUp:
         while (await receive()).get("more_body"):
             pass
         try:
-            await self._answer(receive, send)
+            await self._answer(receive, send, is_lines=scope["path"].startswith("/api/"))
         except asyncio.CancelledError:
             self.num_left += 1
             raise
 
-    async def _answer(self, receive, send) -> None:
+    async def _answer(self, receive, send, *, is_lines: bool) -> None:
+        event, kind = (LINE, b"application/x-ndjson") if is_lines else (EVENT, b"text/event-stream")
         match self.does:
             case "answer":
                 await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
@@ -65,16 +67,15 @@ class MadeUp:
             case "die":
                 _die(receive)
             case "die in mid-stream" | "hang in mid-stream" | "die within an event":
-                kind = (b"content-type", b"text/event-stream")
-                await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-                await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
                 if self.does == "hang in mid-stream":
                     while (await receive())["type"] != "http.disconnect":
                         pass
                     self.num_left += 1
                     return
                 if self.does == "die within an event":
-                    await send({"type": "http.response.body", "body": EVENT[:20], "more_body": True})
+                    await send({"type": "http.response.body", "body": event[:20], "more_body": True})
                 await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
                 _die(receive)
             case "hang":
@@ -158,6 +159,7 @@ STREAM_ENDS = {
         lines[-2] == "event: error" and json.loads(lines[-1].removeprefix("data: "))["type"] == "error"
     ),
     "/generate_stream": lambda lines: json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation",
+    "/api/chat": lambda lines: "the engine that served this request has gone" in json.loads(lines[-1])["error"],
     "/v1/responses": lambda lines: json.loads(lines[-1].removeprefix("data: "))["code"] == "engine_lost",
 }
 
@@ -173,7 +175,7 @@ def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
     ):
         with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
-        assert lines[0] == EVENT.decode().strip()
+        assert lines[0] == (LINE if path == "/api/chat" else EVENT).decode().strip()
         assert STREAM_ENDS[path](lines)
         assert (failing.num_posts, answering.num_posts) == (1, 0)
 

@@ -104,7 +104,7 @@ def test_what_an_answer_holds(client: ollama.Client) -> None:
 
 
 def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
-    for limit in range(1, len(ANSWER.encode()), 9):
+    for limit in range(1, len(ANSWER.encode()), 13):
         asked: dict[str, Any] = {"tools": [WEATHER, NOW], "options": {"num_predict": limit}}
         whole = joined([client.chat("fake", MESSAGES, **asked)])
         assert whole == joined([*client.chat("fake", MESSAGES, stream=True, **asked)])
@@ -174,10 +174,8 @@ def test_the_template_is_told_whether_to_think(
         lambda: client.generate("fake", "Hm?", options={"num_predict": 1}, **options),
     ):
         ask()
-        told = {
-            name: template.options[name] for name in ("enable_thinking", "reasoning_effort") if name in template.options
-        }
-        assert told == expected
+        assert template.options.items() >= expected.items()
+        assert not {"enable_thinking", "reasoning_effort"} & (template.options.keys() - expected.keys())
 
 
 def test_an_answer_that_has_begun_is_gone_on_with(running: Running, client: ollama.Client) -> None:
@@ -363,7 +361,7 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"messages": [{"role": "user", "content": "Hello", "images": ["aGk="]}]}, r"messages\[0\].images"),
         ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, r"messages\[0\].tool_calls\[0\]"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": 7}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 7}}]}]},
             "arguments",
         ),
         ({"tools": [7]}, r"tools\[0\]"),
@@ -451,10 +449,8 @@ def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
         for _ in range(2):
             body = {**CHAT, "options": {"num_ctx": 32768, "num_predict": 1, "new_option": 1}, "new_field": 2}
             assert http.post("/api/chat", json=body).status_code == 200
-    text = caplog.text
-    assert [
-        text.count(word) for word in ("num_ctx 32768 is more than max_model_len 2048", "new_field", "new_option")
-    ] == [1] * 3
+    told = ("num_ctx 32768 is more than max_model_len 2048", "new_field", "new_option")
+    assert [caplog.text.count(each) for each in told] == [1, 1, 1]
 
 
 def test_durations_are_nanoseconds_of_the_engines_clock() -> None:
