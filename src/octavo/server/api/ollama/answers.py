@@ -166,7 +166,7 @@ class OllamaReply:
         told.total_duration, told.prompt_eval_duration, told.eval_duration = times
         told.load_duration = 0
         told.prompt_eval_count, told.eval_count = usage.prompt_tokens, usage.completion_tokens
-        told.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        told.cached_tokens, told.receipt = usage.prompt_tokens_details.cached_tokens, usage.receipt
         return told
 
 

@@ -72,7 +72,7 @@ class EmbedReply:
         vectors: list[Any] = [embedding(each, num_dimensions=self._request.dimensions).tolist() for each in outputs]
         total, _, _ = durations([each.metrics for each in outputs if each.metrics is not None])
         cached = usage.prompt_tokens_details.cached_tokens
-        return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached)
+        return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached, usage.receipt)
 
 
 class EmbeddingReply:

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.openai.replies import TokenLogprob  # noqa: TC001 - msgspec reads the types of fields
 
 
@@ -41,8 +42,8 @@ class AnswerMessage(Struct):
 class Answer(Struct):
     """A line of a stream, or a whole answer. message: of a chat; response and thinking: of a prompt.
 
-    cached_tokens: octavo's own, of the prompt those that were found in the prefix cache. The counts stand last: a
-    router reads them there, whatever a model has written before.
+    cached_tokens, receipt: octavo's own; the first are those of the prompt that were found in the prefix cache. The
+    counts stand last: a router reads them there, whatever a model has written before.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Answer(Struct):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Vectors(Struct):
@@ -71,6 +73,7 @@ class Vectors(Struct):
     load_duration: int = 0
     prompt_eval_count: int = 0
     cached_tokens: int = 0
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Vector(Struct):
