@@ -384,6 +384,8 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"options": {"penalize_newline": False}}, "penalize_newline"),
         ({"temperature": 0.5}, "temperature stands in options"),
         ({"template": "{{ .Prompt }}"}, "template"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"system": "Be brief."}, "system"),
         ({"truncate": True}, "truncate"),
         ({"shift": True}, "shift"),

@@ -40,9 +40,10 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "pen
 # Beside `options`: what would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(
-        Off(False), "_debug_render_only", "shift", "truncate"
-    ),  # the last two drop what a full context has no room for
+    **each(Off(False), "shift", "truncate"),  # they drop what a full context has no room for
+    "_debug_render_only": Off(False),
+    "chat_template": Off(),
+    "chat_template_kwargs": Off({}),
     **each(Off(0), "height", "steps", "width"),
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
@@ -77,9 +78,8 @@ class AnswerRequest(Body):
         """Return the name that is served. Raises `RequestError` for a field that would be ignored."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
-        if misplaced := {name for name, value in given.items() if value is not None} & Options.model_fields.keys():
-            field = min(misplaced)
-            raise RequestError(f"{field} stands in options, not beside them", parameter=field)
+        if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
+            raise RequestError(f"{misplaced} stands in options, not beside them", parameter=misplaced)
         service.extra_fields.check(given, _UNSUPPORTED, HARMLESS)
         service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS)
         longest = service.model_info.max_model_len
