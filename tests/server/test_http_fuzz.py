@@ -10,7 +10,7 @@ import pytest
 from fakes import answer_text
 
 from octavo.server.api.anthropic.messages import CountTokensRequest, MessagesRequest
-from octavo.server.api.ollama.requests import ChatRequest, EmbedRequest, PromptRequest, ShowRequest
+from octavo.server.api.ollama.requests import ChatRequest, EmbedRequest, Options, PromptRequest, ShowRequest
 from octavo.server.api.openai.embeddings import EmbeddingRequest
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.api.openai.responses import ResponsesRequest
@@ -50,6 +50,7 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
         ("/v1/messages/count_tokens", CountTokensRequest, {"model": "fake", "messages": VALUES[-4]}),
         ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": 0}),
         ("/api/chat", ChatRequest, {"model": "fake", "messages": VALUES[-4], "num_predict": 3}),
+        ("/api/chat", Options, {"model": "fake", "messages": VALUES[-4]}),
         ("/api/generate", PromptRequest, {"model": "fake", "prompt": "hello", "num_predict": 3}),
         ("/api/embed", EmbedRequest, {"model": "fake", "input": "hello", "dimensions": 0}),
         ("/api/show", ShowRequest, {"model": "fake"}),
@@ -63,6 +64,8 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
             route, schema, sound = rng.choice(routes)
             fields = sorted({*schema.model_fields, *getattr(schema, "unsupported", ()), "best_of", "include"})
             body = make_body(rng, fields, sound)
+            if schema is Options:
+                body = {**sound, "options": make_body(rng, fields, {"num_predict": 3})}
             if schema in {EmbeddingRequest, EmbedRequest}:
                 body["dimensions"] = 0  # none is served: the fake executor makes no vectors
             content = json.dumps(body)
