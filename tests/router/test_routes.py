@@ -150,12 +150,14 @@ def test_the_routers_own_are_nobody_elses(routed):
         ),
         (b'{"usage":{"input_tokens":4,"cache_read_input_tokens":16,"output_tokens":2}}', (20, 16, 22)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"logprobs":[%s]}]}' % (b"-1.5," * 4000), (8, None, 8)),
+        (b'{"response":"","total_duration":5,"prompt_eval_count":8,"eval_count":2}\n', (8, None, 10)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"say \\"usage\\": 3"}]}', (8, None, 8)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"\\"usage":{\\"prompt_tokens":9"}]}', (8, None, 8)),
         (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
         (
-            b'{"usage":{"input_tokens":3},"total_duration":5,"prompt_eval_count":8,"cached_tokens":4,"eval_count":2}\n',
-            (8, 4, 10),
+            b'{"usage":{"input_tokens":3},"text":"%s","total_duration":5,"prompt_eval_count":8,"cached_tokens":4}\n'
+            % (b"x" * 4000),
+            (8, 4, 8),
         ),
     ],
 )
