@@ -11,7 +11,39 @@ from octavo.config.fields import at_least, not_negative, option
 from octavo.errors import ConfigError
 from octavo.sampling_params import POOLING
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "mistral",
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "glm45",
+    "glm47",
+    "hy_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "minicpm5",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "solar_open",
+    "functionary_v3_1",
+    "phi4_mini_json",
+    "granite",
+    "functools",
+    "nemotron_json",
+    "jamba",
+    "minimax",
+    "cohere_command3",
+    "command_r",
+    "gigachat3",
+    "lfm2",
+    "olmo3",
+    "llama3_json",
+    "pythonic",
+)
 REASONING_PARSERS = ("auto", "none", "think")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 EMBEDDING_POOLING = ("auto", *POOLING)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from octavo.server.answers.known_formats import find_tool_format
 from octavo.server.answers.parts import REASONING_CLOSES, REASONING_OPENS, Part, ReasoningParser, joined
-from octavo.server.answers.tool_formats import find_tool_format
+from octavo.server.answers.template_probe import written_call
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.parts import AnswerParser
-    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.tools import Toolbox
 
 
@@ -48,7 +49,7 @@ class AnswerStyle:
             token_id = inputs.tokenizer.token_id(text)
             return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
 
-        tools = find_tool_format(tool_parser, templates, spell)
+        tools = find_tool_format(tool_parser, templates, written_call(inputs), spell)
         end_id = inputs.tokenizer.token_id(REASONING_CLOSES) if has_reasoning else None
         markers = [*(tools.markers if tools else ()), *(REASONING_MARKERS if has_reasoning else ())]
         ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
