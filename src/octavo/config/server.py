@@ -44,7 +44,19 @@ TOOL_CALL_PARSERS = (
     "llama3_json",
     "pythonic",
 )
-REASONING_PARSERS = ("auto", "none", "think")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "seed_oss",
+    "minimax_m3",
+    "hy_v3",
+    "cohere_command3",
+    "apertus",
+    "granite",
+    "apriel",
+)
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 EMBEDDING_POOLING = ("auto", *POOLING)
 
@@ -70,7 +82,7 @@ class ServerConfig(AccessConfig):
     )
     reasoning_parser: str = option(
         "auto",
-        "Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
+        "How the model marks what is split off as reasoning_content; auto looks at the chat template.",
         choices=REASONING_PARSERS,
     )
     reasoning_field: str = option(

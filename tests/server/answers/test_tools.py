@@ -10,10 +10,11 @@ import pytest
 from fakes import FakeChatTemplate, FakeExecutor, make_engine
 from running import DEADLINE_S, run_server, wait_until
 
-from octavo.config.server import TOOL_CALL_PARSERS
+from octavo.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.parts import PlainParser
+from octavo.server.answers.reasoning_forms import REASONING_FORMS
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_formats import HermesFormat, LlamaFormat, NamedMistralFormat
 from octavo.server.answers.tools import read_chat_tools
@@ -384,3 +385,4 @@ def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None
 
 def test_the_options_name_what_there_is() -> None:
     assert ("auto", "none", *dict.fromkeys(each.name for each in FORMATS)) == TOOL_CALL_PARSERS
+    assert ("auto", "none", *(each.name for each in REASONING_FORMS)) == REASONING_PARSERS
