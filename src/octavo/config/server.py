@@ -38,7 +38,10 @@ TOOL_CALL_PARSERS = (
     "minimax",
     "cohere_command3",
     "command_r",
+    "apertus",
     "gigachat3",
+    "gemma4",
+    "openai",
     "lfm2",
     "olmo3",
     "llama3_json",
@@ -55,6 +58,8 @@ REASONING_PARSERS = (
     "cohere_command3",
     "apertus",
     "granite",
+    "gemma4",
+    "openai_gptoss",
     "apriel",
 )
 REASONING_FIELDS = ("reasoning_content", "reasoning")

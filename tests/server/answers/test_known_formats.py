@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from call_grammars import Grammars
+from fakes import FakeChatTemplate, FakeExecutor
+from running import run_server
 
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.parts import Part, joined
+from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.reasoning_forms import REASONING_FORMS
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_formats import HermesFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.server.answers.parts import ReasoningForm
     from octavo.server.answers.tool_format import ToolFormat
 
 WEATHER = {
@@ -37,7 +46,7 @@ FUNCTIONS = [Function("get_weather", WEATHER), Function("now", NOTHING)]
 DEEP = {"a": ["x", {"b": None}, 1.5], "ü": '狐"\\'}
 WHOLE: dict[str, Any] = {"city": 'Rö"me\n\n {[, \\n <b>', "days": -2, "deep": DEEP, "is_long": True, "unit": "F"}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WHOLE), ("now", {}), ("get_weather", {"city": ""})]
-ALONE = {"llama3_json", "pythonic"}  # whose calls are the whole answer
+ALONE = {"llama3_json", "pythonic", "openai"}  # whose calls are the whole answer
 each_format = pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.__name__)
 
 
@@ -171,3 +180,132 @@ def test_tools_that_are_not_strict_take_any_arguments(
     structure = StructuredOutputsParams(grammar=form.optional(free, only_one=False))
     for arguments in (PLAIN, {}, {"other": [1, 2], "x": "y"}):
         assert grammars.accepts(structure, form.write([("now", arguments)])), arguments
+
+
+@pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
+def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None:
+    family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat
+    marks = [*family.markers, *(mark for mark in re.findall(r"[<\[]\S+?[>\]]", form.opens + form.closes))]
+    grammars = Grammars("special", [*dict.fromkeys(marks)])
+    tools = family(grammars.spell)
+    grammar = tools.forced(FUNCTIONS, only_one=True)
+    behind = StructuredOutputsParams(grammar=grammar, starts_after=form.closes, free_from=form.opens)
+    call = tools.write([("get_weather", {"city": "Rome"})])
+    turn = "<|start|>assistant" if tools.reads_whole else ""
+    assert grammars.accepts(behind, call)
+    assert grammars.accepts(behind, f"{form.opens}Hm.{form.closes}{turn}{call}")
+    for wrong in (f"{form.opens}Hm.{call}", f"{form.opens}Hm.{form.closes}{turn}No.", "No."):
+        assert not grammars.accepts(behind, wrong), wrong
+
+
+HARMONY = [
+    ("<|channel|>final<|message|>Hello.", [Part("content", "Hello.")]),
+    ("<|channel|>commentary<|message|>Hello.<|end|>", [Part("content", "Hello.")]),
+    (
+        "<|channel|>analysis<|message|>I\nthink<|end|><|start|>assistant<|channel|>final<|message|>Yes <b>.<|return|>",
+        [Part("reasoning", "I\nthink"), Part("content", "Yes <b>.")],
+    ),
+    (" to=functions.now<|channel|>analysis<|message|>{}", [Part("call", "now"), Part("arguments", "{}")]),
+    (
+        "<|channel|>analysis to=functions.now <|constrain|>json<|message|>{}<|call|>",
+        [Part("call", "now"), Part("arguments", "{}")],
+    ),
+    ("Hello, no head.", [Part("content", "Hello, no head.")]),
+    (
+        "<|channel|>commentary to=python<|message|>print(1)<|call|>",
+        [Part("content", "<|channel|>commentary to=python<|message|>print(1)<|call|>")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), HARMONY)
+def test_messages_of_gpt_oss(text: str, expected: list[Part]) -> None:
+    assert read(HarmonyFormat(), [text]) == expected
+    assert read(HarmonyFormat(), list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(HarmonyFormat(), [text[:cut], text[cut:]]) == expected, f"cut at {cut}"
+
+
+def test_answers_of_gpt_oss_are_told_apart_without_tools() -> None:
+    template = FakeChatTemplate("<|channel|>analysis<|message|>")
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    options = {"chat_template": template}
+    with run_server(FakeExecutor(answer=answer), engine_options=options, tool_call_parser="openai") as running:
+        with running.http() as http:
+            body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hm?"}]}
+            message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+            refused = http.post("/v1/chat/completions", json={**body, "structured_outputs": {"regex": "a"}})
+            assert refused.status_code == 400
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"town": {"type": "string"}},
+    "properties": {
+        "text": {"$ref": "#/$defs/town"},
+        "count": {"type": "integer"},
+        "share": {"type": ["number", "null"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "code": {"enum": ["1", "2"]},
+        "free": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "12", "12"),
+        ("text", " {} ", " {} "),
+        ("count", " 12 ", 12),
+        ("count", "a dozen", "a dozen"),
+        ("share", "null", None),
+        ("share", "None", None),
+        ("share", "2", 2),
+        ("either", "12", 12),
+        ("either", "12 or so", "12 or so"),
+        ("either", "true", "true"),
+        ("flag", "True", True),
+        ("list", "[1, NaN]", "[1, NaN]"),
+        ("list", '["a"]', ["a"]),
+        ("code", "1", "1"),
+        ("free", "1.5", 1.5),
+        ("free", "<b>", "<b>"),
+        ("other", "[]", []),
+        ("list", "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
+    form, function = Qwen3CoderFormat(), Function("now", SCHEMA)
+    written = f"<tool_call>\n<function=now>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = form.parser([function])
+    ((_, arguments),) = told(joined(parser.feed(written) + parser.finish()))[1]
+    assert json.loads(arguments) == {key: value}
+
+
+PYTHON = [
+    ("[now(a='it\\'s', b=\"\\u72d0 \\ud83d\\ude00\", c=None)]", {"a": "it's", "b": "狐 😀", "c": None}),
+    ("[now(a=[1, -2.5e3, 0x10, 1_000], b=(True, False), c={'d': {}, \"e\": true,},)]",
+     {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
+    (" [ now ( ) ] ", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), PYTHON)
+def test_values_of_python(text: str, value: Any) -> None:
+    whole = read(PythonicFormat(), [text])
+    assert read(PythonicFormat(), list(text)) == whole
+    assert valued(told(whole)[1]) == [("now", value)]
+
+
+@pytest.mark.parametrize(
+    "text", ["[now(1)]", "[now(a=__import__('os'))]", "[now(a=" + "[" * 99 + "]", "[now(a=1e999)]"]
+)
+def test_a_call_of_python_that_breaks_stays_one(text: str) -> None:
+    """Its name is told when it breaks; what follows is content."""
+    whole = read(PythonicFormat(), [text])
+    assert read(PythonicFormat(), list(text)) == whole
+    assert [part.text for part in whole if part.kind == "call"] == ["now"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.known_formats import find_tool_format
 from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
-from octavo.server.answers.template_probe import written_call
+from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
@@ -30,13 +32,21 @@ class AnswerStyle:
     """How a model writes what is not plain content: calls of tools, and reasoning.
 
     reasoning_end_id: the token that ends reasoning, where it is one. special_ids: markers of calls and of reasoning
-    that are special tokens of this model.
+    that are special tokens of this model. shows_tools: whether the chat template tells the model which tools there are.
     """
 
     tools: ToolFormat | None = None
     reasoning: ReasoningForm | None = None
     reasoning_end_id: int | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
+    shows_tools: bool = False
+
+    @property
+    def summary(self) -> str:
+        """Say it in a line."""
+        calls = "not known" if self.tools is None else self.tools.name
+        blind = "" if self.tools is None or self.shows_tools else " (the chat template tells the model of no tools)"
+        return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
 
     @property
     def has_reasoning(self) -> bool:
@@ -47,18 +57,20 @@ class AnswerStyle:
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
         """Find it by the options of the server: names, or "auto" for what the chat templates write."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
-        reasoning = find_reasoning_form(reasoning_parser, templates)
+        probe = TemplateProbe.of(inputs)
+        shown = [text for text in (*templates, probe.prompt, probe.call) if text is not None]
+        reasoning = find_reasoning_form(reasoning_parser, shown)
 
         def spell(text: str) -> str | None:
             token_id = inputs.tokenizer.token_id(text)
             return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
 
-        tools = find_tool_format(tool_parser, templates, written_call(inputs), spell)
+        tools = find_tool_format(tool_parser, templates, probe.call, spell)
         end_id = None if reasoning is None else inputs.tokenizer.token_id(reasoning.closes)
         markers = _markers(tools, reasoning)
         ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
         special = {text: token_id for text, token_id in ids.items() if inputs.tokenizer.is_special(token_id)}
-        return cls(tools, reasoning, end_id, special)
+        return cls(tools, reasoning, end_id, special, shows_tools=probe.shows_tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class AnswerForm:
     """How one request's answers are read.
 
     reasoning: how they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
-    shown_ids: the special tokens that are part of their text.
+    shown_ids: the special tokens that are part of their text. frame: what reads the whole of them, where one does.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -74,6 +86,7 @@ class AnswerForm:
     in_reasoning: bool = False
     reasoning_end_id: int | None = None
     shown_ids: tuple[int, ...] = ()
+    frame: ToolFormat | None = None
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str) -> AnswerForm:
@@ -82,9 +95,10 @@ class AnswerForm:
         if reasoning is not None and end.endswith(reasoning.closes):
             reasoning = None
         in_reasoning = reasoning is not None and end.endswith(reasoning.opens)
-        markers = _markers(toolbox.format, reasoning)
+        frame = style.tools if style.tools is not None and style.tools.reads_whole else None
+        markers = _markers(frame or toolbox.format, reasoning)
         shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
-        return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown)
+        return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown, frame)
 
     @property
     def has_reasoning(self) -> bool:
@@ -94,10 +108,12 @@ class AnswerForm:
     @property
     def is_plain(self) -> bool:
         """Whether an answer is its text and nothing else."""
-        return self.toolbox.format is None and not self.has_reasoning
+        return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
         """Return what reads one answer."""
+        if self.frame is not None:
+            return self.frame.parser(self.toolbox.functions, only_one=self.toolbox.only_one)
         parser = self.toolbox.parser()
         if self.reasoning is None:
             return parser
@@ -105,11 +121,21 @@ class AnswerForm:
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that make the whole text have this form: reasoning at its beginning is free."""
-        structure = self.toolbox.structure(params.structured_outputs)
+        structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
             structure = replace(structure, starts_after=self.reasoning.closes, free_from=free_from)
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
+
+    def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Put a structure where the model's content stands. Raises `RequestError` for what is no JSON."""
+        if self.frame is None or structure is None or self.toolbox.format is not None:
+            return structure
+        if structure.json is None and structure.json_object is None:
+            message = "this model writes its content in messages of its own form: JSON can be asked for, nothing else"
+            raise RequestError(message, parameter="structured_outputs")
+        grammar = self.frame.content(str(structure.json or '{"type": "object"}'))
+        return structure if grammar is None else StructuredOutputsParams(grammar=grammar)
 
 
 def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[str]:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from octavo.server.answers import named_calls, object_calls, python_calls, tagged_calls, template_probe, tool_formats
+from octavo.server.answers import (
+    gemma_calls,
+    harmony,
+    named_calls,
+    object_calls,
+    python_calls,
+    tagged_calls,
+    template_probe,
+    tool_formats,
+)
 from octavo.server.answers.tool_format import Function
 
 if TYPE_CHECKING:
@@ -39,8 +48,11 @@ FORMATS: tuple[type[ToolFormat], ...] = (
     object_calls.MiniMaxM1Format,
     object_calls.CohereFormat,
     object_calls.CommandRFormat,
+    object_calls.ApertusFormat,
     object_calls.GigaChat3Format,
     object_calls.OldGigaChat3Format,
+    gemma_calls.GemmaFormat,
+    harmony.HarmonyFormat,
     python_calls.LFM2Format,
     python_calls.OLMo3Format,
     tool_formats.LlamaFormat,
@@ -99,7 +111,7 @@ def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) 
 
 
 def _is_written(form: ToolFormat, text: str) -> bool:
-    return form.write([_PROBE]) in text
+    return form.write([_PROBE]) in text or form.shows(text, template_probe.NAME)
 
 
 def _is_read(form: ToolFormat, text: str) -> bool:

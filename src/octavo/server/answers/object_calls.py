@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
-from octavo.server.answers.tool_format import json_text, object_rules
+from octavo.server.answers.tool_format import choice_of, json_text, object_rules
+from octavo.structured_output.lark import lark_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,3 +139,42 @@ class OldGigaChat3Format(ObjectFormat):
     name = "gigachat3"
     markers = ("<|role_sep|>",)
     opener, opens, one_each = "function call<|role_sep|>", "function call<|role_sep|>\n", True
+
+
+class ApertusFormat(SectionFormat):
+    """Apertus: a list between marks, of objects whose one key is the name."""
+
+    name = "apertus"
+    markers = ("<|tools_prefix|>", "<|tools_suffix|>")
+    opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
+        """Return what reads such objects."""
+        return _KeyedParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return an object."""
+        return json_text({name: arguments})
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """A rule for each name."""
+        rules = [choice_of(len(functions)), "COLON: /: ?/"]
+        for index, function in enumerate(functions):
+            name = json.dumps(json.dumps(function.name))
+            rules.append(f'call{index}: "{{" {name} COLON {lark_json(function.parameters)} "}}"')
+        return "\n".join(rules)
+
+
+class _KeyedParser(SectionParser):
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._skip_space()
+        yield from self._expect("{")
+        yield from self._skip_space()
+        name = yield from self._string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        call.name = name
+        if (yield from self._skip_space()) != "{":
+            raise MalformedError
+        yield from self._tell_arguments(call)
+        yield from self._takes_all("}")

@@ -36,11 +36,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning. name: what it is chosen by."""
+    """How a family of models marks its reasoning.
+
+    name: what it is chosen by. is_told_by_opens: other templates show what closes it, too.
+    """
 
     name: str
     opens: str
     closes: str
+    is_told_by_opens: bool = False
 
 
 THINK = ReasoningForm("think", "<think>", "</think>")

@@ -27,7 +27,9 @@ _CODES = {"x": 2, "u": 4, "U": 8}
 
 
 class PythonParser(SectionParser):
-    """Reads a list between marks."""
+    """Reads a list between marks. quotes: what strings begin with."""
+
+    quotes = "\"'"
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -52,22 +54,10 @@ class PythonParser(SectionParser):
     def _pairs(self, call: Call, closer: str, depth: int) -> Wait[None]:
         """Read names, or strings in a dictionary, with values, up to what closes them."""
         is_first = True
-        while (char := (yield from self._skip_space())) != closer:
-            if closer == "}" and char not in {'"', "'"}:
-                raise MalformedError
+        while (yield from self._skip_space()) != closer:
             if not is_first:
                 self._tell("arguments", ", ", call)
-            if closer == "}":
-                yield from self._quoted(call)
-                yield from self._skip_space()
-                yield from self._expect(":")
-            else:
-                key = yield from self._run(_KEY)
-                yield from self._skip_space()
-                yield from self._expect("=")
-                if not key:
-                    raise MalformedError
-                self._tell("arguments", json.dumps(key, ensure_ascii=False), call)
+            yield from self._key(call, "=" if closer == ")" else ":")
             self._tell("arguments", ": ", call)
             yield from self._python_value(call, depth)
             is_first = False
@@ -77,11 +67,28 @@ class PythonParser(SectionParser):
         yield from self._skip_space()
         yield from self._expect(closer)
 
+    def _key(self, call: Call, behind: str) -> Wait[None]:
+        """Read a name and what stands behind it, and tell it."""
+        if behind == ":":
+            if (yield from self._peek()) not in {'"', "'"}:
+                raise MalformedError
+            yield from self._quoted(call)
+        else:
+            yield from self._bare_key(call, _KEY)
+        yield from self._skip_space()
+        yield from self._expect(behind)
+
+    def _bare_key(self, call: Call, letters: re.Pattern[str]) -> Wait[None]:
+        key = yield from self._run(letters)
+        if not key or (self._is_cut and self._position == len(self._text)):
+            raise MalformedError
+        self._tell("arguments", json.dumps(key, ensure_ascii=False), call)
+
     def _python_value(self, call: Call, depth: int) -> Wait[None]:
         if depth > _MAX_DEPTH:
             raise MalformedError
         char = yield from self._skip_space()
-        if char and char in "\"'":
+        if char and char in self.quotes:
             yield from self._quoted(call)
         elif char == "{":
             self._position += 1

@@ -29,6 +29,7 @@ class ToolFormat:
     """One family's way. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
+    reads_whole: its parser reads whole answers, reasoning and content as well, whether there are tools or not.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -36,6 +37,7 @@ class ToolFormat:
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
     takes_one: ClassVar[bool] = False
+    reads_whole: ClassVar[bool] = False
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
@@ -51,6 +53,14 @@ class ToolFormat:
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return how the family writes calls, each a name and its arguments."""
         raise NotImplementedError
+
+    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
+        """Whether a chat template's text, which calls a function of this name, is in another spelling of the family's."""
+        return False
+
+    def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
+        """Return the grammar of an answer that is JSON of a schema; None where the JSON stands alone."""
+        return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return the grammar of an answer that is calls and nothing else."""
