@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from functools import cache
-from os.path import commonprefix
+from itertools import takewhile
 
 import jsonschema
 import pytest
@@ -222,10 +222,9 @@ def written(inputs, calls):
     ]
     answer = {"role": "assistant", "content": None, "tool_calls": listed}
     behind = inputs.chat_text([*MESSAGES, answer], tools=TOOLS, add_generation_prompt=False)
-    before, prompt = (
-        inputs.chat_text(MESSAGES, tools=TOOLS, add_generation_prompt=begins) for begins in (False, True)
-    )
-    return behind.removeprefix(prompt) if behind.startswith(prompt) else behind[len(commonprefix([before, behind])) :]
+    before, prompt = (inputs.chat_text(MESSAGES, tools=TOOLS, add_generation_prompt=begins) for begins in (False, True))
+    num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, behind, strict=False)))
+    return behind.removeprefix(prompt) if behind.startswith(prompt) else behind[num_common:]
 
 
 def test_a_forced_call_through_every_template(real_templates, engine, inputs_with, sampled):

@@ -230,13 +230,13 @@ def test_answers_of_gpt_oss_are_told_apart_without_tools() -> None:
     template = FakeChatTemplate("<|channel|>analysis<|message|>")
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     options = {"chat_template": template}
-    with run_server(FakeExecutor(answer=answer), engine_options=options, tool_call_parser="openai") as running:
-        with running.http() as http:
-            body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hm?"}]}
-            message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
-            assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
-            refused = http.post("/v1/chat/completions", json={**body, "structured_outputs": {"regex": "a"}})
-            assert refused.status_code == 400
+    running = run_server(FakeExecutor(answer=answer), engine_options=options, tool_call_parser="openai")
+    with running as server, server.http() as http:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hm?"}]}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+        refused = http.post("/v1/chat/completions", json={**body, "structured_outputs": {"regex": "a"}})
+        assert refused.status_code == 400
 
 
 SCHEMA: dict[str, Any] = {

@@ -55,7 +55,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
-        """Whether a chat template's text, which calls a function of this name, is in another spelling of the family's."""
+        """Whether a text of a chat template, which calls this function, is in another spelling of the family's."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
