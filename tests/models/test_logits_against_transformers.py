@@ -15,7 +15,7 @@ LENGTH = 301  # around windows of 37 and blocks of 16, and past what each rope w
 STEP = 23
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_logits_equal(case, prompt_logits, tmp_path):
     """Row p has the logits behind p + 1 tokens; computed in steps, so that most rows read keys of earlier ones."""
@@ -41,7 +41,7 @@ LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 65, 128, 300)
 NUM_TOKENS = 24
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
 def test_tokens_equal(case, tmp_path):
     """Of many prompts in a batch; behind a choice that is too close to tell, an answer is not looked at."""
