@@ -30,6 +30,7 @@ _NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pool
 _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
+_MAX_FLOAT32 = 3.4e38
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -74,6 +75,8 @@ class GGUFFields:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above zero, by its shortest name: 1e-05 for 9.999999747378752e-06."""
         found = self.values.number(key) if default is None else self.values.number(key, default)
+        if found > _MAX_FLOAT32:
+            raise self.values.error(key, f"must be at most {_MAX_FLOAT32:g}")
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
@@ -86,8 +89,12 @@ class GGUFFields:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
-        return self.count("block_count")
+        """Layers: as many as there are tensors of, so that nothing is made for others."""
+        count = self.count("block_count")
+        there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
+        if count != len(there):
+            raise self.values.error("block_count", f"there are tensors of {len(there)} layers")
+        return count
 
     @property
     def head_dim(self) -> int:
@@ -105,15 +112,15 @@ class GGUFFields:
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
         """Return which layers see the window only: as the file says, else all but the last of each `period`."""
-        pattern = self.values.values.get("attention.sliding_window_pattern")
-        if self.values.has("attention.sliding_window_pattern"):
-            self.values.mark("attention.sliding_window_pattern")
-        if isinstance(pattern, bool) or not isinstance(pattern, list | int):
-            pattern = [pattern] * self.num_layers if isinstance(pattern, bool) else period
-        if isinstance(pattern, int):
-            pattern = [bool((layer + 1) % max(pattern, 1)) for layer in range(self.num_layers)]
-        if len(pattern) != self.num_layers:
-            raise self.values.error("attention.sliding_window_pattern", f"must be of {self.num_layers} layers")
+        key, num_layers = "attention.sliding_window_pattern", self.num_layers
+        self.values.mark(key)
+        pattern = self.values.values.get(key, period)
+        if isinstance(pattern, bool):
+            pattern = [pattern] * num_layers
+        elif isinstance(pattern, int):
+            pattern = [(layer + 1) % max(pattern, 1) != 0 for layer in range(num_layers)]
+        if not isinstance(pattern, list) or len(pattern) != num_layers:
+            raise self.values.error(key, f"must be of {num_layers} layers")
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
@@ -125,6 +132,8 @@ class GGUFFields:
                 f"most {self.head_dim}"
             )
         found = np.fromfile(stored.path, np.dtype("<f4"), stored.shape[0], offset=stored.offset)
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise ModelError(f"{stored.path}: {tensor} holds what is no number above zero")
         return [float(str(each)) for each in found]
 
 
