@@ -331,7 +331,7 @@ _FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotates_pairs=True),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
-    "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, _GEMMA_NORMS, norms_around_one=True),
+    "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
