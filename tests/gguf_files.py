@@ -5,6 +5,7 @@ import json
 import gguf
 import numpy as np
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _PARTS = {
@@ -29,9 +30,7 @@ _MODEL = {
 
 def byte_vocabulary(size):
     """Metadata of a tokenizer of bytes, a few merges, special tokens and others up to a size."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letters = list(bytes_to_unicode().values())
+    letters = sorted(ByteLevel.alphabet())
     merges = ["h e", "l l", "he ll", "Ġ w"]
     words = [merge.replace(" ", "") for merge in merges]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"]

@@ -12,7 +12,8 @@ from octavo.models.gguf_file import GGUFFile, TensorType
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 METADATA = {
-    "general.architecture": "llama", "a.flag": True, "a.text": "Grüße \U0001f600", "a.count": 2**32 - 1, "a.number": 0.5,
+    "general.architecture": "llama", "a.flag": True, "a.text": "Grüße \U0001f600", "a.count": 2**32 - 1,
+    "a.number": 0.5,
     "a.texts": ["", "ü", "x" * 300], "a.flags": [True, False], "a.counts": [1, 2, 3], "a.numbers": [0.5, -1.0],
 }  # fmt: skip
 
@@ -65,7 +66,11 @@ def test_values_and_tensors_are_those_of_the_package(tmp_path):
     assert read.metadata == fields == METADATA | {"general.alignment": 64}
     for each in oracle.tensors:
         found = read.tensors[each.name]
-        assert (found.offset, found.num_bytes, found.type.name) == (each.data_offset, each.n_bytes, each.tensor_type.name)
+        assert (found.offset, found.num_bytes, found.type.name) == (
+            each.data_offset,
+            each.n_bytes,
+            each.tensor_type.name,
+        )
         assert found.shape == tuple(int(size) for size in each.shape)[::-1]
 
 
@@ -83,12 +88,12 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
     assert {name: each.shape for name, each in split.tensors.items()} == {
         name: each.shape for name, each in whole.tensors.items()
     }
-    with pytest.raises(ModelError, match="give the first one, some-00001-of-00003.gguf"):
+    with pytest.raises(ModelError, match=r"give the first one, some-00001-of-00003.gguf"):
         GGUFFile.read(split.paths[1])
     renamed = split.paths[2].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(ModelError, match=r"some-00003-of-00003.gguf is missing, one of 3 files"):
         GGUFFile.read(first)
-    with pytest.raises(ModelError, match="must be called NAME-00001-of-00003.gguf"):
+    with pytest.raises(ModelError, match=r"must be called NAME-00001-of-00003.gguf"):
         GGUFFile.read(renamed)
     split.paths[2].write_bytes(split.paths[1].read_bytes())
     with pytest.raises(ModelError, match=r"00003.gguf: split.no = 1 and split.count = 3, where 2 and 3"):

@@ -165,8 +165,7 @@ def test_tensors_must_be_those_of_the_architecture(renamed, name, message, tmp_p
     _, path = make(tmp_path)
     path.write_bytes(path.read_bytes().replace(renamed, name))
     with pytest.raises(ModelError, match=message):
-        read = architecture_in(path)
-        GGUFWeights(GGUFFile.read(path)).open().check(read.stored_tensors())
+        GGUFWeights(GGUFFile.read(path)).open().check(architecture_in(path).stored_tensors())
 
 
 def test_shapes_must_be_those_that_the_metadata_ask_for(tmp_path):

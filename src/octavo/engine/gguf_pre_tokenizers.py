@@ -51,6 +51,11 @@ _DEEPSEEK = (
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
+_QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_END}"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
+
+
 class PreTokenizer(NamedTuple):
     """One way to cut: patterns, and what llama.cpp knows of such tokenizers beside.
 
@@ -76,37 +81,17 @@ _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer(_DIGITS_GPT2), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (
         PreTokenizer((_GPT2,)),
-        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert roberta-bpe "
-        "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code",
+        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert roberta-bpe",
     ),
     (PreTokenizer((_QWEN2,)), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
-    (
-        PreTokenizer(
-            (
-                rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
-                rf"|{_END}",
-            )
-        ),
-        "qwen35",
-    ),
+    (PreTokenizer((_QWEN35,)), "qwen35"),
     (PreTokenizer((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
     (PreTokenizer((_TEKKEN,), True, True), "tekken"),
     (PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
     (PreTokenizer((r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), True), "minicpm5"),
-    (
-        PreTokenizer(
-            (
-                r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
-                r"|\s+(?!\S)|\s+",
-            )
-        ),
-        "bailingmoe bailingmoe2 llada-moe",
-    ),
-    (
-        PreTokenizer((rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}",)),
-        "seed-coder",
-    ),
+    (PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
+    (PreTokenizer((_SEED,)), "seed-coder"),
 )
 PRE_TOKENIZERS = {name: kind for kind, names in _OF_KINDS for name in names.split()} | {"default": DEFAULT}

@@ -40,8 +40,11 @@ _IDS = {  # key of tokenizer_config.json -> that of GGUF, without "_token_id"
 _ENDS = ("eos", "eot", "eom")
 # What ends an answer by its name: many files name one token only, and the model's turn ends with another.
 _END_TEXTS = frozenset(
-    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> "
-    "[EOT] [EOS] </s> <eos> <end_of_utterance> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<end_of_utterance>"),
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
 )
 
 
@@ -167,7 +170,7 @@ class GGUFVocabulary:
         if len(scores) < self.size:
             raise self._error("scores", f"has {len(scores)} entries, but there are {self.size} tokens")
         ids = {text: id_ for id_, text in enumerate(self._tokens) if self._types[id_] == _NORMAL}
-        found = []
+        found: list[tuple[float, int, int, str, str]] = []
         for text, id_ in ids.items():
             pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
             known = [(ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids]

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from octavo.models.gguf_file import GGUFFile
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
 # Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
 _NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
@@ -307,7 +311,12 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
     if window is None:
         return {}
     kinds = fields.layer_types(window, _OLMO3_PERIOD)
-    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window, "layer_types": kinds}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": kinds,
+    }
 
 
 def _read_gemma(_: GGUFFields) -> dict[str, Any]:

@@ -200,7 +200,9 @@ class _Reader:
             self.fail(f"tensor {name} has the shape {list(shape)}")
         code = self.number("I", name)
         if code not in _TYPES:
-            self.fail(f"tensor {name} is of type {code}, which octavo does not know: {', '.join(TensorType.__members__)}")
+            self.fail(
+                f"tensor {name} is of type {code}, which octavo does not know: {', '.join(TensorType.__members__)}"
+            )
         kind = _TYPES[code]
         if shape[-1] % kind.block_values:
             self.fail(f"tensor {name} has rows of {shape[-1]} values, which are no whole blocks of {kind.name}")

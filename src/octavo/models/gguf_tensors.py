@@ -1,8 +1,11 @@
-"""Tensors of GGUF files through a memory map: numbers as they are, and integers in blocks expanded to what they mean."""
+"""Tensors of GGUF files through a memory map: numbers as they are, integers in blocks as what they mean."""
 
 from __future__ import annotations
 
+import logging
+import math
 import mmap
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from octavo.models.gguf_file import StoredArray
     from octavo.models.gguf_weights import GGUFWeights
     from octavo.models.stored_quantization import StoredTensor
+
+logger = logging.getLogger(__name__)
 
 _RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
@@ -60,6 +65,28 @@ class GGUFTensors:
                     f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata asks for "
                     f"{list(shape)}"
                 )
+        self._check_types()
+
+    def _check_types(self) -> None:
+        """Say what kinds of blocks there are that are expanded; the package that does so must be there."""
+        names = list(self._names.values())
+        rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
+        if not rare:
+            return
+        kinds = ", ".join(sorted({each.type.name for each in rare}))
+        if find_spec("gguf") is None:
+            raise ModelError(
+                f"{self._weights.path}: weights of {kinds} are expanded with the package gguf: pip install "
+                "'octavo[gguf]', or take a file of another type, Q4_K_M say"
+            )
+        logger.warning(
+            "%s holds weights of %s, which octavo does not multiply as they are: %d MB become %d MB of float32; with "
+            "--dtype bfloat16 half of that, rounded; a file of another type, Q4_K_M say, is smaller and faster",
+            self._weights.path,
+            kinds,
+            sum(each.num_bytes for each in rare) // 10**6,
+            sum(4 * math.prod(each.shape) for each in rare) // 10**6,
+        )
 
     def find(self, name: str) -> Tensor | None:
         """Return a tensor as `tensor` does, or None where there is none of that name."""

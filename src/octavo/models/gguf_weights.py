@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, by the names and in the order of Hugging Face's layout. No torch until they are opened."""
+"""The weights of a GGUF file by the names of Hugging Face's layout. No torch until they are opened."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from octavo.models.gguf_config import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from octavo.models.gguf_file import GGUFFile
     from octavo.models.weight_source import StoredTensors
 
-_MODEL_NAMES = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_MODEL_NAMES = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -99,6 +99,6 @@ class GGUFCheckpoint:
         """Return how states become an embedding, where the metadata says it."""
         key = f"{find_gguf_family(self.file)[0]}.pooling_type"
         kind = self.file.metadata.get(key, 0)
-        if kind not in _POOLING:
+        if not isinstance(kind, int) or kind not in _POOLING:
             return EmbeddingConfig(problem=f"{key} = {kind!r}; octavo takes the last state or the mean")
         return EmbeddingConfig(_POOLING[kind])
