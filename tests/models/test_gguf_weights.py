@@ -124,7 +124,7 @@ def test_names_are_those_of_llama_cpp(name):
         ({"llama.attention.causal": False}, "is_causal = False"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length = 8: keys have a width of 16"),
         ({"llama.attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv = .2, 1.: must be a whole number"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "supports the rope types"),
+        ({"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 2.0}, "supports the rope types"),
         ({"llama.rope.dimension_count": 8}, "partial_rotary_factor|rotates whole heads"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon = -1.0: must be a number above 0"),
     ],

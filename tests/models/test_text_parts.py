@@ -162,7 +162,13 @@ WHOLES = {  # text parts of other models, and what stands around them; the numbe
         | {"model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **MROPE}},
         {
             "model_type": "qwen2_5_vl",
-            "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": 64},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "depth": 1,
+                "out_hidden_size": 64,
+            },
         },
     ),
     "qwen3-vl": (
@@ -191,7 +197,9 @@ WHOLES = {  # text parts of other models, and what stands around them; the numbe
 def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, prompt_logits):
     """A checkpoint as transformers writes it, pictures and all, asked about text alone."""
     whole, text_config, around = WHOLES[name]
-    config = AutoConfig.for_model(**around, text_config=text_config, tie_word_embeddings=text_config["tie_word_embeddings"])
+    config = AutoConfig.for_model(
+        **around, text_config=text_config, tie_word_embeddings=text_config["tie_word_embeddings"]
+    )
     torch.manual_seed(3)
     oracle = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -35,6 +35,7 @@ _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
 _MAX_FLOAT32 = 3.4e38
+_GELU = "gelu_pytorch_tanh"
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -255,7 +256,8 @@ def _read_gemma2(fields: GGUFFields) -> dict[str, Any]:
     window = fields.count("attention.sliding_window", 4096)
     is_27b = fields.num_layers == _GEMMA2_27B_LAYERS
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
         "sliding_window": window,
         "layer_types": fields.layer_types(window, _GEMMA2_PERIOD),
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
@@ -268,7 +270,8 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
     window = fields.window()
     local = fields.number("rope.freq_base_swa", _GEMMA_LOCAL_THETA)
     keys: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
         "layer_types": fields.layer_types(window, _GEMMA3_PERIOD),
         "rope_parameters": {
             "full_attention": _read_rope(fields),
@@ -310,17 +313,34 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
     window = fields.window()
     if window is None:
         return {}
-    kinds = fields.layer_types(window, _OLMO3_PERIOD)
+    full = _read_rope(fields)
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", full["rope_theta"])}
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": kinds,
+        "layer_types": fields.layer_types(window, _OLMO3_PERIOD),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
+    """Return the keys of Ministral 3; without scaled queries the file is one of Mistral."""
+    beta = fields.optional("attention.temperature_scale")
+    mscale = fields.optional("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        return {"sliding_window": None}
+    scales = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": mscale}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "sliding_window": None,
+        "rope_parameters": _read_rope(fields) | {key: value for key, value in scales.items() if value is not None},
     }
 
 
 def _read_gemma(_: GGUFFields) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
+    return {"hidden_act": _GELU, "hidden_activation": _GELU}
 
 
 _GEMMA_NORMS = {
@@ -344,6 +364,7 @@ _FAMILIES = {
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
+    "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
