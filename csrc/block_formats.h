@@ -88,10 +88,14 @@ struct BlockPanels {
 
   BlockPanels(const void* packed, DType kind, int64_t k)
       : data(static_cast<const uint8_t*>(packed)), format(format_of(kind)), groups(k / kBlockGroup) {
-    panel_bytes = groups / kSuperGroups * format.super_bytes() + groups * format.group_bytes();
+    panel_bytes = offset(groups);
   }
 
   const uint8_t* panel(int64_t i) const { return data + i * panel_bytes; }
+  // Where a group begins that is the first of eight, in a panel.
+  int64_t offset(int64_t group) const {
+    return group / kSuperGroups * format.super_bytes() + group * format.group_bytes();
+  }
 };
 
 // Scales and minima of a vector of columns. head: of a group; super: of eight groups; both from the vector's first column on.

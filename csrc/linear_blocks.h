@@ -5,7 +5,8 @@
 //   out = sum, k ascending, of (float(sum of x w) * scale [+ float(sum of x) * minimum]) * (scale of the row's group)  [+ bias]
 //
 // for every k that share a scale of the weight, each operation rounded once. A single row reads the panels as they stand in
-// memory. For more rows a panel is unpacked once, into bytes and float32 scales in a cache, whatever its kind.
+// memory. For more rows each piece of a panel is unpacked
+// once, into bytes and float32 scales in a cache, whatever its kind.
 #pragma once
 
 #include "block_formats.h"
@@ -25,31 +26,66 @@ struct BlockTile {
   int32_t* sums;   // [scales of a column][rows]
 };
 
+// f over all lanes, in every lane.
+template <class F>
+OCTAVO_INLINE IVec over_lanes(IVec a, const F& f) {
+  a = f(a, as_int(exchange_lanes<8>(as_float(a))));
+  a = f(a, as_int(exchange_lanes<4>(as_float(a))));
+  a = f(a, as_int(exchange_lanes<2>(as_float(a))));
+  return f(a, as_int(exchange_lanes<1>(as_float(a))));
+}
+
+OCTAVO_INLINE void store_lane(void* p, IVec a) {
+  uint32_t lanes[kLanes];
+  store_int(lanes, a);
+  std::memcpy(p, lanes, sizeof(lanes[0]));
+}
+
+// A group of a row as two vectors of whole numbers; its scale is stored. As in row_scale, it is NaN where a value is no number or
+// infinite.
+template <class X>
+OCTAVO_INLINE void round_group(const X* row, float* scale, IVec (&whole)[2]) {
+  const Vec values[2] = {load(row), load(row + kLanes)};
+  const auto magnitude = [](Vec a) { return as_int(a) & splat_int(0x7FFFFFFFu); };
+  const auto largest = [](IVec a, IVec b) { return max_signed(a, b); };
+  const Vec most = as_float(over_lanes(max_signed(magnitude(values[0]), magnitude(values[1])), largest));
+  const Mask is_finite = less(most, splat(__builtin_inff()));
+  store_lane(scale, as_int(select(is_finite, most / splat(127.0f), splat(__builtin_nanf("")))));
+  const Mask is_some = both(is_finite, less_equal(splat(kLeastMagnitude), most));
+  const Vec inverse = select(is_some, splat(127.0f) / most, splat(0.0f));
+  whole[0] = to_int(values[0] * inverse);
+  whole[1] = to_int(values[1] * inverse);
+}
+
 // `m` rows from `first` on, at most sixteen.
 template <class X>
 void round_block_rows(const LinearArgs& args, const BlockFormat& format, int64_t first, int64_t m, const BlockTile& tile) {
-  constexpr int64_t kTogether = 2 * kBlockGroup, kParts = kTogether / kLanes;
+  constexpr int64_t kTogether = 2 * kBlockGroup;
   const X* const rows = static_cast<const X*>(args.x) + first * args.x_stride;
+  const bool has_halves = format.scale_group != kBlockGroup;
   const int32_t factor = format.has_minima ? 1 : is_signed(format) ? 0 : -format.center;
+  const auto add = [](IVec a, IVec b) { return a + b; };
+  const auto store_sum = [&](int32_t* sum, IVec whole) {
+    store_lane(sum, over_lanes(whole, add));
+    *sum *= factor;
+  };
   int32_t* sums = tile.sums;
   for (int64_t i = 0; i < args.k; i += kTogether) {
     const int64_t groups = smaller(args.k - i, kTogether) / kBlockGroup;
     Vec words[kLanes];
     for (int64_t r = 0; r < m; ++r) {
       const X* row = rows + r * args.x_stride + i;
-      IVec parts[kParts] = {splat_int(0), splat_int(0), splat_int(0), splat_int(0)};
+      IVec parts[2][2] = {{splat_int(0), splat_int(0)}, {splat_int(0), splat_int(0)}};
       for (int64_t g = 0; g < groups; ++g) {
-        const RowScale found = row_scale(row + g * kBlockGroup, kBlockGroup);
-        tile.scales[(i / kBlockGroup + g) * m + r] = found.scale;
-        IVec* part = parts + g * kBlockGroup / kLanes;
-        for (int64_t j = 0; j < 2; ++j) part[j] = to_int(load(row + g * kBlockGroup + j * kLanes) * splat(found.inverse));
-        if (format.scale_group == kBlockGroup) {
-          sums[g * m + r] = sum_of_lanes(part[0] + part[1]) * factor;
+        round_group(row + g * kBlockGroup, tile.scales + (i / kBlockGroup + g) * m + r, parts[g]);
+        if (has_halves) {
+          store_sum(sums + 2 * g * m + r, parts[g][0]);
+          store_sum(sums + (2 * g + 1) * m + r, parts[g][1]);
         } else {
-          for (int64_t j = 0; j < 2; ++j) sums[(2 * g + j) * m + r] = sum_of_lanes(part[j]) * factor;
+          store_sum(sums + g * m + r, parts[g][0] + parts[g][1]);
         }
       }
-      words[r] = as_float(pack_bytes(parts));
+      words[r] = as_float(pack_bytes({parts[0][0], parts[0][1], parts[1][0], parts[1][1]}));
     }
     sums += groups * format.scales_of_group() * m;
     turn_rows(words, m, groups * kGroupWords, reinterpret_cast<float*>(tile.bytes + i * m));
@@ -172,36 +208,25 @@ void linear_of_block_row(ThreadPool& pool, const LinearArgs& args, const BlockPa
 
 // --- more rows ----------------------------------------------------------------------------------------------------------
 
-// A panel in the memory of a thread: values as `GroupValues` gives them, scales and minima in float32.
-struct UnpackedPanel {
-  uint8_t* values;  // [words][32][4]
-  float* scales;    // [scales of a column][32]
-  float* minima;    // [groups][32], or nothing
+constexpr int64_t kPieceGroups = kSuperGroups;  // of a panel that are unpacked at a time: they stay in L1
+constexpr int64_t kPieceScales = 2 * kPieceGroups;  // of a column, at most
 
-  static int64_t size(const BlockPanels& weight) {
-    const int64_t numbers = weight.format.numbers() * static_cast<int64_t>(sizeof(float));
-    return weight.groups * kPanelColumns * (kBlockGroup + numbers);
-  }
-  UnpackedPanel(void* memory, const BlockPanels& weight)
-      : values(static_cast<uint8_t*>(memory)),
-        scales(reinterpret_cast<float*>(values + weight.groups * kBlockGroup * kPanelColumns)),
-        minima(scales + weight.groups * weight.format.scales_of_group() * kPanelColumns) {}
+// A piece of a panel: values as `GroupValues` gives them, scales and minima in float32.
+struct UnpackedPiece {
+  alignas(64) uint8_t values[kPieceGroups * kGroupWords][kNibbleBytes];
+  alignas(64) float scales[kPieceScales][kPanelColumns];
+  alignas(64) float minima[kPieceGroups][kPanelColumns];
 };
 
-// Unpacks a panel. Where there is a `next` one it is asked for meanwhile.
+// Unpacks `groups` groups from `w` on, where eight of them begin. Those of the next panel are `to_next` bytes further, and are
+// asked for meanwhile.
 template <DType kKind>
-void unpack_blocks(const BlockPanels& weight, const uint8_t* w, const uint8_t* next, const UnpackedPanel& out) {
+void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPiece& out) {
   constexpr BlockFormat kFormat = format_of(kKind);
   constexpr int64_t kBytes = kFormat.group_bytes(), kParts = kFormat.scales_of_group();
   const uint8_t* super = w;
-  uint8_t* values = out.values;
-  float *scales = out.scales, *minima = out.minima;
-  const int64_t to_next = next == nullptr ? 0 : next - w;
-  for (int64_t group = 0; group < weight.groups; ++group) {
-    if (kFormat.super_bytes() != 0 && group % kSuperGroups == 0) {
-      super = w;
-      w += kFormat.super_bytes();
-    }
+  w += kFormat.super_bytes();
+  for (int64_t group = 0; group < groups; ++group, w += kBytes) {
     OCTAVO_UNROLL
     for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch_l2(w + to_next + byte);
     OCTAVO_UNROLL
@@ -211,19 +236,15 @@ void unpack_blocks(const BlockPanels& weight, const uint8_t* w, const uint8_t* n
       for_each_line([&](auto line) __attribute__((always_inline)) {
         IVec lower, upper;
         from.template line<line>(lower, upper);
-        store_int(values + 2 * line * kNibbleBytes + v * 4 * kLanes, lower);
-        store_int(values + (2 * line + 1) * kNibbleBytes + v * 4 * kLanes, upper);
+        store_int(out.values[group * kGroupWords + 2 * line] + v * 4 * kLanes, lower);
+        store_int(out.values[group * kGroupWords + 2 * line + 1] + v * 4 * kLanes, upper);
       });
       OCTAVO_UNROLL
       for (int64_t part = 0; part < kParts; ++part) {
-        store(scales + part * kPanelColumns + v * kLanes, BlockHead<kKind>::scale(vec_super, head, part));
+        store(out.scales[group * kParts + part] + v * kLanes, BlockHead<kKind>::scale(vec_super, head, part));
       }
-      if constexpr (kFormat.has_minima) store(minima + v * kLanes, BlockHead<kKind>::minimum(vec_super, head));
+      if constexpr (kFormat.has_minima) store(out.minima[group] + v * kLanes, BlockHead<kKind>::minimum(vec_super, head));
     }
-    w += kBytes;
-    values += kBlockGroup * kPanelColumns;
-    scales += kParts * kPanelColumns;
-    minima += kFormat.has_minima ? kPanelColumns : 0;
   }
 }
 
@@ -237,19 +258,15 @@ constexpr BlockForm form_of(const BlockFormat& format) {
                                              : BlockForm::kPlain;
 }
 
-// V vectors of columns, from vector `vec` on, of an unpacked panel, for the M rows of a tile.
+// V vectors of columns, from vector `vec` on, of the `groups` groups of a piece, for the M rows of a tile from its group `first`
+// on: adds to the totals [M][32].
 template <BlockForm kForm, int M, int V>
-OCTAVO_INLINE void sum_blocks(const UnpackedPanel& panel, const BlockTile& tile, int64_t groups, int vec,
-                              float (&totals)[M][kPanelColumns]) {
+OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
+                              float* totals) {
   constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1, kWords = kGroupWords / kParts;
-  const uint8_t *x = tile.bytes, *w = panel.values + vec * 4 * kLanes;
-  const float *scales = panel.scales + vec * kLanes, *minima = panel.minima + vec * kLanes, *row_scales = tile.scales;
-  const int32_t* row_sums = tile.sums;
-  OCTAVO_UNROLL
-  for (int m = 0; m < M; ++m) {
-    OCTAVO_UNROLL
-    for (int v = 0; v < V; ++v) store(&totals[m][(vec + v) * kLanes], splat(0.0f));
-  }
+  const uint8_t *x = tile.bytes + first * kBlockGroup * M, *w = piece.values[0] + vec * 4 * kLanes;
+  const float* row_scales = tile.scales + first * M;
+  const int32_t* row_sums = tile.sums + first * kParts * M;
   for (int64_t part = 0; part < groups * kParts; ++part) {
     IVec sums[M][V];
     OCTAVO_UNROLL
@@ -275,50 +292,39 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPanel& panel, const BlockTile& tile,
       x += M * 4;
       w += kNibbleBytes;
     } while (w != end);
-    asm volatile("" : : "r"(&totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
+    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
-      const Vec scale = load(scales + v * kLanes);
-      const Vec minimum = kForm == BlockForm::kMinima ? load(minima + v * kLanes) : splat(0.0f);
+      const Vec scale = load(piece.scales[part] + (vec + v) * kLanes);
+      const Vec minimum = kForm == BlockForm::kMinima ? load(piece.minima[part] + (vec + v) * kLanes) : splat(0.0f);
       OCTAVO_UNROLL
       for (int m = 0; m < M; ++m) {
         Vec value = to_float(sums[m][v]) * scale;
         if (kForm == BlockForm::kMinima) {
           value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[m]))) * minimum;
         }
-        float* total = &totals[m][(vec + v) * kLanes];
+        float* total = totals + m * kPanelColumns + (vec + v) * kLanes;
         store(total, load(total) + value * splat(row_scales[m]));
       }
     }
-    scales += kPanelColumns;
-    minima += kForm == BlockForm::kMinima ? kPanelColumns : 0;
     row_sums += M;
     if (kForm != BlockForm::kHalves || part % 2 == 1) row_scales += M;
   }
 }
 
-// An unpacked panel times the M rows of a tile, written to `out`.
 template <BlockForm kForm, int M>
-void multiply_blocks(const LinearArgs& args, const UnpackedPanel& panel, const BlockTile& tile, int64_t first_column, Place out) {
+void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, float* totals) {
   constexpr int V = vecs_at_once(M, kMostNibbleSums);
-  alignas(64) float totals[M][kPanelColumns];
-  prefetch_output(args, out, M, 1);
-  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, M, V>(panel, tile, args.k / kBlockGroup, vec, totals);
-  for (int m = 0; m < M; ++m, out.data += out.row_bytes) {
-    Vec sums[kPanelVecs];
-    OCTAVO_UNROLL
-    for (int v = 0; v < kPanelVecs; ++v) sums[v] = load(&totals[m][v * kLanes]);
-    write_block_sums(args, sums, first_column, out.data);
-  }
+  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, M, V>(piece, tile, first, groups, vec, totals);
 }
 
-// multiply_blocks of a form for 1 .. kNibbleRows rows.
+// multiply_piece of a form for 1 .. kNibbleRows rows.
 template <BlockForm kForm>
 struct BlockFunctions {
-  decltype(&multiply_blocks<kForm, 1>) of_rows[kNibbleRows + 1];
+  decltype(&multiply_piece<kForm, 1>) of_rows[kNibbleRows + 1];
   constexpr BlockFunctions() : BlockFunctions(std::make_integer_sequence<int, kNibbleRows>()) {}
   template <int... I>
-  constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_blocks<kForm, I + 1>...} {}
+  constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, I + 1>...} {}
 };
 
 // A block of rows times all panels. tile_at(i): its i-th tile.
@@ -327,13 +333,27 @@ void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPa
                          const TileAt& tile_at) {
   static constexpr BlockFunctions<form_of(format_of(kKind))> kMultiply;
   const int64_t panels = divide_up(args.n, kPanelColumns);
-  pool.reserve_local(static_cast<size_t>(UnpackedPanel::size(weight)));
+  const auto totals_size = static_cast<size_t>(block.rows * kPanelColumns) * sizeof(float);
+  pool.reserve_local(sizeof(UnpackedPiece) + totals_size);
   parallel_ahead(pool, panels, [&](int64_t panel, int64_t following, int thread) {
-    const UnpackedPanel unpacked(pool.local(thread), weight);
-    unpack_blocks<kKind>(weight, weight.panel(panel), following < panels ? weight.panel(following) : nullptr, unpacked);
-    for (int64_t tile = 0; tile < block.tiles(); ++tile) {
-      const Place out = place_of(args, block.first + tile * block.tile_rows, panel * kPanelColumns);
-      kMultiply.of_rows[block.rows_of(tile)](args, unpacked, tile_at(tile), panel * kPanelColumns, out);
+    auto& piece = *static_cast<UnpackedPiece*>(pool.local(thread));
+    auto* totals = reinterpret_cast<float*>(&piece + 1);
+    std::memset(totals, 0, totals_size);
+    const int64_t to_next = (smaller(following, panels - 1) - panel) * weight.panel_bytes;  // what is here is asked for at the end
+    for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
+      const int64_t groups = smaller(kPieceGroups, weight.groups - first);
+      unpack_blocks<kKind>(weight.panel(panel) + weight.offset(first), groups, to_next, piece);
+      for (int64_t tile = 0; tile < block.tiles(); ++tile) {
+        float* out = totals + tile * block.tile_rows * kPanelColumns;
+        kMultiply.of_rows[block.rows_of(tile)](piece, tile_at(tile), first, groups, out);
+      }
+    }
+    Place out = place_of(args, block.first, panel * kPanelColumns);
+    for (int64_t row = 0; row < block.rows; ++row, out.data += out.row_bytes, totals += kPanelColumns) {
+      Vec sums[kPanelVecs];
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) sums[v] = load(totals + v * kLanes);
+      write_block_sums(args, sums, panel * kPanelColumns, out.data);
     }
   });
 }

@@ -149,29 +149,34 @@ inline void pack_block_weight(ThreadPool& pool, const PackArgs& args) {
 }
 
 // Rows of a weight of blocks: values times scales, and minima added, rounded to the type of the output.
+template <DType kKind, class Out>
+void block_row(const BlockPanels& weight, int64_t row, Out* out) {
+  constexpr BlockFormat kFormat = format_of(kKind);
+  const int64_t column = row % kPanelColumns;
+  UnpackedPiece piece;
+  for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
+    const int64_t groups = smaller(kPieceGroups, weight.groups - first);
+    unpack_blocks<kKind>(weight.panel(row / kPanelColumns) + weight.offset(first), groups, 0, piece);
+    for (int64_t i = 0; i < groups * kBlockGroup; i += kLanes, out += kLanes) {
+      float values[kLanes];
+      for (int64_t j = 0; j < kLanes; ++j) {
+        const uint8_t byte = piece.values[(i + j) / 4][column * 4 + j % 4];
+        values[j] = static_cast<float>(is_signed(kFormat) ? static_cast<int8_t>(byte) : byte - kFormat.center);
+      }
+      Vec value = load(values) * splat(piece.scales[i / kFormat.scale_group][column]);
+      if (kFormat.has_minima) value = value + splat(piece.minima[i / kBlockGroup][column]);
+      store(out, value);
+    }
+  }
+}
+
 template <class Out>
 void block_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const BlockPanels weight(args.packed, args.weight_dtype, args.k);
-  pool.reserve_local(static_cast<size_t>(UnpackedPanel::size(weight)));
-  parallel_ranges(pool, args.count, 1, [&](int64_t first, int64_t last, int thread) {
-    const UnpackedPanel unpacked(pool.local(thread), weight);
+  parallel_ranges(pool, args.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const uint8_t* panel = weight.panel(args.ids[row] / kPanelColumns);
-      const int64_t column = args.ids[row] % kPanelColumns;
-      for_kind(args.weight_dtype, [&](auto kind) { unpack_blocks<kind>(weight, panel, nullptr, unpacked); });
       Out* out = static_cast<Out*>(args.out) + row * args.k;
-      for (int64_t i = 0; i < args.k; i += kLanes) {
-        float values[kLanes];
-        for (int64_t j = 0; j < kLanes; ++j) {
-          const uint8_t byte = unpacked.values[(i + j) / 4 * kNibbleBytes + column * 4 + j % 4];
-          values[j] = static_cast<float>(is_signed(weight.format) ? static_cast<int8_t>(byte) : byte - weight.format.center);
-        }
-        const int64_t group = i / kBlockGroup;
-        const float scale = unpacked.scales[i / weight.format.scale_group * kPanelColumns + column];
-        Vec value = load(values) * splat(scale);
-        if (weight.format.has_minima) value = value + splat(unpacked.minima[group * kPanelColumns + column]);
-        store(out + i, value);
-      }
+      for_kind(args.weight_dtype, [&](auto kind) { block_row<kind>(weight, args.ids[row], out); });
     }
   });
 }
