@@ -21,7 +21,7 @@ struct Mask {  // all bits of a lane set, or none
   int16lanes v;
 };
 
-OCTAVO_INLINE Vec splat(float x) { return {float16lanes{} + x}; }
+OCTAVO_INLINE Vec splat(float x) { return {x - float16lanes{}}; }  // a sum would make 0.0 of -0.0
 OCTAVO_INLINE IVec splat_int(uint32_t x) { return {uint16lanes{} + x}; }
 OCTAVO_INLINE IVec lane_numbers() { return {uint16lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}}; }
 
