@@ -10,11 +10,12 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from octavo.errors import ModelError
+from octavo.kernels.block_weight import BlockKind
 from octavo.models.config_file import ConfigFile
 from octavo.models.gguf_config import _FAMILIES, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, TensorType
 from octavo.models.gguf_tensors import halves_of_heads
-from octavo.models.gguf_weights import _LAYER_NAMES, GGUFWeights
+from octavo.models.gguf_weights import _LAYER_NAMES, BLOCK_KINDS, GGUFWeights
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
 
@@ -91,6 +92,30 @@ def test_rows_of_rotated_pairs_are_put_in_order_whatever_holds_them(kind, tmp_pa
         if value.dim() == 2:
             rounded = gguf.dequantize(gguf.quantize(value.numpy(), stored), stored)
             assert np.array_equal(tensors.tensor(name).float().numpy(), rounded), name
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
+    """Rows of rotated pairs in order; vectors and floats are no blocks."""
+    directory, path = make(tmp_path, kind=kind)
+    weights = GGUFWeights(GGUFFile.read(path))
+    tensors, sizes = weights.open(), weights.block_bytes()
+    for name, value in load_file(directory / "model.safetensors").items():
+        blocks = tensors.blocks(name)
+        if value.dim() == 1:
+            assert blocks is None
+        else:
+            assert torch.equal(blocks.dequantize(), tensors.tensor(name)), name
+            assert sizes.pop(name) == blocks.nbytes
+    assert not sizes
+
+
+def test_kinds_of_blocks_are_those_of_the_kernels():
+    assert {kind.name for kind in BLOCK_KINDS} == {kind.name for kind in BlockKind}
+    for kind, more in BLOCK_KINDS.items():
+        block = BlockKind[kind.name]
+        assert (block.block_values, block.block_bytes) == (kind.block_values, kind.block_bytes)
+        assert block.packed_bytes(1, block.block_values) == kind.block_bytes + more
 
 
 def test_halves_of_heads_undo_the_conversion():

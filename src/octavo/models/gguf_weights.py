@@ -13,6 +13,7 @@ from octavo.models.gguf_config import (
     GGUFFields,
     find_gguf_family,
 )
+from octavo.models.gguf_file import TensorType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +38,19 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
+# takes more in memory.
+BLOCK_KINDS = {
+    TensorType.Q8_0: 0,
+    TensorType.Q4_0: 0,
+    TensorType.Q4_1: 0,
+    TensorType.Q5_0: 0,
+    TensorType.Q5_1: 0,
+    TensorType.Q4_K: 4,
+    TensorType.Q5_K: 4,
+    TensorType.Q6_K: 0,
+    TensorType.MXFP4: 0,
 }
 _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the configuration
 
@@ -79,6 +93,16 @@ class GGUFWeights:
         family = find_gguf_family(self.file)[1]
         parts = _LAYER_NAMES | family.names
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
+
+    def block_bytes(self) -> dict[str, int]:
+        """Return the bytes in memory of each matrix in blocks, by the name in Hugging Face's layout."""
+        sizes: dict[str, int] = {}
+        for name, own in self.names().items():
+            stored = self.file.tensors[own]
+            if stored.type in BLOCK_KINDS and len(stored.shape) == 2:
+                num_blocks = stored.num_bytes // stored.type.block_bytes
+                sizes[name] = stored.num_bytes + num_blocks * BLOCK_KINDS[stored.type]
+        return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
         """Return how many heads a tensor of the file has whose rows stand in rotated pairs; None where they do not."""
