@@ -110,7 +110,7 @@ class ReferenceKernels:
         weight = packed.storage
         if isinstance(weight, list):
             (vocabulary,) = weight
-            rows = vocabulary.select_rows(token_ids).dequantize()
+            rows: Tensor = vocabulary.select_rows(token_ids).dequantize()
         elif isinstance(weight, Int4Weight):
             whole, units = weight.rows(token_ids).whole_values()
             rows = whole.float() * units.unsqueeze(1)

@@ -111,7 +111,7 @@ class Architecture:
         total = 0
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         for name, shape in self.tensor_shapes().items():
-            if name in self.block_bytes:
+            if quantization is None and name in self.block_bytes:
                 total += self.block_bytes[name]
                 continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)

@@ -78,7 +78,7 @@ def load_model(
     """
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
-    total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source,
         files,
@@ -204,8 +204,13 @@ class _Packer:
         return rounded
 
     def _blocks(self, declared: Linear) -> list[BlockWeight]:
-        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats."""
-        found = [] if self.files is None else [self.files.blocks(f"{name}.weight") for name in declared.names]
+        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
+
+        So are those that are to be rounded again.
+        """
+        if self.files is None or self.quantization is not None:
+            return []
+        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
         blocks = [each.to(self.device) for each in found if each is not None]
         if not blocks or len(blocks) < len(declared.names):
             return []
