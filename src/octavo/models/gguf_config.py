@@ -213,7 +213,7 @@ def _read_dtype(file: GGUFFile) -> str:
     """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     others = kinds - BLOCK_KINDS.keys()
-    if len(others) == 1 and (others == kinds or others == {TensorType.BF16}):
+    if len(others) == 1 and others in (kinds, {TensorType.BF16}):
         return _FLOATS.get(others.pop(), "float32")
     return "float32" if others else "bfloat16"
 
