@@ -35,11 +35,10 @@ _NORMS = LayerNorms(
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Gemma 2's keys."""
     config = config.with_defaults(**_DEFAULTS)
-    for key, softcap in _SOFTCAPS.items():
-        if key not in config.values:
-            config = config.with_defaults(**{key: softcap})
+    config = config.with_defaults(**{key: cap for key, cap in _SOFTCAPS.items() if key not in config.values})
     rope = read_rope(config, config.count("max_position_embeddings"))
-    return read_mixed(config, name, rope=rope, local_rope=rope, pattern=2)
+    softcap = config.optional_number("attn_logit_softcapping")
+    return read_mixed(config, name, rope=rope, local_rope=rope, pattern=2, softcap=softcap)
 
 
 def read_mixed(
@@ -49,6 +48,7 @@ def read_mixed(
     rope: RopeConfig,
     local_rope: RopeConfig,
     pattern: int,
+    softcap: float | None = None,
     qk_norm: Literal["head"] | None = None,
 ) -> Architecture:
     """Read what Gemma 2 and 3 share.
@@ -58,11 +58,7 @@ def read_mixed(
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
-    attention = replace(
-        attention,
-        scale=config.number("query_pre_attn_scalar") ** -0.5,
-        softcap=config.optional_number("attn_logit_softcapping"),
-    )
+    attention = replace(attention, scale=config.number("query_pre_attn_scalar") ** -0.5, softcap=softcap)
     attentions = {FULL: attention, SLIDING: replace(attention, rope=local_rope, window=config.count("sliding_window"))}
     mlp = GatedMLPConfig.read(config, activation_key="hidden_activation", default_activation=GELU)
     architecture = read_gemma(

@@ -25,7 +25,10 @@ _DEFAULTS = {
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Gemma 3's keys; scaled positions are within `max_position_embeddings`."""
+    """Read Gemma 3's keys; scaled positions are within `max_position_embeddings`.
+
+    A soft cap of scores is refused, as a key that is not read: some programs compute it, transformers does not.
+    """
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)
     pattern = config.count("sliding_window_pattern")
