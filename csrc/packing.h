@@ -1,7 +1,7 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
-#include "linear_int4_tiles.h"
+#include "packing_blocks.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -122,6 +122,7 @@ inline void pack_weight(ThreadPool& pool, const PackArgs& args) {
     case DType::kFloat16: return pack_weight_of<f16>(pool, args);
     case DType::kInt8: return pack_int8_weight(pool, args);
     case DType::kInt4: return pack_int4_weight(pool, args);
+    default: return pack_block_weight(pool, args);
   }
 }
 
@@ -212,6 +213,7 @@ void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
     case DType::kFloat16: return embedding_of<f16, Out>(pool, args);
     case DType::kInt8: return int8_embedding_of<Out>(pool, args);
     case DType::kInt4: return int4_embedding_of<Out>(pool, args);
+    default: return block_embedding_of<Out>(pool, args);
   }
 }
 

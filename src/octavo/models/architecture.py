@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config import DEFAULT_GROUP_SIZE
@@ -12,6 +12,8 @@ from octavo.models.kv_layout import KVLayout
 from octavo.models.stored_quantization import StoredQuantization, StoredTensor, read_stored_quantization
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from octavo.models.attention import AttentionConfig
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
@@ -38,6 +40,7 @@ class Architecture:
     dtype               of the checkpoint as its config says ("float32", "bfloat16" or "float16")
     eos_token_ids       as config.json says; generation_config.json and the tokenizer may add to them
     stored              how weights are stored that are integers already, or None
+    block_bytes         bytes in memory of each matrix that stands in blocks of a GGUF file, by its tensor's name
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
     embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
     norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
@@ -57,6 +60,7 @@ class Architecture:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantization | None = None
+    block_bytes: Mapping[str, int] = field(default_factory=dict)
     has_head: bool = True
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
@@ -107,6 +111,9 @@ class Architecture:
         total = 0
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         for name, shape in self.tensor_shapes().items():
+            if quantization is None and name in self.block_bytes:
+                total += self.block_bytes[name]
+                continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
                 total += math.prod(shape) + 4 * shape[0]

@@ -21,11 +21,12 @@ from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm
@@ -77,7 +78,7 @@ def load_model(
     """
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
-    total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source,
         files,
@@ -179,9 +180,12 @@ class _Packer:
             self._refuse_biases(declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
 
-    def _weight(self, declared: Linear) -> Sequence[Tensor] | QuantizedWeight:
+    def _weight(self, declared: Linear) -> WeightToPack:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
         names = declared.names
+        blocks = self._blocks(declared)
+        if blocks:
+            return blocks
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -198,6 +202,20 @@ class _Packer:
         if self.files is not None:
             self.files.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
+
+    def _blocks(self, declared: Linear) -> list[BlockWeight]:
+        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
+
+        So are those that are to be rounded again.
+        """
+        if self.files is None or self.quantization is not None:
+            return []
+        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
+        blocks = [each.to(self.device) for each in found if each is not None]
+        if not blocks or len(blocks) < len(declared.names):
+            return []
+        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
+        return blocks
 
     def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
