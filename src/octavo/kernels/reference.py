@@ -100,6 +100,7 @@ class ReferenceKernels:
         """Return rows of the weight."""
         weight = packed.storage
         if isinstance(weight, Int4Weight):
+            assert weight.order is None
             whole, units = weight.rows(token_ids).whole_values()
             return (whole.float() * units.unsqueeze(1)).to(dtype)
         if isinstance(weight, Int8Weight):
