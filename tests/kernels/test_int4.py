@@ -76,6 +76,7 @@ def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
     torch.testing.assert_close(rows, weight.dequantize(), rtol=2e-3, atol=atol)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
