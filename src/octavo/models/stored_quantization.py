@@ -53,6 +53,12 @@ class StoredQuantization:
     may_reorder: bool = False
     ignored: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """What is stored, in words."""
+        of = "row" if self.group_size is None else f"{self.group_size} values of a row"
+        return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
+
     def covers(self, module: str) -> bool:
         """Whether the weight of a linear layer (its name without ".weight") is stored as integers."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))

@@ -1,0 +1,156 @@
+"""Whether a checkpoint runs, and as what: read from what describes it, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from octavo.errors import ModelError, OctavoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from octavo.models.architecture import Architecture
+    from octavo.startup.checkpoint import Checkpoint
+
+_PRECISIONS = (None, "int8", "int4", "int4_all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDetails:
+    """What a checkpoint computes, what that takes, and what stands beside the weights.
+
+    memory_bytes: of weights, by the precision that they are loaded in. text: what was found, by what it is for.
+    """
+
+    parameters: int
+    layers: int
+    max_context_tokens: int
+    parts: list[str]
+    stored_as: str
+    memory_bytes: dict[str, int]
+    kv_bytes_per_token: int
+    text: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """A checkpoint. `architecture` is what its configuration says; `size_bytes` counts its files of weights.
+
+    is_known: whether octavo has the architecture. problem: why it is refused all the same; empty where it is not.
+    left_out: what of it is not served. details: None where nobody looked closer, or it is refused.
+    """
+
+    name: str
+    architecture: str
+    is_known: bool
+    problem: str
+    left_out: tuple[str, ...]
+    size_bytes: int
+    path: str
+    details: ModelDetails | None
+
+    @property
+    def verdict(self) -> Literal["runs", "runs in part", "refused"]:
+        """Whether it runs."""
+        return "refused" if self.problem else "runs in part" if self.left_out else "runs"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def report_on(directory: Path, name: str) -> ModelReport:
+    """Read the configuration of a checkpoint in a directory, and nothing else."""
+    from octavo.models.config_file import ConfigFile  # when a command asks for it
+    from octavo.models.registry import read_architecture
+
+    def read_config() -> dict[str, Any]:
+        return ConfigFile.read(directory / "config.json").values
+
+    return _report(directory, name, read_config, lambda: (read_architecture(directory), None))
+
+
+def look_closer(model: str) -> ModelReport:
+    """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
+    from octavo.startup.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model, weights=False)
+
+    def read() -> tuple[Architecture, ModelDetails]:
+        architecture = checkpoint.read_architecture()
+        return architecture, _details(checkpoint, architecture)
+
+    return _report(checkpoint.path, model, checkpoint.read_config, read)
+
+
+def _report(
+    path: Path,
+    name: str,
+    read_config: Callable[[], dict[str, Any]],
+    read: Callable[[], tuple[Architecture, ModelDetails | None]],
+) -> ModelReport:
+    from octavo.models.registry import FAMILIES
+
+    names, problem, details = None, "", None
+    left_out: tuple[str, ...] = ()
+    try:
+        names = read_config().get("architectures")
+        architecture, details = read()
+        left_out = _left_out(architecture)
+    except ModelError as error:
+        problem = str(error).removeprefix(f"{path / 'config.json'}: ")
+    known = [each for each in names if each in FAMILIES] if isinstance(names, list) else []
+    return ModelReport(
+        name=name,
+        architecture=str((known or names or ["unknown"])[0]) if isinstance(names, list) else "unknown",
+        is_known=bool(known),
+        problem=problem,
+        left_out=left_out,
+        size_bytes=sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors"))),
+        path=str(path),
+        details=details,
+    )
+
+
+def _left_out(architecture: Architecture) -> tuple[str, ...]:
+    return () if architecture.has_head else ("tokens: it has no lm_head, and gives embeddings",)
+
+
+def _details(checkpoint: Checkpoint, architecture: Architecture) -> ModelDetails:
+    from octavo.models.family_parts import parts_of
+
+    dtype, num_layers = architecture.dtype, len(architecture.layers)
+    stored = architecture.stored or architecture.stored_floats
+    return ModelDetails(
+        parameters=architecture.num_parameters,
+        layers=num_layers,
+        max_context_tokens=architecture.max_context_tokens,
+        parts=[part.describe(num_layers) for part in parts_of(architecture)],
+        stored_as=dtype if stored is None else stored.summary,
+        memory_bytes={each or dtype: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
+        kv_bytes_per_token=architecture.kv_layout.bytes_per_token(dtype),
+        text=_look_at_text(checkpoint, architecture),
+    )
+
+
+def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
+    """Say what there is that makes text of tokens, and prompts of conversations."""
+    from octavo.server.answers.tool_formats import find_tool_format
+
+    try:
+        tokenizer = checkpoint.read_tokenizer()
+        template = checkpoint.read_chat_template(tokenizer.special_tokens)
+    except OctavoError as error:
+        return {"tokenizer": f"none: {error}"}
+    found = {"tokenizer": f"{tokenizer.vocab_size:,} tokens"}
+    if tokenizer.vocab_size > architecture.vocab_size:
+        found["tokenizer"] += f", more than the {architecture.vocab_size:,} rows of the embedding"
+    if template is None:
+        return found | {"chat template": "none; --raw and /v1/completions need none"}
+    tools = find_tool_format("auto", template.templates.values(), lambda _: None)
+    return found | {
+        "chat template": ", ".join(sorted(template.templates)),
+        "tool calls": "in no format that octavo reads" if tools is None else tools.name,
+    }
