@@ -24,10 +24,11 @@ _COMPRESSED_FORMATS = ("int-quantized", "pack-quantized", *_FLOAT_FORMATS)
 _TAKE_THE_ORIGINAL = "take the checkpoint that it was made of, and round that with --quantization int8 or int4"
 _REFUSED = {
     "bitsandbytes": (
-        f"octavo does not read the layout of bitsandbytes; {_TAKE_THE_ORIGINAL}, or write its values as plain floats: "
+        f"octavo does not read the layout of bitsandbytes; {_TAKE_THE_ORIGINAL}, or write its values as plain floats "
+        "(pip install transformers bitsandbytes accelerate): "
         'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
-        "M.from_pretrained('THIS').dequantize().save_pretrained('NEW'); "
-        "T.from_pretrained('THIS').save_pretrained('NEW')\""
+        "M.from_pretrained('{model}').dequantize().save_pretrained('{model}-plain'); "
+        "T.from_pretrained('{model}').save_pretrained('{model}-plain')\""
     ),
     "auto-round": f"octavo does not read AutoRound's own layout; let it export to auto_gptq, or {_TAKE_THE_ORIGINAL}",
     "gguf": "octavo reads GGUF files themselves: give the path of the file",
@@ -62,7 +63,7 @@ def read_quantization_config(config: ConfigFile) -> StoredQuantization | StoredF
         method = section.text("quant_method", _unnamed_method(key, section))
         if method in _READERS:
             return _READERS[method](section)
-        problem = _REFUSED.get(method) or f"octavo reads {', '.join(_READERS)}"
+        problem = _REFUSED.get(method, f"octavo reads {', '.join(_READERS)}").format(model=config.path.parent)
         if method in _OTHER_METHODS:
             problem = f"octavo does not read the layout of {_OTHER_METHODS[method]}; {_TAKE_THE_ORIGINAL}"
         raise section.error("quant_method", problem)
@@ -73,7 +74,7 @@ def _unnamed_method(key: str, section: ConfigFile) -> str:
     """Return the method of files that do not name it."""
     if key == "compression_config":
         return "compressed-tensors"
-    return "bitsandbytes" if section.has("load_in_4bit") or section.has("load_in_8bit") else ""
+    return "bitsandbytes" if any(section.values.get(f"load_in_{bits}bit") is True for bits in (4, 8)) else ""
 
 
 def _read_compressed_tensors(section: ConfigFile) -> StoredQuantization | StoredFloats:
