@@ -210,14 +210,14 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
             return kernels.add_rms_norm(x, residual, weight, 1e-6)
 
         def gate(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
-            return kernels.silu_and_mul(gate_up)
+            return kernels.gate(gate_up)
 
         def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1])
 
         yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
-        yield case(f"silu_and_mul x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
+        yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
 
 

@@ -92,6 +92,7 @@ def _report(
     read: Callable[[], tuple[Architecture, ModelDetails | None]],
 ) -> ModelReport:
     from octavo.models.registry import FAMILIES
+    from octavo.models.text_part import TEXT_PARTS
 
     names, problem, details = None, "", None
     left_out: tuple[str, ...] = ()
@@ -101,7 +102,7 @@ def _report(
         left_out = _left_out(architecture)
     except ModelError as error:
         problem = str(error).removeprefix(f"{path / 'config.json'}: ")
-    known = [each for each in names if each in FAMILIES] if isinstance(names, list) else []
+    known = [each for each in names if each in FAMILIES or each in TEXT_PARTS] if isinstance(names, list) else []
     return ModelReport(
         name=name,
         architecture=str((known or names or ["unknown"])[0]) if isinstance(names, list) else "unknown",
@@ -115,7 +116,10 @@ def _report(
 
 
 def _left_out(architecture: Architecture) -> tuple[str, ...]:
-    return () if architecture.has_head else ("tokens: it has no lm_head, and gives embeddings",)
+    left_out = [] if architecture.has_head else ["tokens: it has no lm_head, and gives embeddings"]
+    if architecture.text_part_of is not None:
+        left_out.append(f"images: {architecture.text_part_of} reads them, and octavo its text part alone")
+    return tuple(left_out)
 
 
 def _details(checkpoint: Checkpoint, architecture: Architecture) -> ModelDetails:

@@ -47,7 +47,7 @@ def models(names: Models = None, json_: Json = False) -> None:
     for report in closer:
         _show_closer(report)
     if families:
-        _show_families(families["parts"])
+        _show_families(families["parts"], families["text_parts"])
         _show(listed)
 
 
@@ -59,20 +59,24 @@ def _is_searched(name: str) -> bool:
 def _families() -> dict[str, Any]:
     from octavo.models.family_parts import family_parts
     from octavo.models.registry import FAMILIES
+    from octavo.models.text_part import TEXT_PARTS
 
     parts = {name: family_parts(name) for name in sorted(FAMILIES)}
     return {
         "architectures": list(parts),
         "parts": {name: {"always": always, "optional": optional} for name, (always, optional) in parts.items()},
+        "text_parts": {name: sorted(kinds.values()) for name, kinds in sorted(TEXT_PARTS.items())},
     }
 
 
-def _show_families(parts: dict[str, dict[str, list[str]]]) -> None:
+def _show_families(parts: dict[str, dict[str, list[str]]], text_parts: dict[str, list[str]]) -> None:
     typer.secho("architectures", bold=True)
     width = max(map(len, parts))
     for name, each in parts.items():
         optional = f" ({', '.join(each['optional'])})" if each["optional"] else ""
         typer.echo(f"  {name:{width}}  {', '.join(each['always'])}{optional}")
+    for name, served in text_parts.items():
+        typer.echo(f"  {name}: its text part, as {' or '.join(served)}; no images")
 
 
 def _show(found: list[ModelReport]) -> None:

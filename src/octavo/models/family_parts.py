@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.registry import architecture_of
 
@@ -28,16 +30,23 @@ _SAMPLE: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
-# What a config.json may ask for beside that; a family that does not know a key does not read it.
-_OPTIONS: dict[str, Any] = {
-    "attention_bias": True,
-    "mlp_bias": True,
-    "sliding_window": 64,
-    "use_sliding_window": True,
-    "max_window_layers": 6,
-    "tie_word_embeddings": True,
-}
-_UNCHANGED = frozenset({"stored", "stored_floats", "has_head"})  # how weights are stored, not what is computed
+_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+# What a config.json may ask for beside that. A family that does not know a key does not read it, or refuses it.
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
+    {"embedding_multiplier": 2.0},
+    {"residual_multiplier": 0.5},
+    {"attention_multiplier": 0.5},
+    {"logits_scaling": 2.0},
+    {"attn_logit_softcapping": 9.0},
+    {"final_logit_softcapping": 9.0},
+    {"partial_rotary_factor": 0.5},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
+    {"tie_word_embeddings": True},
+)
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # how files hold it
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # others are its numbers
 
 
@@ -67,16 +76,30 @@ def parts_of(architecture: Architecture) -> list[Part]:
     parts = [dataclasses.replace(part, num_layers=count) for part, count in counts.items()]
     if architecture.tie_word_embeddings:
         parts.append(Part("tied embeddings"))
-    return [*parts, *_changed("", architecture, leave_out=_UNCHANGED)]
+    return [*parts, *_changed("", architecture)]
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that a family always has, and of those that it may have."""
-    always, more = (
-        list(dict.fromkeys(part.name for part in parts_of(architecture_of(ConfigFile(Path(name), config)))))
-        for config in (_SAMPLE | {"architectures": [name]}, _SAMPLE | _OPTIONS | {"architectures": [name]})
-    )
-    return always, [part for part in more if part not in always]
+    """Return the names of the parts that a family has by default, and of those that it has where it is asked for them.
+
+    name: one of `octavo.models.registry.FAMILIES`.
+    """
+    sample = _SAMPLE | {"architectures": [name]}
+    try:
+        always = _names_of(sample | _ROPE)
+        sample |= _ROPE
+    except ModelError:  # this family has a rotary embedding for each type of layer, by default one that others have
+        always = _names_of(sample)
+    optional: dict[str, None] = {}
+    for keys in _OPTIONS:
+        with suppress(ModelError):  # this family refuses the key
+            optional |= dict.fromkeys(part for part in _names_of(sample | keys) if part not in always)
+    return always, list(optional)
+
+
+def _names_of(config: dict[str, Any]) -> list[str]:
+    architecture = architecture_of(ConfigFile(Path("config.json"), config))
+    return list(dict.fromkeys(part.name for part in parts_of(architecture)))
 
 
 def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
@@ -84,16 +107,19 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
     if attention.num_kv_heads < attention.num_heads:
         yield Part("grouped-query attention")
     yield from _changed("attention", attention)
-    leave_out = frozenset(each.name for each in dataclasses.fields(attention.rope)) - _OF_KIND
-    yield from _changed("rope", attention.rope, leave_out=leave_out)
+    if attention.rope is None:
+        yield Part("no rotary embedding")
+    else:
+        leave_out = frozenset(each.name for each in dataclasses.fields(attention.rope)) - _OF_KIND
+        yield from _changed("rope", attention.rope, leave_out)
     yield from _changed("MLP", layer.mlp)
     places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
     if places != ["before_attention", "before_mlp"]:
-        yield Part("norms", " and ".join(_words(place) for place in places))
+        yield Part(f"norms {' and '.join(map(_words, places))}")
     yield from _changed("", layer)
 
 
-def _changed(prefix: str, described: Any, *, leave_out: frozenset[str] = frozenset()) -> Iterator[Part]:
+def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:
     """Yield the fields of a description that have a default and another value."""
     for each in dataclasses.fields(described):
         value = getattr(described, each.name)
@@ -104,4 +130,4 @@ def _changed(prefix: str, described: Any, *, leave_out: frozenset[str] = frozens
 
 
 def _words(name: str) -> str:
-    return name.removeprefix("is_").replace("_", " ")
+    return "scaling" if name == "kind" else name.replace("_", " ").replace("mlp", "MLP")

@@ -19,7 +19,7 @@ from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
-from octavo.models.rope import make_cos_sin
+from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def load_model(
         weights=kept or packer,
         dtype=computed,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
+        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len)),
     )
     try:
         model = CausalLM(context)
@@ -124,7 +125,8 @@ def _open_source(
     The files hold all that the architecture needs.
     """
     if seed is not None:
-        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed), None
+        norm_mean = 1.0 - architecture.norm_offset
+        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean), None
     files = open_tensors(weights, architecture, _TORCH_DTYPES[dtype])
     return files, files
 
@@ -187,7 +189,8 @@ class _Packer:
         self.dtype = dtype
         self.quantization = quantization
         self.group_size = group_size
-        self.norm_dtype = norm_dtype
+        self.norm_offset = architecture.norm_offset
+        self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
         self.done_bytes = 0
         self.total_bytes = total_bytes
@@ -257,7 +260,8 @@ class _Packer:
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
     def norm(self, declared: Norm) -> Tensor:
-        return self._fuse(list(declared.shapes.items()))
+        weight = self._fuse(list(declared.shapes.items()))
+        return weight.add_(self.norm_offset) if self.norm_offset else weight
 
     def skip(self, declared: Linear) -> None:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)

@@ -224,7 +224,11 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a name with `*` for anything as a regular expression: of it, and of what stands below it."""
+    """Return a name with `*` for anything as a regular expression: of it, and of what stands below it.
+
+    Names are those of the text part, as `octavo.models.weight_files.own_names` makes them.
+    """
+    name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name
     return "re:" + re.escape(name).replace(r"\*", ".*") + r"(\.|$)"

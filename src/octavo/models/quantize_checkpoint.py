@@ -24,6 +24,7 @@ from octavo.models.config_file import ConfigFile
 from octavo.models.float_weights import open_tensors
 from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
+from octavo.models.text_part import text_part
 from octavo.models.weight_source import FolderWeights
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def quantize_checkpoint(
         raise ModelError(f"{destination} exists already; name a new directory")
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
-    config = ConfigFile.read(source / "config.json").values
+    config = text_part(ConfigFile.read(source / "config.json")).values
     config.pop("compression_config", None)  # an older name of the same
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
     try:
