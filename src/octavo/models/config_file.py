@@ -158,6 +158,14 @@ class ConfigFile:
             if key not in self._asked_for and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not compute this of {family}, and would give wrong tokens")
 
+    def mark(self, key: str) -> None:
+        """Note that somebody reads a key whose value is of no simple type."""
+        self._asked_for.add(key)
+
+    def unread(self) -> list[str]:
+        """Return the keys that nobody asked for."""
+        return [key for key in self.values if key not in self._asked_for]
+
     def _get(self, key: str, default: Any) -> Any:
         self._asked_for.add(key)
         value = self.values.get(key)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.models.model_path import resolve_model_path
 from octavo.startup.folder_checkpoint import FolderCheckpoint
+from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from octavo.engine.chat_template import ChatTemplate
     from octavo.engine.embedding_config import EmbeddingConfig
@@ -40,6 +41,10 @@ class Checkpoint(Protocol):
         """Return what the model computes."""
         ...
 
+    def check_tokenizer(self) -> None:
+        """Raise what `read_tokenizer` would, as far as that can be seen at once: before anything is loaded."""
+        ...
+
     def read_tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
         ...
@@ -62,8 +67,11 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Find a checkpoint by its path or hub id. Raises `ModelError`.
+    """Find a checkpoint by its path or hub id; a file is a GGUF file. Raises `ModelError`.
 
     weights: False where only what stands beside them is read; then they are not downloaded.
     """
+    path = Path(model).expanduser()
+    if path.is_file():
+        return GGUFCheckpoint(path)
     return FolderCheckpoint(resolve_model_path(model, weights=weights))
