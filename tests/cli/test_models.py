@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -55,7 +56,7 @@ def test_one_that_runs_is_told_whole(built_in):
     assert (found["verdict"], found["problem"], found["left_out"]) == ("runs", "", [])
     details = found["details"]
     assert details["parameters"] == architecture.num_parameters
-    assert details["parts"] == ["grouped-query attention", "attention qk norm", "tied embeddings"]
+    assert details["parts"] == ["grouped-query attention", "attention qk norm head", "tied embeddings"]
     assert details["memory_bytes"] == {
         name: architecture.weight_bytes(architecture.dtype, None, None if name == architecture.dtype else name)
         for name in (architecture.dtype, "int8", "int4", "int4_all")
@@ -104,6 +105,31 @@ def test_a_model_of_embeddings_runs_in_part(tmp_path):
     assert found["verdict"] == "runs in part"
     assert "gives embeddings" in found["left_out"][0]
     assert "left out      tokens: it has no lm_head" in run(path)
+
+
+def test_the_text_part_of_a_model_of_images_runs_in_part(tmp_path):
+    text = tiny_config("Gemma3ForCausalLM")
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    write_checkpoint(tmp_path, text)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = report(tmp_path)
+    assert (found["verdict"], found["architecture"]) == ("runs in part", "Gemma3ForConditionalGeneration")
+    assert found["is_known"]
+    assert found["left_out"] == ["images: Gemma3ForConditionalGeneration reads them, and octavo its text part alone"]
+
+
+def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    (tmp_path / "below").mkdir()
+    write_gguf(
+        write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM")), tmp_path / "below" / "whole.gguf"
+    )
+    shutil.rmtree(tmp_path / "folder")
+    (tmp_path / "below" / "cut.gguf").write_bytes(b"GGUF")
+    (tmp_path / "below" / "whole-00002-of-00002.gguf").write_bytes(b"only the first of several files is listed")
+    found = {each["name"]: each for each in json.loads(run(tmp_path, "--json"))["checkpoints"]}
+    assert found.keys() == {"octavo-demo (built in)", "whole.gguf", "cut.gguf"}
+    assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.errors import ModelError, OctavoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from octavo.models.architecture import Architecture
     from octavo.startup.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ class ModelReport:
     left_out: tuple[str, ...]
     size_bytes: int
     path: str
-    details: ModelDetails | None
+    details: ModelDetails | None = None
 
     @property
     def verdict(self) -> Literal["runs", "runs in part", "refused"]:
@@ -61,47 +62,64 @@ class ModelReport:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def report_on(directory: Path, name: str) -> ModelReport:
-    """Read the configuration of a checkpoint in a directory, and nothing else."""
-    from octavo.models.config_file import ConfigFile  # when a command asks for it
-    from octavo.models.registry import read_architecture
+class _Described(Protocol):
+    """As much of an `octavo.startup.checkpoint.Checkpoint` as a report needs."""
 
-    def read_config() -> dict[str, Any]:
-        return ConfigFile.read(directory / "config.json").values
+    def read_config(self) -> dict[str, Any]: ...
+    def read_architecture(self) -> Architecture: ...
 
-    return _report(directory, name, read_config, lambda: (read_architecture(directory), None))
+
+class _Folder:
+    """One whose config.json is read without what reads tokenizers and templates."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_config(self) -> dict[str, Any]:
+        from octavo.models.config_file import ConfigFile  # when a command asks for it
+
+        return ConfigFile.read(self.path / "config.json").values
+
+    def read_architecture(self) -> Architecture:
+        from octavo.models.registry import read_architecture
+
+        return read_architecture(self.path)
+
+
+def report_on(path: Path, name: str) -> ModelReport:
+    """Read what describes the checkpoint in a directory or a file, but not its tokenizer and template."""
+
+    def opened() -> _Described:
+        return _open(path) if path.is_file() else _Folder(path)
+
+    return _report(path, name, opened)
 
 
 def look_closer(model: str) -> ModelReport:
     """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
+    path, opened = Path(model).expanduser(), cache(partial(_open, model))
+    report = _report(path if path.exists() else opened().path, model, opened)
+    return report if report.problem else replace(report, details=_details(opened()))
+
+
+def _open(model: str | Path) -> Checkpoint:
     from octavo.startup.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(model, weights=False)
-
-    def read() -> tuple[Architecture, ModelDetails]:
-        architecture = checkpoint.read_architecture()
-        return architecture, _details(checkpoint, architecture)
-
-    return _report(checkpoint.path, model, checkpoint.read_config, read)
+    return open_checkpoint(model, weights=False)
 
 
-def _report(
-    path: Path,
-    name: str,
-    read_config: Callable[[], dict[str, Any]],
-    read: Callable[[], tuple[Architecture, ModelDetails | None]],
-) -> ModelReport:
+def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelReport:
     from octavo.models.registry import FAMILIES
     from octavo.models.text_part import TEXT_PARTS
 
-    names, problem, details = None, "", None
+    names, problem = None, ""
     left_out: tuple[str, ...] = ()
     try:
-        names = read_config().get("architectures")
-        architecture, details = read()
-        left_out = _left_out(architecture)
+        described = opened()
+        names = described.read_config().get("architectures")
+        left_out = _left_out(described.read_architecture())
     except ModelError as error:
-        problem = str(error).removeprefix(f"{path / 'config.json'}: ")
+        problem = str(error).removeprefix(f"{path / 'config.json'}: ").removeprefix(f"{path}: ")
     known = [each for each in names if each in FAMILIES or each in TEXT_PARTS] if isinstance(names, list) else []
     return ModelReport(
         name=name,
@@ -111,7 +129,6 @@ def _report(
         left_out=left_out,
         size_bytes=sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors"))),
         path=str(path),
-        details=details,
     )
 
 
@@ -122,9 +139,10 @@ def _left_out(architecture: Architecture) -> tuple[str, ...]:
     return tuple(left_out)
 
 
-def _details(checkpoint: Checkpoint, architecture: Architecture) -> ModelDetails:
+def _details(checkpoint: Checkpoint) -> ModelDetails:
     from octavo.models.family_parts import parts_of
 
+    architecture = checkpoint.read_architecture()
     dtype, num_layers = architecture.dtype, len(architecture.layers)
     stored = architecture.stored or architecture.stored_floats
     return ModelDetails(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ Models = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAX_DEPTH = 3  # folders below a given directory that are searched
 
 
@@ -135,11 +137,17 @@ def _in_hub_cache() -> Iterator[ModelReport]:
 
 
 def _below(directory: Path) -> Iterator[ModelReport]:
-    """Checkpoints in folders below a directory."""
-    patterns = ["/".join(["*"] * depth + ["config.json"]) for depth in range(1, _MAX_DEPTH + 1)]
-    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
+    """Checkpoints in folders below a directory, and GGUF files: of one in several files the first."""
+
+    def find(name: str) -> list[Path]:
+        return sorted(path for depth in range(_MAX_DEPTH + 1) for path in directory.glob("*/" * depth + name))
+
+    for path in find("config.json"):
         if any(path.parent.glob("*.safetensors")):
             yield report_on(path.parent, path.parent.resolve().name)
+    for path in find("*.gguf"):
+        if (part := _PART.search(path.name)) is None or int(part[1]) == 1:
+            yield report_on(path, path.name)
 
 
 def show_size(num_bytes: int) -> str:
