@@ -20,7 +20,7 @@ from octavo.models.loader import load_model
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from octavo.models.registry import read_architecture
+from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
@@ -245,6 +245,19 @@ def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the
     rounded = load(tmp_path / "rounded", quantization=of_the_copy)  # embeddings and lm_head
     now = load(source, quantization=of_the_source)
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_can_be_quantized(name, tmp_path, prompt_logits):
+    source = plain_checkpoint(tmp_path / "plain", name)
+    quantize_checkpoint(source, tmp_path / "rounded", "int4")
+    assert read_architecture(tmp_path / "rounded").stored.bits == 4
+    rounded, now = load(tmp_path / "rounded", quantization="int8"), load(source, quantization="int4")
+    assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
+    quantize_checkpoint(source, tmp_path / "int8", "int8")
+    ours, plain = prompt_logits(load(tmp_path / "int8"), PROMPT), prompt_logits(load(source), PROMPT)
+    assert 0 < (ours - plain).norm() < 0.1 * plain.norm()
 
 
 def test_a_copy_of_int8_gives_the_tokens_of_what_it_holds(tmp_path, prompt_logits):
