@@ -37,7 +37,7 @@ MORE = {
 }
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_exact(name, dtype, tmp_path):

@@ -23,7 +23,7 @@ def test_tokens_equal(case, tmp_path):
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     prompts = make_prompts(case.seed)
     oracle = load_oracle(path)
-    tokens = generate_staggered(path, prompts, case.max_model_len)
+    tokens = generate_staggered(path, prompts)
     for prompt, answer in zip(prompts, tokens, strict=True):
         assert len(answer) == NUM_TOKENS
         assert follows(oracle, prompt, answer, min_gap=MIN_GAP)
@@ -36,16 +36,16 @@ def test_tokens_equal(case, tmp_path):
 
 
 @pytest.mark.sweep(14)
-@pytest.mark.parametrize("case", [each for each in CASES if not each.needs_length], ids=lambda case: case.name)
+@every_case
 def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
     """The same with nothing of octavo's before the oracle's eyes: it generates by itself, with its own KV cache."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
     prompts = make_prompts(case.seed)
     oracle = load_oracle(path)
-    assert generate_staggered(path, prompts, case.max_model_len) == [greedy(oracle, prompt) for prompt in prompts]
+    assert generate_staggered(path, prompts) == [greedy(oracle, prompt) for prompt in prompts]
 
 
-def generate_staggered(path, prompts, max_model_len=None):
+def generate_staggered(path, prompts, num_tokens=NUM_TOKENS, max_model_len=None):
     """Send a prompt or two at each step, into batches too small to hold them all, and collect the tokens."""
     engine = LLMEngine(
         model_config=ModelConfig(
@@ -53,7 +53,7 @@ def generate_staggered(path, prompts, max_model_len=None):
         ),
         scheduler_config=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=150),
     )
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     waiting = list(enumerate(prompts))
     tokens = {}
     while waiting or engine.has_unfinished_requests():

@@ -248,16 +248,13 @@ def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_can_be_quantized(name, tmp_path, prompt_logits):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
     source = plain_checkpoint(tmp_path / "plain", name)
-    quantize_checkpoint(source, tmp_path / "rounded", "int4")
-    assert read_architecture(tmp_path / "rounded").stored.bits == 4
-    rounded, now = load(tmp_path / "rounded", quantization="int8"), load(source, quantization="int4")
+    quantize_checkpoint(source, tmp_path / "rounded", "int4", group_size=32)
+    rounded = load(tmp_path / "rounded", quantization="int4_all", group_size=32)
+    now = load(source, quantization="int4_all", group_size=32)
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
-    quantize_checkpoint(source, tmp_path / "int8", "int8")
-    ours, plain = prompt_logits(load(tmp_path / "int8"), PROMPT), prompt_logits(load(source), PROMPT)
-    assert 0 < (ours - plain).norm() < 0.1 * plain.norm()
 
 
 def test_a_copy_of_int8_gives_the_tokens_of_what_it_holds(tmp_path, prompt_logits):

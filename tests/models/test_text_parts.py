@@ -156,6 +156,20 @@ WHOLES = {  # text parts of other models, and what stands around them; the numbe
         },
         {"model_type": "mistral3", "vision_config": VISION | {"model_type": "pixtral", "num_hidden_layers": 1}},
     ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        tiny_config("LlamaForCausalLM"),
+        {
+            "model_type": "llava",
+            "vision_config": VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 28},
+        },
+    ),
+    "qwen2-vl": (
+        "Qwen2VLForConditionalGeneration",
+        tiny_config("Qwen2ForCausalLM")
+        | {"model_type": "qwen2_vl_text", "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **MROPE}},
+        {"model_type": "qwen2_vl", "vision_config": {"embed_dim": 32, "hidden_size": 64, "num_heads": 2, "depth": 1}},
+    ),
     "qwen2.5-vl": (
         "Qwen2_5_VLForConditionalGeneration",
         tiny_config("Qwen2ForCausalLM")

@@ -6,15 +6,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo import LLM, SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 32
 _FACTS = "The sun is a star. The earth goes around it once a year. The moon goes around the earth. "
 TEXTS = [
     "The capital of France is",
     "Once upon a time",
     "def fib(n):\n    ",
     "Die Würde des Menschen",
-    _FACTS * 12 + "The moon",
-    _FACTS * 40 + "The sun",
+    _FACTS * 3 + "The moon",
+    _FACTS * 26 + "The sun",
 ]
 
 

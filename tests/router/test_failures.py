@@ -16,8 +16,9 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 
+from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
 from octavo.server.access.listening import bind
 
@@ -30,9 +31,10 @@ EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 
 
 class MadeUp:
-    """An engine of a few lines. after: what it does with a POST: see `_answer`."""
+    """An engine of a few lines. does: what it does with a POST, see `_answer`; events: of its streams."""
 
-    def __init__(self, does: str) -> None:
+    def __init__(self, does: str, events: bytes = EVENT) -> None:
+        self.events = events
         self.does, self.num_posts, self.num_left = does, 0, 0
         self.is_ready = True
         self.release = threading.Event()
@@ -67,7 +69,7 @@ class MadeUp:
             case "die in mid-stream" | "hang in mid-stream" | "die within an event":
                 kind = (b"content-type", b"text/event-stream")
                 await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-                await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+                await send({"type": "http.response.body", "body": self.events, "more_body": True})
                 if self.does == "hang in mid-stream":
                     while (await receive())["type"] != "http.disconnect":
                         pass
@@ -95,18 +97,19 @@ async def _send(send, status, body, headers=()) -> None:
 
 
 @contextlib.contextmanager
-def made_up(does: str) -> Iterator[tuple[str, MadeUp]]:
+def made_up(does: str, events: bytes = EVENT) -> Iterator[tuple[str, MadeUp]]:
     """Run one on a free port."""
-    app = MadeUp(does)
+    app = MadeUp(does, events)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
@@ -176,6 +179,62 @@ def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
         assert lines[0] == EVENT.decode().strip()
         assert STREAM_ENDS[path](lines)
         assert (failing.num_posts, answering.num_posts) == (1, 0)
+
+
+LAST_EVENTS = {
+    "/v1/completions": [b"data: [DONE]\n\n"],
+    "/v1/messages": [b'event: message_stop\ndata: {"type":"message_stop"}\n\n', b"event: error\ndata: {}\n\n"],
+    "/generate_stream": [
+        b'data: {"index":2,"token":{"text":"\\"details\\":null"},"generated_text":"aa","details":{"seed":null}}\n\n',
+        b'data: {"error":"x","error_type":"generation"}\n\n',
+    ],
+    "/v1/responses": [
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+        b'event: response.incomplete\ndata: {"response":{}}\n\n',
+        b'event: response.failed\ndata: {"response":{}}\n\n',
+        b"event: error\ndata: {}\n\n",
+    ],
+}
+
+
+@pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
+def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
+    with (
+        made_up("die in mid-stream", EVENT + last) as (bad, failing),
+        run_router(bad) as routing,
+        routing.http() as http,
+    ):
+        assert http.post(path, json={**CHAT, "stream": True}).content == EVENT + last
+        assert failing.num_posts == 1
+
+
+def test_an_engine_that_freezes_behind_the_last_event_adds_none():
+    whole = EVENT + b"data: [DONE]\n\n"
+    with (
+        made_up("hang in mid-stream", whole) as (frozen, _),
+        run_router(frozen) as routing,
+        routing.http() as http,
+        http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response,
+    ):
+        pieces = response.iter_bytes()
+        answer = next(pieces)
+        while answer != whole:
+            answer += next(pieces)
+        routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
+        assert list(pieces) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/completions", b'data: {"text":"data: [DONE]"}\n\n'),
+        ("/v1/messages", b'event: delta\ndata: {"text":"event: message_stop"}\n\n'),
+        ("/generate_stream", b'data: {"token":{"text":"\\"details\\":{"},"details":null}\n\n'),
+        ("/v1/responses", b'event: response.output_text.done\ndata: {"text":"event: error"}\n\n'),
+    ],
+)
+def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):
+    assert not is_last_event(event, path)
 
 
 def test_a_frozen_engine_is_found_and_its_requests_end():

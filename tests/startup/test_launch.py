@@ -51,7 +51,9 @@ def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     def computed(max_model_len: int) -> str:
-        model = ModelConfig(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len)
+        model = ModelConfig(
+            model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len
+        )
         return repr(ServedModel.find(model).architecture)
 
     assert computed(100) == computed(512)

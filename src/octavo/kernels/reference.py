@@ -259,7 +259,7 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
-    turning, rest = x.split([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
+    turning, rest = x.split_with_sizes([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
     pairs = turning.float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first, second = pairs.unbind(-1 if interleaved else -2)
     cosine, sine = turns.chunk(2, dim=-1)

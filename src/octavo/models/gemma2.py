@@ -35,9 +35,7 @@ _NORMS = LayerNorms(
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Gemma 2's keys."""
     config = config.with_defaults(**_DEFAULTS)
-    for key, softcap in _SOFTCAPS.items():
-        if key not in config.values:
-            config = config.with_defaults(**{key: softcap})
+    config = config.with_defaults(**{key: cap for key, cap in _SOFTCAPS.items() if key not in config.values})
     rope = read_rope(config, config.count("max_position_embeddings"))
     softcap = config.optional_number("attn_logit_softcapping")
     return read_mixed(config, name, rope=rope, local_rope=rope, pattern=2, softcap=softcap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octavo.errors import ModelError
 from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig
@@ -27,8 +28,8 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
         config = config.with_defaults(sliding_window=_DEFAULT_WINDOW)
     config = config.with_defaults(**(_DEFAULTS_3 if is_third else _DEFAULTS))
     max_positions = config.count("max_position_embeddings")
-    if is_third and config.section("rope_parameters") is None:
-        raise config.error("rope_parameters", "is missing; this architecture needs it")
+    if is_third and not (config.has("rope_parameters") or config.has("rope_scaling")):
+        raise ModelError(f"{config.path}: {config.prefix}rope_parameters is missing; this architecture needs it")
     rope = read_rope(config, max_positions, scales_queries=is_third)
     attention, mlp = AttentionConfig.read(config, rope=rope), GatedMLPConfig.read(config)
     layers = tuple(

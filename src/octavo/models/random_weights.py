@@ -58,7 +58,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys tha
         "query_pre_attn_scalar": 24,
         "sliding_window": 37,
         "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
+        "final_logit_softcapping": 8.0,
     },
     "Gemma3ForCausalLM": {
         "model_type": "gemma3_text",

@@ -12,11 +12,20 @@ if TYPE_CHECKING:
 # The class of the whole model: for each `model_type` of its text part, the class that this is by itself.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "LlavaForConditionalGeneration": {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+    },
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": "Qwen2ForCausalLM"},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-_FLAT = {"qwen2_5_vl": "qwen2_5_vl_text"}  # models whose keys of text may stand among those of the whole
+_FLAT = {
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+}  # models whose keys of text may stand among those of the whole
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
