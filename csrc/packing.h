@@ -1,7 +1,7 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
-#include "linear_int4_tiles.h"
+#include "packing_blocks.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -61,16 +61,6 @@ inline int32_t copy_words(const int8_t* values, int64_t k, int8_t* out) {
   return sum;
 }
 
-// Values of 0 .. 15 of a column's group, eight of each word: k and k + 4 share a byte.
-inline void copy_nibbles(const uint8_t* values, int64_t count, uint8_t* out) {
-  for (int64_t i = 0; i < count; i += kNibbleDepth) {
-    uint32_t halves[2] = {0, 0};
-    std::memcpy(halves, values + i, static_cast<size_t>(smaller(kNibbleDepth, count - i)));
-    const uint32_t word = halves[0] | halves[1] << 4;
-    std::memcpy(out + i / kNibbleDepth * kNibbleBytes, &word, 4);
-  }
-}
-
 inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
   const int64_t n = args.n, panels = divide_up(n, kPanelColumns), size = byte_groups(args.k) * kGroupBytes;
   const auto* weight = static_cast<const int8_t*>(args.weight);
@@ -122,6 +112,7 @@ inline void pack_weight(ThreadPool& pool, const PackArgs& args) {
     case DType::kFloat16: return pack_weight_of<f16>(pool, args);
     case DType::kInt8: return pack_int8_weight(pool, args);
     case DType::kInt4: return pack_int4_weight(pool, args);
+    default: return pack_block_weight(pool, args);
   }
 }
 
@@ -212,6 +203,7 @@ void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
     case DType::kFloat16: return embedding_of<f16, Out>(pool, args);
     case DType::kInt8: return int8_embedding_of<Out>(pool, args);
     case DType::kInt4: return int4_embedding_of<Out>(pool, args);
+    default: return block_embedding_of<Out>(pool, args);
   }
 }
 

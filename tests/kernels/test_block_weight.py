@@ -5,7 +5,7 @@ import pytest
 import torch
 from block_weights import random_blocks
 
-from octavo.kernels.block_weight import BlockKind, BlockWeight, fuse_blocks
+from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind
 
 
 @pytest.mark.parametrize("kind", BlockKind)
@@ -42,13 +42,8 @@ def test_rows_of_another_length_are_refused(kind):
         BlockWeight(kind, torch.zeros(2, kind.block_bytes + 1, dtype=torch.uint8), kind.block_values)
 
 
-def test_neighbours_of_one_kind_become_one_weight(generator):
+def test_neighbours_of_one_kind_stand_together(generator):
     q, k = (random_blocks(generator, BlockKind.Q4_K, rows, 256) for rows in (8, 4))
-    v = random_blocks(generator, BlockKind.Q6_K, 4, 256)
-    fused = fuse_blocks([q, k, v])
-    assert [(some.kind, tuple(some.shape)) for some in fused] == [
-        (BlockKind.Q4_K, (12, 256)),
-        (BlockKind.Q6_K, (4, 256)),
-    ]
-    assert torch.equal(fused[0].dequantize(), torch.cat([q.dequantize(), k.dequantize()]))
-    assert fused[1] is v
+    v, other = random_blocks(generator, BlockKind.Q6_K, 4, 256), random_blocks(generator, BlockKind.Q4_K, 4, 256)
+    groups = group_by_kind([q, k, v, other])
+    assert [[id(weight) for weight in group] for group in groups] == [[id(q), id(k)], [id(v)], [id(other)]]

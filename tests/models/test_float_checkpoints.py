@@ -76,6 +76,15 @@ def assert_weights(path, meant, **options):
     return model
 
 
+def assert_blocks(path, meant, prompt_logits):
+    """Weights of MXFP4 are multiplied as they are; where they are to be rounded they are expanded first."""
+    model = assert_weights(path, {module: weight.float() for module, weight in meant.items()}, dtype="bfloat16")
+    assert model.layers[0].mlp.down.num_bytes == model.architecture.block_bytes["model.layers.0.mlp.down_proj.weight"]
+    quantize_checkpoint(path, path / "rounded", "int4")
+    rounded, now = load(path / "rounded", quantization="int8"), load(path, dtype="float32", quantization="int4")
+    assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
+
+
 # --- what other programs mean
 
 
@@ -161,7 +170,7 @@ def test_fp8_of_fbgemm(tmp_path):
     assert_weights(tmp_path, rewritten(tmp_path, config, store), dtype="bfloat16")
 
 
-def test_mxfp4_of_compressed_tensors(tmp_path):
+def test_mxfp4_of_compressed_tensors(tmp_path, prompt_logits):
     weights = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
     scheme, config = compressed_config(weights, None, "mxfp4-pack-quantized")
 
@@ -171,12 +180,12 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
         compressed = MXFP4PackedCompressor.compress(state, scheme)
         meant = MXFP4PackedCompressor.decompress(dict(compressed), scheme)["weight"]
         assert meant.unique().numel() > 8
-        return compressed, meant.bfloat16()
+        return compressed, meant
 
-    assert_weights(tmp_path, rewritten(tmp_path, config, store), dtype="bfloat16")
+    assert_blocks(tmp_path, rewritten(tmp_path, config, store), prompt_logits)
 
 
-def test_mxfp4_in_blocks(tmp_path):
+def test_mxfp4_in_blocks(tmp_path, prompt_logits):
     def store(weight, generator):
         groups = weight.shape[1] // 32
         blocks = torch.randint(0, 256, (len(weight), groups, 16), generator=generator, dtype=torch.uint8)
@@ -185,7 +194,7 @@ def test_mxfp4_in_blocks(tmp_path):
         return {"weight_blocks": blocks, "weight_scales": scales}, meant
 
     config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
-    assert_weights(tmp_path, rewritten(tmp_path, config, store), dtype="bfloat16")
+    assert_blocks(tmp_path, rewritten(tmp_path, config, store), prompt_logits)
 
 
 def test_layers_that_are_left_as_they_are(tmp_path):
@@ -237,7 +246,7 @@ def test_what_is_computed_and_what_it_takes_is_told(tmp_path, caplog):
     assert "FP8 with a scale per 32 x 32 values, which is expanded to bfloat16" in expanded
     assert "GB (with quantization int8" in expanded
     assert "Activations are not rounded" in expanded
-    assert rounded.endswith("and rounded to int8")
+    assert rounded.endswith("expanded to bfloat16 and rounded to int8 as they are read")
 
 
 def test_dummy_weights_of_a_checkpoint_of_small_floats(tmp_path):

@@ -1,6 +1,7 @@
 """Weights and numbers of GGUF files are those of the checkpoint they were made of; what they cannot be is refused."""
 
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -10,8 +11,9 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from octavo.errors import ModelError
+from octavo.kernels.block_weight import BlockKind
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import _FAMILIES, read_gguf_config
+from octavo.models.gguf_config import _FAMILIES, BLOCK_KINDS, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, TensorType
 from octavo.models.gguf_tensors import halves_of_heads
 from octavo.models.gguf_weights import _LAYER_NAMES, GGUFWeights
@@ -91,6 +93,30 @@ def test_rows_of_rotated_pairs_are_put_in_order_whatever_holds_them(kind, tmp_pa
         if value.dim() == 2:
             rounded = gguf.dequantize(gguf.quantize(value.numpy(), stored), stored)
             assert np.array_equal(tensors.tensor(name).float().numpy(), rounded), name
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
+    """Rows of rotated pairs in order; vectors and floats are no blocks."""
+    directory, path = make(tmp_path, kind=kind)
+    weights = GGUFWeights(GGUFFile.read(path))
+    tensors, sizes = weights.open(), weights.block_bytes()
+    for name, value in load_file(directory / "model.safetensors").items():
+        blocks = tensors.blocks(name)
+        if value.dim() == 1:
+            assert blocks is None
+        else:
+            assert torch.equal(blocks.dequantize(), tensors.tensor(name)), name
+            assert sizes.pop(name) == blocks.nbytes
+    assert not sizes
+
+
+def test_kinds_of_blocks_are_those_of_the_kernels():
+    assert {kind.name for kind in BLOCK_KINDS} == {kind.name for kind in BlockKind}
+    for kind, more in BLOCK_KINDS.items():
+        block = BlockKind[kind.name]
+        assert (block.block_values, block.block_bytes) == (kind.block_values, kind.block_bytes)
+        assert block.packed_bytes(1, block.block_values) == kind.block_bytes + more
 
 
 def test_halves_of_heads_undo_the_conversion():
@@ -180,3 +206,32 @@ def test_config_is_what_config_json_would_say(tmp_path):
     keys = said.keys() & ours.keys()
     assert len(keys) > 10
     assert {key: ours[key] for key in keys} == {key: said[key] for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("F16 F32", "float32"), ("Q4_K Q6_K", "bfloat16"),
+        ("Q8_0 BF16", "bfloat16"), ("Q8_0 F16", "float32"), ("Q4_K IQ3_S", "float32"), ("IQ2_XS", "float32"),
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_is_exact_for_all_matrices(kinds, dtype, tmp_path):
+    _, path = make(tmp_path)
+    read, stored = GGUFFile.read(path), [TensorType[kind] for kind in kinds.split()]
+    matrices = [name for name, each in read.tensors.items() if len(each.shape) == 2]
+    for number, name in enumerate(matrices):
+        read.tensors[name] = replace(read.tensors[name], type=stored[number % len(stored)])
+    assert read_gguf_config(read)["dtype"] == dtype
+
+
+def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
+    _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    read = GGUFFile.read(path)
+    name = "blk.1.ffn_up.weight"
+    read.tensors[name] = replace(read.tensors[name], type=TensorType.IQ3_S, num_bytes=256 * 110)
+    expected = architecture_of(ConfigFile(path, read_gguf_config(read))).stored_tensors()
+    GGUFWeights(read).open().check(expected)
+    assert "holds weights of IQ3_S, which octavo does not multiply as they are" in caplog.text
+    monkeypatch.setattr("octavo.models.gguf_tensors.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"IQ3_S are expanded with the package gguf: pip install 'octavo\[gguf\]'"):
+        GGUFWeights(read).open().check(expected)

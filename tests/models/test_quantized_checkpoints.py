@@ -62,7 +62,8 @@ def weight_of(model, module):
         "down": (layer.mlp.down, ("down_proj",)),
     }[{"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "down_proj": "down"}.get(part, "gate_up")]
     weight = fused.storage
-    wide = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+    weights = weight if isinstance(weight, list) else [weight]
+    wide = torch.cat([each if isinstance(each, torch.Tensor) else each.dequantize() for each in weights])
     shapes = model.architecture.tensor_shapes()
     prefix = module.rpartition(".")[0]
     sizes = [shapes[f"{prefix}.{name}.weight"][0] for name in names]

@@ -64,6 +64,8 @@ def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, 
     texts = list(random_texts(round(NUM_TEXTS * real_scale)))
     if model == "smollm2":  # transformers, which the folder's is from, forgets that each digit stands alone
         texts = [re.sub(r"\d", "", text) for text in texts]
+    else:  # and merges spaces, where SentencePiece takes the longest token of them: 31
+        texts = [re.sub(" {32,}", " " * 31, text) for text in texts]
     texts += [f"{text}{random.Random(text).choice(special)}{text}" for text in texts[:100]]
     for text in texts:
         ids = ours.encode(text)

@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-GROUP_VALUES = 32  # consecutive input features that share a scale of the activations
+GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
 _SUPER_GROUPS = 8  # of a block of 256
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
 class BlockKind(Enum):
-    """Layouts of blocks by the names of GGUF: (values a block, bytes a block)."""
+    """Layouts of blocks by the names of GGUF: (values a block, bytes a block, bytes of it in panels).
 
-    Q8_0 = "Q8_0", 32, 34
-    Q4_0 = "Q4_0", 32, 18
-    Q4_1 = "Q4_1", 32, 20
-    Q5_0 = "Q5_0", 32, 22
-    Q5_1 = "Q5_1", 32, 24
-    Q4_K = "Q4_K", 256, 144
-    Q5_K = "Q5_K", 256, 176
-    Q6_K = "Q6_K", 256, 210
-    MXFP4 = "MXFP4", 32, 17
+    In panels scales and minima of six bits take eight (csrc/block_formats.h).
+    """
+
+    Q8_0 = "Q8_0", 32, 34, 34
+    Q4_0 = "Q4_0", 32, 18, 18
+    Q4_1 = "Q4_1", 32, 20, 20
+    Q5_0 = "Q5_0", 32, 22, 22
+    Q5_1 = "Q5_1", 32, 24, 24
+    Q4_K = "Q4_K", 256, 144, 148
+    Q5_K = "Q5_K", 256, 176, 180
+    Q6_K = "Q6_K", 256, 210, 210
+    MXFP4 = "MXFP4", 32, 17, 17
 
     @property
     def block_values(self) -> int:
@@ -45,17 +48,21 @@ class BlockKind(Enum):
         """Bytes of a block."""
         return self.value[2]
 
+    def packed_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a weight in panels, without padding."""
+        return out_features * in_features // self.block_values * self.value[3]
+
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row. Raises `ValueError` where it is not made of whole blocks."""
+        """Return the bytes of a row in a file. Raises `ValueError` where it is not made of whole blocks."""
         if in_features % self.block_values != 0:
             raise ValueError(f"{self.name} has blocks of {self.block_values} values, and rows of {in_features} do not")
         return in_features // self.block_values * self.block_bytes
 
 
 class BlockValues(NamedTuple):
-    """Rows as numbers: values * scales + minima, a scale and a minimum for each group of 32.
+    """Rows as numbers: values * scales + minima, for each group of 32 input features, or of 16 without minima.
 
-    values float32 [rows, groups, 32], whole and below 2^12; scales and minima float32 [rows, groups], or no minima.
+    values float32 [rows, groups, size], whole; scales and minima float32 [rows, groups], or no minima.
     """
 
     values: Tensor
@@ -63,7 +70,7 @@ class BlockValues(NamedTuple):
     minima: Tensor | None
 
     def dequantize(self) -> Tensor:
-        """Return float32 [rows, groups * 32], each operation rounded once."""
+        """Return float32 [rows, groups * size], each operation rounded once."""
         scaled = self.values * self.scales.unsqueeze(2)
         return (scaled if self.minima is None else scaled + self.minima.unsqueeze(2)).flatten(1)
 
@@ -92,19 +99,18 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its blocks."""
-        return self.rows.nbytes
+        """Bytes that it takes packed, without padding."""
+        return self.kind.packed_bytes(*self.shape)
 
     def numbers(self) -> BlockValues:
         """Return what the blocks hold."""
-        blocks = self.rows.reshape(-1, self.kind.block_bytes)
-        groups = self.in_features // GROUP_VALUES
+        blocks = self.rows.reshape(self.rows.numel() // self.kind.block_bytes, self.kind.block_bytes)
         values, scales, minima = _READERS[self.kind](blocks)
-        shape = (self.rows.shape[0], groups)
+        out_features, groups = self.shape[0], self.in_features // self.kind.block_values * scales.shape[1]
         return BlockValues(
-            values.float().view(*shape, GROUP_VALUES),
-            scales.view(shape),
-            None if minima is None else minima.view(shape),
+            values.float().reshape(out_features, groups, self.in_features // groups),
+            scales.view(out_features, groups),
+            None if minima is None else minima.view(out_features, groups),
         )
 
     def dequantize(self) -> Tensor:
@@ -120,20 +126,15 @@ class BlockWeight:
         return BlockWeight(self.kind, self.rows.to(device), self.in_features)
 
 
-def fuse_blocks(weights: Sequence[BlockWeight]) -> list[BlockWeight]:
-    """Put weights of equal width below one another: neighbours of one kind become one weight."""
-    fused: list[list[BlockWeight]] = []
+def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
+    """Return weights that are to stand one below the other, neighbours of one kind together."""
+    groups: list[list[BlockWeight]] = []
     for weight in weights:
-        if fused and fused[-1][0].kind is weight.kind:
-            fused[-1].append(weight)
+        if groups and groups[-1][0].kind is weight.kind:
+            groups[-1].append(weight)
         else:
-            fused.append([weight])
-    return [
-        some[0]
-        if len(some) == 1
-        else BlockWeight(some[0].kind, torch.cat([weight.rows for weight in some]), some[0].in_features)
-        for some in fused
-    ]
+            groups.append([weight])
+    return groups
 
 
 _Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima of blocks
@@ -146,7 +147,7 @@ def _float16(data: Tensor) -> Tensor:
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
     """Return the lower halves of so many bytes, then their upper ones, and so on: uint8 [blocks, 2 * bytes]."""
-    parts = data.view(len(data), -1, 1, together)
+    parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
@@ -182,8 +183,8 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 scales and minima [blocks, 8] of Q4_K and Q5_K: two float16 times integers of 6 bits."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
-    whole_minima = torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
-    return _float16(blocks[:, :2]) * whole_scales.float(), _float16(blocks[:, 2:4]) * -whole_minima.float()
+    whole_minima = torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1).to(torch.int8)
+    return _float16(blocks[:, :2]) * whole_scales.float(), _float16(blocks[:, 2:4]) * (-whole_minima).float()
 
 
 def _read_q4_k(blocks: Tensor) -> _Numbers:
@@ -197,13 +198,11 @@ def _read_q5_k(blocks: Tensor) -> _Numbers:
 
 
 def _read_q6_k(blocks: Tensor) -> _Numbers:
-    """A group has two scales, one for each half: they are multiplied into the values."""
     lower = _nibbles(blocks[:, :128].contiguous(), 64)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
     upper = ((blocks[:, 128:192].view(len(blocks), 2, 1, GROUP_VALUES) >> shifts) & 3) << 4
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    values = ((lower | upper.flatten(1)).float() - 32).view(len(blocks), 16, 16) * scales.unsqueeze(2)
-    return values, _float16(blocks[:, 208:]).expand(-1, _SUPER_GROUPS).contiguous(), None
+    return (lower | upper.flatten(1)).float() - 32, _float16(blocks[:, 208:]) * scales, None
 
 
 def _read_mxfp4(blocks: Tensor) -> _Numbers:

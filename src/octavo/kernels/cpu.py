@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from octavo.kernels.block_panels import BlockPanels
+from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
@@ -21,11 +24,11 @@ from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, 
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation
+    from octavo.kernels.interface import Activation, WeightToPack
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
@@ -159,15 +162,17 @@ class CpuKernels:
             rounded.values.data_ptr(), rounded.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
         )  # fmt: skip
 
-    def pack_linear(
-        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
-    ) -> PackedLinear:
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack a weight into panels of 32 columns."""
-        return PanelWeight.pack(self, weight, bias).as_linear()
+        if isinstance(weight, Sequence) and isinstance(weight[0], BlockWeight):
+            return BlockPanels.pack(self, cast("Sequence[BlockWeight]", weight), bias).as_linear()
+        return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
-    def keep_linear(self, packed: PackedLinear) -> KeptLinear:
-        """Return the panels."""
-        storage: PanelWeight = packed.storage
+    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
+        """Return the panels, or None for those of blocks, which are packed as fast as they are read."""
+        storage: PanelWeight | BlockPanels = packed.storage
+        if isinstance(storage, BlockPanels):
+            return None
         numbers = {
             "out_features": storage.out_features,
             "in_features": storage.in_features,
@@ -205,12 +210,18 @@ class CpuKernels:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
         assert out.is_contiguous()
         assert (out.shape, out.dtype) == ((x.shape[0], packed.out_features), out_dtype)
+        if isinstance(packed.storage, BlockPanels):
+            for part, columns in packed.storage.parts():
+                self._multiply(x, part, out[:, columns])
+            return out
         return self._multiply(x, packed.storage, out)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
         storage = packed.storage
-        if not self.kernel_set.fuses_gate(DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features):
+        if isinstance(storage, BlockPanels) or not self.kernel_set.fuses_gate(
+            DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
+        ):
             return self.gate(self.linear(x, packed), activation)
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, activation)
@@ -266,7 +277,9 @@ class CpuKernels:
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the unpacked weight times `scale`."""
-        storage: PanelWeight = packed.storage
+        storage: PanelWeight = (
+            packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
+        )
         assert token_ids.is_contiguous()
         assert not storage.int4.has_order
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from octavo.kernels.block_weight import BlockWeight
     from octavo.kernels.quantization import QuantizedWeight
+
+    WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
 
 
 Activation = Literal["silu", "gelu_tanh"]  # gelu_tanh: GELU as tanh approximates it (Hendrycks and Gimpel 2016)
@@ -136,13 +139,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_linear(
-        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
-    ) -> PackedLinear:
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and an optional bias [out_features].
 
         The weight is float32, bfloat16 or float16, and its dtype may differ from that of the activations it will meet
-        (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come.
+        (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come. Parts in
+        blocks may be of several kinds.
         """
         ...
 

@@ -49,7 +49,7 @@ class PanelWeight:
         else:
             parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
         scales = multiples = offsets = order = None
-        int4 = _NO_INT4
+        int4 = NO_INT4
         if isinstance(weight, Int8Weight):
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
@@ -57,7 +57,6 @@ class PanelWeight:
             multiples, scales = weight.whole_scales()  # which the kernels call units
             offsets = weight.whole_offsets(multiples)
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
         number = DTYPE_NUMBERS[parts[0].dtype]
         data = kernels.allocate(packed_bytes(number, out_features, in_features, int4))
         if order is not None:
@@ -72,11 +71,16 @@ class PanelWeight:
                 int4.group_size, data.data_ptr() + packed_bytes(number, first, in_features, panels),
             )  # fmt: skip
             first += values.shape[0]
-        padded = None
-        if bias is not None:
-            padded = torch.zeros(columns)
-            padded[:out_features] = bias.detach()
-        return cls(data, number, int4, padded, out_features, in_features)
+        return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
+
+    @staticmethod
+    def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
+        """Return a bias in float32 for all columns of the panels."""
+        if bias is None:
+            return None
+        padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
+        padded[:out_features] = bias.detach()
+        return padded
 
     def as_linear(self) -> PackedLinear:
         """Return what callers of the kernels see of it."""
@@ -107,7 +111,7 @@ class Int4Format(NamedTuple):
         return cls(group_size, weight.zeros is not None, weight.order is not None)
 
 
-_NO_INT4 = Int4Format(0, has_zeros=False)
+NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: Int4Format) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import (
@@ -20,6 +21,7 @@ from octavo.kernels.quantization import (
     Int8Weight,
     QuantizedWeight,
     kv_scales,
+    linear_blocks,
     linear_int4,
     linear_int8,
     quantize_int4,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation
+    from octavo.kernels.interface import Activation, WeightToPack
 
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
@@ -52,12 +54,14 @@ class ReferenceKernels:
             raise ValueError(f"a weight of {weight.dtype} is not rounded")
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
-    def pack_linear(
-        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
-    ) -> PackedLinear:
-        """Keep `weight` as it is, and a copy of parts."""
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
+        """Keep `weight` as it is, parts in blocks, too, and a copy of other parts."""
         if isinstance(weight, Sequence):
-            weight = torch.cat(list(weight))
+            parts = [part for part in weight if isinstance(part, BlockWeight)]
+            if parts:
+                num_bytes = sum(part.rows.nbytes for part in parts) + (0 if bias is None else bias.nbytes)
+                return PackedLinear(sum(part.shape[0] for part in parts), parts[0].in_features, parts, bias, num_bytes)
+            weight = torch.cat([part for part in weight if isinstance(part, torch.Tensor)])
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         return PackedLinear(weight.shape[0], weight.shape[1], weight, bias, num_bytes)
 
@@ -84,6 +88,9 @@ class ReferenceKernels:
             return out.copy_(self.linear(x, packed, float32_out=float32_out))
         weight, bias = packed.storage, packed.bias
         out_dtype = torch.float32 if float32_out else x.dtype
+        if isinstance(weight, list):
+            products = torch.cat([linear_blocks(x, part) for part in weight], dim=1)
+            return (products if bias is None else products + bias.float()).to(out_dtype)
         if isinstance(weight, Int8Weight):
             return linear_int8(x, weight, bias, out_dtype)
         if isinstance(weight, Int4Weight):
@@ -101,7 +108,10 @@ class ReferenceKernels:
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`."""
         weight = packed.storage
-        if isinstance(weight, Int4Weight):
+        if isinstance(weight, list):
+            (vocabulary,) = weight
+            rows: Tensor = vocabulary.select_rows(token_ids).dequantize()
+        elif isinstance(weight, Int4Weight):
             assert weight.order is None
             whole, units = weight.rows(token_ids).whole_values()
             rows = whole.float() * units.unsqueeze(1)

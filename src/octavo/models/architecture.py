@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config import DEFAULT_GROUP_SIZE
@@ -14,6 +14,8 @@ from octavo.models.stored_floats import StoredFloats
 from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from octavo.models.attention import AttentionConfig
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
@@ -40,7 +42,8 @@ class Architecture:
     dtype               of the checkpoint as its config says ("float32", "bfloat16" or "float16")
     eos_token_ids       as config.json says; generation_config.json and the tokenizer may add to them
     stored              how weights are stored that are integers already, or None
-    stored_floats       how weights are stored that are floats of 8 or 4 bits, to be expanded as they are read, or None
+    stored_floats       how weights are stored that are floats of 8 or 4 bits, or None
+    block_bytes         bytes in memory of each matrix that is multiplied in GGUF's blocks, by its tensor's name
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
     embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
     norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
@@ -61,6 +64,7 @@ class Architecture:
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantization | None = None
     stored_floats: StoredFloats | None = None
+    block_bytes: Mapping[str, int] = field(default_factory=dict)
     has_head: bool = True
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
@@ -111,6 +115,9 @@ class Architecture:
         total = self._order_bytes()
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         for name, shape in self.tensor_shapes().items():
+            if quantization is None and name in self.block_bytes:
+                total += self.block_bytes[name]
+                continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
                 total += math.prod(shape) + 4 * shape[0]
@@ -196,7 +203,7 @@ def read_decoder(
 ) -> Architecture:
     """Read what all families share. Raises `ModelError` for what is missing or out of range."""
     stored = read_quantization_config(config)
-    return Architecture(
+    architecture = Architecture(
         name=name,
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
@@ -210,6 +217,9 @@ def read_decoder(
         stored=stored if isinstance(stored, StoredQuantization) else None,
         stored_floats=stored if isinstance(stored, StoredFloats) else None,
     )
+    if architecture.stored_floats is None:
+        return architecture
+    return replace(architecture, block_bytes=architecture.stored_floats.block_bytes(architecture.tensor_shapes()))
 
 
 def _read_dtype(config: ConfigFile) -> str:

@@ -102,6 +102,10 @@ class CheckpointFiles:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         return self.tensor(name) if name in self._file_of else None
 
+    def blocks(self, name: str) -> None:
+        """Return None: no matrix is stored so."""
+        del name
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""
         path, file = self._file_of[name]

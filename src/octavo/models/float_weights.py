@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.errors import ModelError
-from octavo.models.stored_floats import FloatLayout
+from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.models.stored_floats import MXFP4_GROUP, FloatLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +50,14 @@ class ExpandedFloats:
         expanded = self._expanded(name)
         return self.files.find(name) if expanded is None else expanded
 
+    def blocks(self, name: str) -> BlockWeight | None:
+        """Return a matrix of MXFP4 in GGUF's blocks, which are multiplied as they are; None for any other."""
+        module = name.removesuffix(".weight")
+        if self.stored.bits != 4 or (values := self.files.find(f"{module}.{self.stored.values_name}")) is None:
+            return None
+        (scale_name,) = self.stored.scale_names
+        return as_blocks(values.flatten(1), self.files.tensor(f"{module}.{scale_name}"))
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor: a weight that is expanded is new, others may alias a file's pages."""
         expanded = self._expanded(name)
@@ -87,6 +96,18 @@ def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dt
             factors = factors.repeat_interleave(columns_of_block, dim=1)[:, :in_features]
         expanded[part] = _decoded(flat[part]) * factors
     return expanded
+
+
+def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
+    """Return the same MXFP4 in GGUF's order: its exponent before a group, whose second half stands in upper bits.
+
+    values uint8 [out_features, in_features / 2], each two neighbours; exponents uint8 [out_features, groups].
+    """
+    pairs = values.reshape(len(values), -1, MXFP4_GROUP // 2)
+    nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)
+    lower, upper = nibbles.chunk(2, dim=2)
+    rows = torch.cat((exponents.unsqueeze(2), lower | upper << 4), dim=2).flatten(1)
+    return BlockWeight(BlockKind.MXFP4, rows, 2 * values.shape[1])
 
 
 def _decoded(values: Tensor) -> Tensor:

@@ -28,6 +28,19 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_short.weight",
 )
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
+# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
+# takes more in memory.
+BLOCK_KINDS = {
+    TensorType.Q8_0: 0,
+    TensorType.Q4_0: 0,
+    TensorType.Q4_1: 0,
+    TensorType.Q5_0: 0,
+    TensorType.Q5_1: 0,
+    TensorType.Q4_K: 4,
+    TensorType.Q5_K: 4,
+    TensorType.Q6_K: 0,
+    TensorType.MXFP4: 0,
+}
 # Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
 _NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # Llama 3.1 and its successors: of low_freq_factor, high_freq_factor, original_max_position_embeddings.
@@ -194,9 +207,15 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return what the model computes in: the matrices' own type, float32 where they are in several or in blocks."""
+    """Return what the model computes in: what all its matrices are exact in.
+
+    Those in blocks are multiplied as they are, whatever this is; in blocks of other kinds they are expanded to float32.
+    """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
-    return _FLOATS.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+    others = kinds - BLOCK_KINDS.keys()
+    if len(others) == 1 and others in (kinds, {TensorType.BF16}):
+        return _FLOATS.get(others.pop(), "float32")
+    return "float32" if others else "bfloat16"
 
 
 def _read_rope(fields: GGUFFields) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.models.gguf_config import BLOCK_KINDS
 from octavo.models.gguf_file import TensorType
 from octavo.models.weight_files import some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
-_BLOCKS = {each: BlockKind[each.name] for each in TensorType if each.name in BlockKind.__members__}
+_BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22  # values
 
 
@@ -91,6 +92,17 @@ class GGUFTensors:
     def find(self, name: str) -> Tensor | None:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         return self.tensor(name) if name in self._names else None
+
+    def blocks(self, name: str) -> BlockWeight | None:
+        """Return a matrix in blocks as it stands in the file, its rows in the order of Hugging Face's layout."""
+        own = self._names[name]
+        stored = self._weights.file.tensors[own]
+        if stored.type not in _BLOCKS or len(stored.shape) != 2:
+            return None
+        out_features, in_features = stored.shape
+        weight = BlockWeight(_BLOCKS[stored.type], self._bytes(stored).view(out_features, -1), in_features)
+        heads = self._weights.heads_of_pairs(own)
+        return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
         """Return the numbers of a tensor: float32 where they are integers in blocks, else of its own type."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.models.gguf_config import (
+    BLOCK_KINDS,
     EMBEDDING,
     HEAD,
     LONG_FACTORS,
@@ -79,6 +80,16 @@ class GGUFWeights:
         family = find_gguf_family(self.file)[1]
         parts = _LAYER_NAMES | family.names
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
+
+    def block_bytes(self) -> dict[str, int]:
+        """Return the bytes in memory of each matrix in blocks, by the name in Hugging Face's layout."""
+        sizes: dict[str, int] = {}
+        for name, own in self.names().items():
+            stored = self.file.tensors[own]
+            if stored.type in BLOCK_KINDS and len(stored.shape) == 2:
+                num_blocks = stored.num_bytes // stored.type.block_bytes
+                sizes[name] = stored.num_bytes + num_blocks * BLOCK_KINDS[stored.type]
+        return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
         """Return how many heads a tensor of the file has whose rows stand in rotated pairs; None where they do not."""

@@ -23,11 +23,12 @@ from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm
@@ -82,8 +83,8 @@ def load_model(
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
-    _tell_of_expansion(architecture, dtype, norm_dtype, quantization, group_size)
-    total = replace(architecture, stored=None).weight_bytes(dtype, norm_dtype)
+    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size)
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
     packer = _Packer(
         source,
         files,
@@ -131,23 +132,31 @@ def _open_source(
     return files, files
 
 
-def _tell_of_expansion(
+def _tell_of_small_floats(
     architecture: Architecture, dtype: str, norm_dtype: str, quantization: str | None, group_size: int
 ) -> None:
     """Log what becomes of weights that are stored as small floats, and the memory that this takes."""
     if architecture.stored_floats is None:
         return
-    gigabytes = {
-        each: architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
-    }
-    told = f"the weights are {architecture.stored_floats.summary}, which is expanded to {dtype} as it is read"
+    summary = architecture.stored_floats.summary
     if quantization is not None:
-        logger.info("%s, and rounded to %s", told, quantization)
+        logger.info(
+            "the weights are %s, expanded to %s and rounded to %s as they are read", summary, dtype, quantization
+        )
         return
+    gigabytes = [
+        architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
+    ]
+    if architecture.block_bytes:
+        becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
+    else:
+        becomes, activations = f"expanded to {dtype} as it is read", "Activations are not rounded to so few bits"
     logger.warning(
-        "%s: they take %.1f GB (with quantization int8 %.1f, int4 %.1f). Activations are not rounded to so few bits",
-        told,
-        *gigabytes.values(),
+        "the weights are %s, which is %s: they take %.1f GB (with quantization int8 %.1f, int4 %.1f). %s",
+        summary,
+        becomes,
+        *gigabytes,
+        activations,
     )
 
 
@@ -212,9 +221,12 @@ class _Packer:
         if self.files is not None and names:
             refuse_broken_scales(self.files, names)
 
-    def _weight(self, declared: Linear) -> Sequence[Tensor] | QuantizedWeight:
+    def _weight(self, declared: Linear) -> WeightToPack:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
         names = declared.names
+        blocks = self._blocks(declared)
+        if blocks:
+            return blocks
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -237,6 +249,20 @@ class _Packer:
         if self.files is not None:
             self.files.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
+
+    def _blocks(self, declared: Linear) -> list[BlockWeight]:
+        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
+
+        So are those that are to be rounded again.
+        """
+        if self.files is None or self.quantization is not None:
+            return []
+        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
+        blocks = [each.to(self.device) for each in found if each is not None]
+        if not blocks or len(blocks) < len(declared.names):
+            return []
+        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
+        return blocks
 
     def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""

@@ -1,16 +1,21 @@
 """How a checkpoint holds weights that are floats of 8 or 4 bits with scales. No torch here.
 
-octavo multiplies none of them as they are: they are expanded to floats of the model's dtype as they are read, without
-loss but for that dtype's rounding, and rounded to integers from there where that is asked for.
+MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype as it is read, without
+loss but for that dtype's rounding. Either is rounded to integers from such floats where that is asked for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
 from octavo.models.stored_quantization import FLOATS, StoredTensor, is_ignored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _BYTES = ("U8",)
 _SCALES = (*FLOATS, "F8_E8M0")
@@ -74,6 +79,18 @@ class StoredFloats:
         sizes = zip((out_features, in_features), self.block, strict=True)
         rows, columns = (1 if block is None else -(-size // block) for size, block in sizes)
         return rows, columns
+
+    def block_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the bytes of each matrix that is multiplied in blocks: a byte for the exponent of a group of MXFP4."""
+        if self.bits != 4:
+            return {}
+        covered = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+        group = 1 + MXFP4_GROUP // 2
+        return {
+            name: math.prod(shape) // MXFP4_GROUP * group
+            for name, shape in covered.items()
+            if self.covers(name.removesuffix(".weight"))
+        }
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
         """Return the tensors that hold a linear layer's weight, by name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.chat_template import ChatTemplate
@@ -57,7 +58,7 @@ class GGUFCheckpoint:
                 f"{self.path}: tokenizer.ggml.tokens has {self.vocabulary.size} tokens, but the embedding only "
                 f"{config['vocab_size']} rows"
             )
-        return architecture_of(ConfigFile(self.path, config))
+        return replace(architecture_of(ConfigFile(self.path, config)), block_bytes=self.weights.block_bytes())
 
     def check_tokenizer(self) -> None:
         """Raise where the metadata describe none of a kind that is known."""
