@@ -61,6 +61,16 @@ inline int32_t copy_words(const int8_t* values, int64_t k, int8_t* out) {
   return sum;
 }
 
+// Values of 0 .. 15 of a column's group, eight of each word: k and k + 4 share a byte.
+inline void copy_nibbles(const uint8_t* values, int64_t count, uint8_t* out) {
+  for (int64_t i = 0; i < count; i += kNibbleDepth) {
+    uint32_t halves[2] = {0, 0};
+    std::memcpy(halves, values + i, static_cast<size_t>(smaller(kNibbleDepth, count - i)));
+    const uint32_t word = halves[0] | halves[1] << 4;
+    std::memcpy(out + i / kNibbleDepth * kNibbleBytes, &word, 4);
+  }
+}
+
 inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
   const int64_t n = args.n, panels = divide_up(n, kPanelColumns), size = byte_groups(args.k) * kGroupBytes;
   const auto* weight = static_cast<const int8_t*>(args.weight);

@@ -5,27 +5,18 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Values of 0 .. 15 of a column's group, eight of each word: k and k + 4 share a byte.
-inline void copy_nibbles(const uint8_t* values, int64_t count, uint8_t* out) {
-  for (int64_t i = 0; i < count; i += kNibbleDepth) {
-    uint32_t halves[2] = {0, 0};
-    std::memcpy(halves, values + i, static_cast<size_t>(smaller(kNibbleDepth, count - i)));
-    const uint32_t word = halves[0] | halves[1] << 4;
-    std::memcpy(out + i / kNibbleDepth * kNibbleBytes, &word, 4);
-  }
-}
-
-// A group of a row in a file: its values as they stand there, and where its block begins.
+// A group of a row in a file, as panels have it: pairs of words of four k each, and what they have of more than four bits.
 struct FileGroup {
-  uint8_t values[kBlockGroup];
-  const uint8_t* block;
+  const uint8_t* block;  // where its block begins
+  uint64_t pairs[4];
+  uint32_t more[2] = {0, 0};
 
   FileGroup(DType kind, const uint8_t* row, int64_t group) {
     const int64_t part = group % kSuperGroups, i = group / kSuperGroups;
     switch (kind) {
       case DType::kQ8_0:
         block = row + group * 34;
-        std::memcpy(values, block + 2, sizeof(values));
+        std::memcpy(pairs, block + 2, sizeof(pairs));
         break;
       case DType::kQ4_0: read_small(row + group * 18, 2, 0); break;
       case DType::kQ4_1: read_small(row + group * 20, 4, 0); break;
@@ -39,37 +30,52 @@ struct FileGroup {
   }
 
  private:
+  static constexpr uint64_t kLowerHalves = 0x0F0F0F0F0F0F0F0Full;
+
   // Sixteen bytes: lower halves, then upper ones. fifth: where the fifth bits of all 32 stand, or 0.
   void read_small(const uint8_t* at, int64_t nibbles, int64_t fifth) {
     block = at;
-    uint32_t more = 0;
-    if (fifth != 0) std::memcpy(&more, at + fifth, 4);
-    for (int64_t j = 0; j < kBlockGroup; ++j) {
-      const uint8_t two = at[nibbles + j % 16];
-      values[j] = static_cast<uint8_t>((j < 16 ? two & 15 : two >> 4) | (more >> j & 1) << 4);
+    uint64_t bytes[2];
+    std::memcpy(bytes, at + nibbles, sizeof(bytes));
+    for (int half = 0; half < 2; ++half) {
+      pairs[half] = bytes[half] & kLowerHalves;
+      pairs[2 + half] = bytes[half] >> 4 & kLowerHalves;
     }
+    if (fifth == 0) return;
+    uint32_t bits;
+    std::memcpy(&bits, at + fifth, sizeof(bits));
+    // four bits become the lowest ones of four bytes: each is moved by seven more than the one before
+    for (int word = 0; word < 8; ++word) more[0] |= ((bits >> 4 * word & 15) * 0x00204081u & 0x01010101u) << word;
+  }
+
+  void read_nibbles(const uint8_t* bytes, int shift) {
+    std::memcpy(pairs, bytes, sizeof(pairs));
+    for (uint64_t& pair : pairs) pair = pair >> shift & kLowerHalves;
   }
 
   // 32 bytes: the lower halves are a group, the upper ones the next. fifth: where the bits of all groups stand, or 0.
   void read_super(const uint8_t* at, int64_t nibbles, int64_t fifth, int64_t part) {
     block = at;
-    const uint8_t* pairs = at + nibbles + part / 2 * kBlockGroup;
-    for (int64_t j = 0; j < kBlockGroup; ++j) {
-      const int more = fifth == 0 ? 0 : at[fifth + j] >> part & 1;
-      values[j] = static_cast<uint8_t>((part % 2 == 0 ? pairs[j] & 15 : pairs[j] >> 4) | more << 4);
-    }
+    read_nibbles(at + nibbles + part / 2 * kBlockGroup, part % 2 == 0 ? 0 : 4);
+    if (fifth == 0) return;
+    for (int word = 0; word < 8; ++word) more[0] |= (four_bytes(at + fifth + 4 * word) >> part & 0x01010101u) << word;
   }
 
   // Two halves of four groups: 64 bytes of lower bits, then 32 bytes of upper ones.
   void read_sixes(const uint8_t* at, int64_t part) {
     block = at;
     const int64_t half = part / 4, quarter = part % 4;
-    const uint8_t* lower = at + half * 64 + quarter % 2 * kBlockGroup;
+    read_nibbles(at + half * 64 + quarter % 2 * kBlockGroup, quarter < 2 ? 0 : 4);
     const uint8_t* upper = at + 128 + half * kBlockGroup;
-    for (int64_t j = 0; j < kBlockGroup; ++j) {
-      const int four = quarter < 2 ? lower[j] & 15 : lower[j] >> 4;
-      values[j] = static_cast<uint8_t>(four | (upper[j] >> 2 * quarter & 3) << 4);
+    for (int word = 0; word < 8; ++word) {
+      more[word / 4] |= (four_bytes(upper + 4 * word) >> 2 * quarter & 0x03030303u) << 2 * (word % 4);
     }
+  }
+
+  static uint32_t four_bytes(const uint8_t* at) {
+    uint32_t word;
+    std::memcpy(&word, at, sizeof(word));
+    return word;
   }
 };
 
@@ -105,25 +111,19 @@ inline void copy_scales(DType kind, const FileGroup& from, int64_t group, int64_
 }
 
 // The values of a group of a column. out: from the column's first word on.
-inline void copy_group(BlockValues how, const uint8_t* values, uint8_t* out) {
-  if (how == BlockValues::kBytes) {
-    for (int64_t word = 0; word < kGroupWords; ++word) std::memcpy(out + word * kNibbleBytes, values + word * 4, 4);
-    return;
-  }
-  uint8_t four[kBlockGroup], more[2][4] = {};
-  for (int64_t i = 0; i < kBlockGroup; ++i) {
-    const int64_t word = i / 4;
-    four[i] = values[i] & 15;
-    if (how == BlockValues::kSixBits) {
-      more[word / 4][i % 4] |= static_cast<uint8_t>(values[i] >> 4 << 2 * (word % 4));
+inline void copy_group(BlockValues how, const FileGroup& from, uint8_t* out) {
+  const auto put = [&](int64_t line, uint32_t word) { std::memcpy(out + line * kNibbleBytes, &word, sizeof(word)); };
+  for (int64_t i = 0; i < 4; ++i) {
+    const auto lower = static_cast<uint32_t>(from.pairs[i]), upper = static_cast<uint32_t>(from.pairs[i] >> 32);
+    if (how == BlockValues::kBytes) {
+      put(2 * i, lower);
+      put(2 * i + 1, upper);
     } else {
-      more[0][i % 4] |= static_cast<uint8_t>(values[i] >> 4 << word);
+      put(i, lower | upper << 4);
     }
   }
-  copy_nibbles(four, kBlockGroup, out);
-  uint8_t* behind = out + kBlockGroup / kNibbleDepth * kNibbleBytes;
-  if (how == BlockValues::kFiveBits || how == BlockValues::kSixBits) std::memcpy(behind, more[0], 4);
-  if (how == BlockValues::kSixBits) std::memcpy(behind + kNibbleBytes, more[1], 4);
+  if (how == BlockValues::kFiveBits || how == BlockValues::kSixBits) put(4, from.more[0]);
+  if (how == BlockValues::kSixBits) put(5, from.more[1]);
 }
 
 inline void pack_block_weight(ThreadPool& pool, const PackArgs& args) {
@@ -141,7 +141,7 @@ inline void pack_block_weight(ThreadPool& pool, const PackArgs& args) {
       for (int64_t column = 0; column < smaller(int64_t{kPanelColumns}, args.n - panel * kPanelColumns); ++column) {
         const FileGroup from(args.dtype, weight + (panel * kPanelColumns + column) * args.stride, group);
         copy_scales(args.dtype, from, group, column, super, out);
-        copy_group(format.values, from.values, out + format.head_bytes() + column * 4);
+        copy_group(format.values, from, out + format.head_bytes() + column * 4);
       }
       out += format.group_bytes();
     }

@@ -19,6 +19,7 @@ from octavo.models.registry import read_architecture
 from octavo.models.rope import inverse_frequencies, make_cos_sin, make_query_scale
 from octavo.models.rope_config import RopeConfig, read_rope
 
+CPU = torch.device("cpu")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 LONGROPE = {
@@ -194,9 +195,9 @@ def test_queries_are_scaled_as_in_transformers():
     numbers = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 100}
     rope = read_rope(ConfigFile(None, new_style("default", numbers)), 2048, scales_queries=True)
     expected = get_llama_4_attn_scale(torch.arange(1000)[None], 0.1, 100)[0, 0, :, 0]
-    torch.testing.assert_close(make_query_scale(rope, 1000), expected, rtol=0, atol=2e-7)
-    assert make_query_scale(rope, 1000)[99] == 1.0
-    assert make_query_scale(RopeConfig(), 1000) is None
+    torch.testing.assert_close(make_query_scale(rope, 1000, CPU), expected, rtol=0, atol=2e-7)
+    assert make_query_scale(rope, 1000, CPU)[99] == 1.0
+    assert make_query_scale(RopeConfig(), 1000, CPU) is None
 
 
 def test_default_theta():

@@ -96,3 +96,12 @@ def test_float_file_gives_the_tokens_of_safetensors(real_model, real_gguf, tmp_p
     path = write_gguf(folder, tmp_path / "smollm2.gguf", changes=said)
     assert answers_of(path, dtype="float32") == answers_of(folder, dtype="float32")
     path.unlink()
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+def test_long_texts_are_cut_and_give_the_same_ids(real_gguf, model):
+    tokenizer = open_checkpoint(real_gguf(model)).read_tokenizer()
+    text = "\n\n".join(topics.values())[:200_000]
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer.backend.encode(text).ids
+    assert tokenizer.encode_end(text, 100) == ids[-100:]

@@ -270,7 +270,8 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
     turning, rest = x.split_with_sizes([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
-    pairs = turning.float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    half = turns.shape[-1] // 2
+    pairs = turning.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
     first, second = pairs.unbind(-1 if interleaved else -2)
     cosine, sine = turns.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)

@@ -152,7 +152,8 @@ class Attention:
 
     def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
         """Normalize [num_tokens, num_heads, head_dim] in rows as long as the weight, which may be a token's heads."""
-        rows = heads.view(heads.shape[0], -1, weight.shape[0])
+        num_tokens, num_heads, head_dim = heads.shape
+        rows = heads.view(num_tokens, num_heads * head_dim // weight.shape[0], weight.shape[0])
         return self.kernels.rms_norm(rows, weight, self.eps).view(heads.shape)
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:

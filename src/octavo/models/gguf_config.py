@@ -222,16 +222,18 @@ def _read_rope(fields: GGUFFields) -> dict[str, Any]:
     """Return `rope_parameters`."""
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "none")
+    kind = fields.values.text("rope.scaling.type", "linear")  # as llama.cpp takes a factor without a kind
     factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
     original = fields.optional("rope.scaling.original_context_length")
-    attention_factor = fields.optional("rope.scaling.attn_factor")
     if fields.has(ROPE_FREQUENCIES):
         return rope | _read_llama3(fields, theta)
     if fields.has(LONG_FACTORS):
         rope |= {"rope_type": "longrope", "long_factor": fields.factors(LONG_FACTORS)}
         rope |= {"short_factor": fields.factors(SHORT_FACTORS)} if fields.has(SHORT_FACTORS) else {}
-        given = {"original_max_position_embeddings": original, "attention_factor": attention_factor}
+        given = {
+            "original_max_position_embeddings": original,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
+        }
         return rope | {key: value for key, value in given.items() if value is not None}
     if factor == 1.0 or kind == "none":
         return rope
@@ -239,7 +241,7 @@ def _read_rope(fields: GGUFFields) -> dict[str, Any]:
     if kind == "yarn":
         given = {
             "original_max_position_embeddings": original,
-            "attention_factor": attention_factor,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
             "beta_fast": fields.optional("rope.scaling.yarn_beta_fast"),
             "beta_slow": fields.optional("rope.scaling.yarn_beta_slow"),
         }

@@ -105,7 +105,7 @@ def load_model(
         weights=kept or packer,
         dtype=computed,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
-        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len)),
+        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len, device)),
     )
     try:
         model = CausalLM(context)

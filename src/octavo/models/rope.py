@@ -36,11 +36,12 @@ def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> 
     return table
 
 
-def make_query_scale(rope: RopeConfig | None, num_positions: int) -> Tensor | None:
+def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
     """Return float32 [num_positions]: what queries are multiplied by, or None where they are not (Llama 4)."""
     if rope is None or not rope.query_scale_beta:
         return None
-    passed = torch.arange(num_positions, dtype=torch.float32) / rope.original_max_position_embeddings
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    passed = positions / rope.original_max_position_embeddings
     return 1.0 + rope.query_scale_beta * torch.log(1.0 + passed.floor())
 
 

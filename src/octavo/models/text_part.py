@@ -22,10 +22,8 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-_FLAT = {
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-}  # models whose keys of text may stand among those of the whole
+# Models whose keys of text may stand among those of the whole.
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
