@@ -212,6 +212,12 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
         def gate(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
             return kernels.gate(gate_up)
 
+        def gelu(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
+            return kernels.gate(gate_up, "gelu_tanh")
+
+        def add(_: int, x=x, residual=residual) -> object:  # noqa: ANN001
+            return kernels.add(x, residual)
+
         def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1])
@@ -221,7 +227,9 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1], interleaved=True)
 
         yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
+        yield case(f"add x{rows}", kernels, add, 0, 3 * x.nbytes)
         yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
+        yield case(f"gate, gelu_tanh x{rows}", kernels, gelu, 0, 1.5 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
         yield case(f"rope_and_write_kv, interleaved x{rows}", kernels, pairs, 0, 2 * qkv.nbytes)
 
@@ -232,6 +240,11 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
                "top_p=0.9": (1.0, 0, 0.9, 0.0), "all filters": (0.7, 50, 0.9, 0.05)}  # fmt: skip
     for rows in (1, 32):
         logits = torch.randn(rows, VOCAB) * 3
+
+        def cap(_: int, logits=logits) -> object:  # noqa: ANN001
+            return kernels.soft_cap(logits, 30.0)
+
+        yield case(f"soft_cap x{rows}", kernels, cap, 0, 2 * logits.nbytes)
         for name, (temperature, top_k, top_p, min_p) in filters.items():
             ones = torch.ones(rows)
             arguments = SamplingRows(
