@@ -39,6 +39,7 @@ struct LinearArgs {
   bool gated;  // the first half of n are gates of the second one, and the result is that of `gate`; see fuses_gate
   Activation activation;  // of these gates
   Int4Format int4;        // of an int4 weight
+  const int32_t* order;   // [k]: which column of x each k of an int4 weight meets, or null: they stand in one order
 
   int64_t out_features() const { return gated ? n / 2 : n; }
 };

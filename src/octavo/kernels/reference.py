@@ -112,6 +112,7 @@ class ReferenceKernels:
             (vocabulary,) = weight
             rows: Tensor = vocabulary.select_rows(token_ids).dequantize()
         elif isinstance(weight, Int4Weight):
+            assert weight.order is None
             whole, units = weight.rows(token_ids).whole_values()
             rows = whole.float() * units.unsqueeze(1)
         elif isinstance(weight, Int8Weight):
