@@ -94,10 +94,10 @@ class Architecture:
         a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and
         four for the unit of each row.
         """
-        total = 0
+        in_blocks = self._kept_blocks()
+        total = sum(in_blocks.values())
         for name, shape in self.tensor_shapes().items():
-            if name in self.block_bytes:
-                total += self.block_bytes[name]
+            if name in in_blocks:
                 continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
@@ -107,6 +107,13 @@ class Architecture:
             else:
                 total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
         return total
+
+    def _kept_blocks(self) -> dict[str, int]:
+        """Return `block_bytes` of what stays in blocks: parts beside floats in one product are expanded."""
+        linears = [each for each in in_order(self.tensors()) if isinstance(each, Linear)]
+        products = [[f"{name}.weight" for name in linear.names] for linear in linears]
+        kept = [names for names in products if all(name in self.block_bytes for name in names)]
+        return {name: self.block_bytes[name] for names in kept for name in names}
 
     def _rounding(
         self, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
