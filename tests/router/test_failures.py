@@ -16,8 +16,9 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 
+from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
 from octavo.server.access.listening import bind
 
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 LARGE = b'{"text":"' + b"x" * (32 << 20) + b'"}'
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+LINE = b'{"message":{"role":"assistant","content":"a"},"done":false}\n'
 
 
 class MadeUp:
-    """An engine of a few lines. after: what it does with a POST: see `_answer`."""
+    """An engine of a few lines. does: what it does with a POST, see `_answer`; last: events behind the first."""
 
-    def __init__(self, does: str) -> None:
+    def __init__(self, does: str, last: bytes = b"") -> None:
+        self.last = last
         self.does, self.num_posts, self.num_left = does, 0, 0
         self.is_ready = True
         self.release = threading.Event()
@@ -48,12 +51,13 @@ class MadeUp:
         while (await receive()).get("more_body"):
             pass
         try:
-            await self._answer(receive, send)
+            await self._answer(receive, send, is_lines=scope["path"].startswith("/api/"))
         except asyncio.CancelledError:
             self.num_left += 1
             raise
 
-    async def _answer(self, receive, send) -> None:
+    async def _answer(self, receive, send, *, is_lines: bool) -> None:
+        event, kind = (LINE, b"application/x-ndjson") if is_lines else (EVENT, b"text/event-stream")
         match self.does:
             case "answer":
                 await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
@@ -65,16 +69,15 @@ class MadeUp:
             case "die":
                 _die(receive)
             case "die in mid-stream" | "hang in mid-stream" | "die within an event":
-                kind = (b"content-type", b"text/event-stream")
-                await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-                await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+                await send({"type": "http.response.body", "body": event + self.last, "more_body": True})
                 if self.does == "hang in mid-stream":
                     while (await receive())["type"] != "http.disconnect":
                         pass
                     self.num_left += 1
                     return
                 if self.does == "die within an event":
-                    await send({"type": "http.response.body", "body": EVENT[:20], "more_body": True})
+                    await send({"type": "http.response.body", "body": event[:20], "more_body": True})
                 await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
                 _die(receive)
             case "hang":
@@ -95,18 +98,19 @@ async def _send(send, status, body, headers=()) -> None:
 
 
 @contextlib.contextmanager
-def made_up(does: str) -> Iterator[tuple[str, MadeUp]]:
+def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
     """Run one on a free port."""
-    app = MadeUp(does)
+    app = MadeUp(does, last)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
@@ -158,6 +162,7 @@ STREAM_ENDS = {
         lines[-2] == "event: error" and json.loads(lines[-1].removeprefix("data: "))["type"] == "error"
     ),
     "/generate_stream": lambda lines: json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation",
+    "/api/chat": lambda lines: "the engine that served this request has gone" in json.loads(lines[-1])["error"],
     "/v1/responses": lambda lines: json.loads(lines[-1].removeprefix("data: "))["code"] == "engine_lost",
 }
 
@@ -173,9 +178,70 @@ def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
     ):
         with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
-        assert lines[0] == EVENT.decode().strip()
+        assert lines[0] == (LINE if path == "/api/chat" else EVENT).decode().strip()
         assert STREAM_ENDS[path](lines)
         assert (failing.num_posts, answering.num_posts) == (1, 0)
+
+
+LAST_EVENTS = {
+    "/v1/completions": [b"data: [DONE]\n\n"],
+    "/v1/messages": [b'event: message_stop\ndata: {"type":"message_stop"}\n\n', b"event: error\ndata: {}\n\n"],
+    "/generate_stream": [
+        b'data: {"index":2,"token":{"text":"\\"details\\":null"},"generated_text":"aa","details":{"seed":null}}\n\n',
+        b'data: {"error":"x","error_type":"generation"}\n\n',
+    ],
+    "/v1/responses": [
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+        b'event: response.incomplete\ndata: {"response":{}}\n\n',
+        b'event: response.failed\ndata: {"response":{}}\n\n',
+        b"event: error\ndata: {}\n\n",
+    ],
+    "/api/chat": [b'{"done":true,"done_reason":"stop"}\n', b'{"error":"x"}\n'],
+}
+
+
+@pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
+def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
+    with (
+        made_up("die in mid-stream", last) as (bad, failing),
+        run_router(bad) as routing,
+        routing.http() as http,
+    ):
+        first = LINE if path.startswith("/api/") else EVENT
+        assert http.post(path, json={**CHAT, "stream": True}).content == first + last
+        assert failing.num_posts == 1
+
+
+def test_an_engine_that_freezes_behind_the_last_event_adds_none():
+    last = b"data: [DONE]\n\n"
+    whole = EVENT + last
+    with (
+        made_up("hang in mid-stream", last) as (frozen, _),
+        run_router(frozen) as routing,
+        routing.http() as http,
+        http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response,
+    ):
+        pieces = response.iter_bytes()
+        answer = next(pieces)
+        while answer != whole:
+            answer += next(pieces)
+        routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
+        assert list(pieces) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/completions", b'data: {"text":"data: [DONE]"}\n\n'),
+        ("/v1/messages", b'event: delta\ndata: {"text":"event: message_stop"}\n\n'),
+        ("/generate_stream", b'data: {"token":{"text":"\\"details\\":{"},"details":null}\n\n'),
+        ("/v1/responses", b'event: response.output_text.done\ndata: {"text":"event: error"}\n\n'),
+        ("/api/chat", b'{"message":{"tool_calls":[{"function":{"arguments":{"done":true}}}]},"done":false}'),
+        ("/api/chat", b"no JSON"),
+    ],
+)
+def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):
+    assert not is_last_event(event, path)
 
 
 def test_a_frozen_engine_is_found_and_its_requests_end():

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 from starlette.datastructures import Headers
 
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -121,13 +121,14 @@ def scripted(role: str | None, does: str = "answer", port: int | None = None) ->
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        app.release.set()
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            app.release.set()
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +196,8 @@ ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
         ("/generate", {"inputs": PROMPT}),
         ("/generate_stream", {"inputs": PROMPT}),
         ("/", {"inputs": PROMPT}),
+        ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}),
+        ("/api/generate", {"model": "m", "prompt": PROMPT, "options": {"num_predict": 9}}),
     ],
 )
 def test_both_are_asked_the_same_on_every_route(paired, port, path, body):

@@ -14,7 +14,7 @@ from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
 from octavo.router.pairing import pair, without_kv_transfer
-from octavo.router.spelling import error_event, error_response
+from octavo.router.spelling import error_event, error_response, is_last_event
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
 from octavo.runtime import logs
@@ -178,7 +178,7 @@ class _Exchange:
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        events = EventStream(share)
+        events = EventStream(share, answer.event_end)
         try:
             async with self._flight.guarded():
                 while not (whole := events.whole(await answer.next())) and not answer.is_over:
@@ -193,7 +193,11 @@ class _Exchange:
             own = error if isinstance(error, OctavoError) else EngineLostError()
             if own is not error:
                 self._service.suspect(share.engine)
-            share.engine.num_failures += isinstance(own, EngineLostError)
+            if isinstance(own, EngineLostError):
+                if is_last_event(events.last_event, self._path):  # it was lost behind that: the answer is whole
+                    await self._send({"type": "http.response.body"})
+                    return read_usage(events.first, events.last)
+                share.engine.num_failures += 1
             http_error = note_error(self._scope["state"], to_http(own))
             await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
         else:
