@@ -309,7 +309,8 @@ def main() -> None:
         backends.append(ReferenceKernels())
     groups = (attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
-    cases += [c for group in (linear_cases, gated_cases) for kernels in backends for c in group(kernels, options.only)]
+    products = (linear_cases, block_cases, gated_cases)
+    cases += [c for group in products for kernels in backends for c in group(kernels, options.only)]
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:
