@@ -534,3 +534,32 @@ def test_open_webui_unloads_nothing(running: Running) -> None:
     with running.http() as http:
         told = http.post("/api/generate", json={"model": "fake:latest", "keep_alive": 0, "prompt": ""}).json()
         assert (told["done"], told["done_reason"]) == (True, "load")
+
+
+def test_keys_are_asked_for_as_on_every_route() -> None:
+    with run_server(api_key="secret") as running:
+        with ollama.Client(running.url, timeout=DEADLINE_S) as stranger:
+            for ask in (stranger.list, lambda: stranger.chat("fake", MESSAGES), lambda: stranger.pull("fake")):
+                with pytest.raises(ollama.ResponseError, match="a valid API key is needed") as refused:
+                    ask()
+                assert refused.value.status_code == 401
+        with ollama.Client(running.url, timeout=DEADLINE_S, headers={"Authorization": "Bearer secret"}) as client:
+            assert client.chat("fake", MESSAGES).message.content
+
+
+def test_a_full_server_says_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    """And each request that was taken is a line of the audit log, by the name that is served."""
+    executor = FakeExecutor(step_s=0.005)
+    with (
+        caplog.at_level(logging.INFO, "octavo.audit"),
+        run_server(executor, max_open_requests=1) as running,
+        running.http() as http,
+    ):
+        endless = {**CHAT, "model": "fake:latest", "stream": True, "options": {"num_predict": 2000, "ignore_eos": True}}
+        with http.stream("POST", "/api/chat", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            refused = http.post("/api/chat", json=CHAT)
+            assert (refused.status_code, list(refused.json())) == (429, ["error"])
+            assert int(refused.headers["retry-after"]) >= 1
+        wait_until(lambda: "/api/chat" in caplog.text and '"model": "fake"' in caplog.text, "it is written down")
