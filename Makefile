@@ -31,7 +31,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # For development kernels are built with the tools of .venv, so that only what changed is compiled again.
 BUILD_TOOLS = $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,) \
 	$(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
-WORKERS ?= 2
+WORKERS ?= 3
+REAL_WORKERS ?= 2
 STEPS ?= 200000
 SEED ?= 0
 SEEDS ?= 1
@@ -42,7 +43,8 @@ CASES ?= 1000
 REAL_SCALE ?= 1
 REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
-# Workers share the cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
+# Tests of processes and time-outs wait as long as they compute: three workers keep two cores busy. Workers share the
+# cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
 # the tests that stand together, so that what a file sets up is set up once. What pytest compiles is kept, wherever the
 # environment says otherwise: rewriting all asserts takes each worker 8 s.
 PYTEST := PYTHONDONTWRITEBYTECODE= OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -81,7 +83,7 @@ test-all: $(DEV_STAMP)
 real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
-		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m real -ra tests/real
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra tests/real
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \

@@ -7,6 +7,7 @@ A test function marked `sweep(n)` has many cases that are alike: one in n runs, 
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import os
 import tempfile
 
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector thousands of tests, and all the libraries: a full collection took half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -174,7 +174,7 @@ def alone():
 
 
 @needs_kernels
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
@@ -182,7 +182,7 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 
 
 @needs_kernels
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)

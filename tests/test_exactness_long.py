@@ -53,7 +53,7 @@ def long_answers(request, checkpoint):
     return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "options",
     [

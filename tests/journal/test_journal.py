@@ -64,6 +64,7 @@ def make_core():
     return Core
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
 def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):

@@ -19,7 +19,7 @@ HEADS = [  # head_dim, KV heads, group
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -33,7 +33,7 @@ def test_error_is_that_of_torch(kernels, generator, dtype, heads, block_size, wi
     assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), window)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @KV
 @pytest.mark.parametrize("heads", [(64, 1, 7), (128, 2, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 1100])
@@ -87,7 +87,7 @@ class Prompt:
         return torch.cat([self.rows(kernels, i, min(i + size, self.length), **options) for i in starts])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @KV
 @pytest.mark.parametrize(
     ("heads", "window"),
@@ -106,7 +106,7 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
        ((256, 1, 1), 20), ((64, 1, 17), None)]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
@@ -148,7 +148,7 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @KV
 @pytest.mark.parametrize("at", [50, 51, 70])
 def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, int8, at):

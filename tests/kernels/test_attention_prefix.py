@@ -70,6 +70,7 @@ def test_blocks_of_any_size(compiled, generator, block_size):
 
 
 @KV
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("positions", [1023, 1024, 1100, 2048, 2300])
 @pytest.mark.parametrize("count", [2, 30])
 def test_several_partitions(fastest, single_threaded, generator, positions, count, dtype, int8):

@@ -30,7 +30,7 @@ def apart(kernels, x, packed):
     return kernels.silu_and_mul(kernels.linear(x, packed))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", FORMATS)
@@ -64,6 +64,7 @@ def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored
                 assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [*FORMATS, "float32"])
 def test_threads_do_not_change_a_bit(compiled, generator, stored, dtype):

@@ -44,7 +44,7 @@ def reference(x, weight, bias=None, **options):
     return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias), **options)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -145,7 +145,7 @@ def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
         assert (result[0] - expected).abs().max() < 1e-5 * abs(expected)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
 @pytest.mark.parametrize("rows", [3, 33])  # many are another product on some processors
@@ -164,6 +164,7 @@ def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
     assert sign * reference(x, weight)[0, 0] > 4.9e6 * 0.99
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_largest_sums_of_some_of_a_word_do_not_overflow(compiled, rows, zeros):
@@ -268,7 +269,7 @@ def rows_of(weight, ids, dtype):
     return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])

@@ -49,7 +49,7 @@ def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_di
     assert not finite.all()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -76,6 +76,7 @@ def test_the_result_stands_where_it_is_asked_for(kernels, generator):
     assert torch.equal(out, kernels.linear(x, packed))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
 def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dtype, depth, width):
@@ -89,7 +90,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("width", [200, 1024])  # so many that a task has several panels
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
@@ -144,6 +145,7 @@ def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generat
         assert torch.equal(fastest.linear(x[:rows], packed, float32_out=True)[:1], alone), rows
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [333, 1056])  # so many that a task has several panels
 def test_threads_do_not_change_a_bit(compiled, generator, width, weight_dtype):

@@ -138,6 +138,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_distributed_as_without_drafts(case):
     found = p_values(CASES[case])
@@ -166,6 +167,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_versions_are_seen(mutant):
     assert min(p_values(CASES["8"], rewritten(*MUTANTS[mutant])).values()) < LEAST_P
@@ -321,6 +323,7 @@ def test_greedy_rows_are_verified_by_equality():
         assert verify_rows([(best, [best[0], best[1] ^ 1], probs, q)], 2)[0].tolist() == [[*best[:2], -1]]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.4}], ids=str)
 def test_probs_are_those_that_the_sampling_kernel_draws_from(kernels, filters):
     row, draws = torch.randn(1, 24, generator=torch.Generator().manual_seed(2)) * 2, 4000

@@ -16,6 +16,7 @@ import pytest
 
 from octavo.engine.tokenizer import Tokenizer
 
+HERE = f"{Path(__file__).parent}{os.sep}"
 HOME = Path(os.environ.get("OCTAVO_REAL_HOME", "~/.cache/octavo/real")).expanduser()  # as tools/make_real.py has it
 LLAMA_CPP_MODELS = HOME / "llama.cpp" / "models"
 
@@ -28,7 +29,7 @@ MODELS = ("deepseek-r1-distill", "gemma3", "hermes3", "llama31", "mistral", "phi
 def pytest_collection_modifyitems(config, items):
     models = {}  # test -> the models that it is asked of
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(HERE):
             item.add_marker(pytest.mark.real)
             if model := model_of(item):
                 item.add_marker(pytest.mark.xdist_group(model.partition(",")[0].split()[0]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from server.running import ALL_KEPT, DEADLINE_S, wait_until
+from server.running import ALL_KEPT, DEADLINE_S, short_pauses, wait_until
 
 from octavo.config import RouterConfig
 from octavo.router.app import make_router
@@ -51,14 +51,15 @@ def run_router(*urls: str, num_ready: int | None = None, **options: Any) -> Iter
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-router")
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the router listens")
-        routing = Routing(f"http://127.0.0.1:{port}", server, service, thread)
-        routing.wait_ready(len(urls) if num_ready is None else num_ready)
-        yield routing
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
-        if thread.is_alive():
-            raise RuntimeError("the router did not end")
+    with short_pauses():
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive(), "the router listens")
+            routing = Routing(f"http://127.0.0.1:{port}", server, service, thread)
+            routing.wait_ready(len(urls) if num_ready is None else num_ready)
+            yield routing
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+            if thread.is_alive():
+                raise RuntimeError("the router did not end")

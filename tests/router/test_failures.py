@@ -16,8 +16,9 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 
+from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
 from octavo.server.access.listening import bind
 
@@ -30,10 +31,16 @@ EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 LINE = b'{"message":{"role":"assistant","content":"a"},"done":false}\n'
 
 
-class MadeUp:
-    """An engine of a few lines. after: what it does with a POST: see `_answer`."""
+def begun_by(path: str) -> tuple[bytes, bytes]:
+    """Return what a stream begins with, and its type."""
+    return (LINE, b"application/x-ndjson") if path.startswith("/api/") else (EVENT, b"text/event-stream")
 
-    def __init__(self, does: str) -> None:
+
+class MadeUp:
+    """An engine of a few lines. does: what it does with a POST, see `_answer`; events: of its streams."""
+
+    def __init__(self, does: str, events: bytes | None = None) -> None:
+        self.events = events
         self.does, self.num_posts, self.num_left = does, 0, 0
         self.is_ready = True
         self.release = threading.Event()
@@ -49,13 +56,13 @@ class MadeUp:
         while (await receive()).get("more_body"):
             pass
         try:
-            await self._answer(receive, send, is_lines=scope["path"].startswith("/api/"))
+            await self._answer(receive, send, scope["path"])
         except asyncio.CancelledError:
             self.num_left += 1
             raise
 
-    async def _answer(self, receive, send, *, is_lines: bool) -> None:
-        event, kind = (LINE, b"application/x-ndjson") if is_lines else (EVENT, b"text/event-stream")
+    async def _answer(self, receive, send, path) -> None:
+        begun, kind = begun_by(path)
         match self.does:
             case "answer":
                 await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
@@ -68,14 +75,14 @@ class MadeUp:
                 _die(receive)
             case "die in mid-stream" | "hang in mid-stream" | "die within an event":
                 await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": self.events or begun, "more_body": True})
                 if self.does == "hang in mid-stream":
                     while (await receive())["type"] != "http.disconnect":
                         pass
                     self.num_left += 1
                     return
                 if self.does == "die within an event":
-                    await send({"type": "http.response.body", "body": event[:20], "more_body": True})
+                    await send({"type": "http.response.body", "body": begun[:20], "more_body": True})
                 await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
                 _die(receive)
             case "hang":
@@ -96,18 +103,19 @@ async def _send(send, status, body, headers=()) -> None:
 
 
 @contextlib.contextmanager
-def made_up(does: str) -> Iterator[tuple[str, MadeUp]]:
+def made_up(does: str, events: bytes | None = None) -> Iterator[tuple[str, MadeUp]]:
     """Run one on a free port."""
-    app = MadeUp(does)
+    app = MadeUp(does, events)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
@@ -175,9 +183,75 @@ def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
     ):
         with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
-        assert lines[0] == (LINE if path == "/api/chat" else EVENT).decode().strip()
+        assert lines[0] == begun_by(path)[0].decode().strip()
         assert STREAM_ENDS[path](lines)
         assert (failing.num_posts, answering.num_posts) == (1, 0)
+
+
+LAST_EVENTS = {
+    "/v1/completions": [b"data: [DONE]\n\n"],
+    "/v1/messages": [b'event: message_stop\ndata: {"type":"message_stop"}\n\n', b"event: error\ndata: {}\n\n"],
+    "/generate_stream": [
+        b'data: {"index":2,"token":{"text":"\\"details\\":null"},"generated_text":"aa","details":{"seed":null}}\n\n',
+        b'data: {"error":"x","error_type":"generation"}\n\n',
+    ],
+    "/v1/responses": [
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+        b'event: response.incomplete\ndata: {"response":{}}\n\n',
+        b'event: response.failed\ndata: {"response":{}}\n\n',
+        b"event: error\ndata: {}\n\n",
+    ],
+    "/api/chat": [
+        b' {"message":{"role":"assistant","content":""},"done":true,"done_reason":"stop","total_duration":1}\n',
+        b'{"error":"x"}\n',
+    ],
+}
+
+
+@pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
+def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
+    whole = begun_by(path)[0] + last
+    with (
+        made_up("die in mid-stream", whole) as (bad, failing),
+        run_router(bad) as routing,
+        routing.http() as http,
+    ):
+        assert http.post(path, json={**CHAT, "stream": True}).content == whole
+        assert failing.num_posts == 1
+
+
+def test_an_engine_that_freezes_behind_the_last_event_adds_none():
+    whole = EVENT + b"data: [DONE]\n\n"
+    with (
+        made_up("hang in mid-stream", whole) as (frozen, _),
+        run_router(frozen) as routing,
+        routing.http() as http,
+        http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response,
+    ):
+        pieces = response.iter_bytes()
+        answer = next(pieces)
+        while answer != whole:
+            answer += next(pieces)
+        routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
+        assert list(pieces) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/completions", b'data: {"text":"data: [DONE]"}\n\n'),
+        ("/v1/messages", b'event: delta\ndata: {"text":"event: message_stop"}\n\n'),
+        ("/generate_stream", b'data: {"token":{"text":"\\"details\\":{"},"details":null}\n\n'),
+        (
+            "/api/chat",
+            b'{"message":{"tool_calls":[{"arguments":{"done":true,"error":"x"}}]},"done":false}\n',
+        ),
+        ("/api/chat", b""),
+        ("/v1/responses", b'event: response.output_text.done\ndata: {"text":"event: error"}\n\n'),
+    ],
+)
+def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):
+    assert not is_last_event(event, path)
 
 
 def test_a_frozen_engine_is_found_and_its_requests_end():

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, wait_until
+from server.running import DEADLINE_S, run_server, short_pauses, wait_until
 from starlette.datastructures import Headers
 
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -121,13 +121,14 @@ def scripted(role: str | None, does: str = "answer", port: int | None = None) ->
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-    finally:
-        app.release.set()
-        server.should_exit = True
-        thread.join(DEADLINE_S)
+    with short_pauses():
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+        finally:
+            app.release.set()
+            server.should_exit = True
+            thread.join(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,12 @@ def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(ask(model="y"), []) is b
     assert pool.choose(ask(model="y:latest"), []) is b, "as Ollama's clients write it"
-    assert pool.choose(ask(model="y"), [b]) is a, "who may say that there is none"
+    assert pool.choose(ask(model="y"), [b]) is None, "it is full, which another one does not know"
+    assert pool.choose(ask(model="z"), [b]) is a, "who may say that there is none"
+    b.is_ready = False
+    assert pool.choose(ask(model="y"), []) is None, "it comes back"
+    assert pool.choose(ask(model="y:latest"), []) is None
+    b.is_ready = True
     assert pool.choose(ask(), [a, b]) is None
     new, gone = pool.change(["http://b", "http://c"])
     assert ([each.url for each in new], gone) == (["http://c"], [a])
@@ -261,13 +266,14 @@ def test_pieces_are_the_prompts_whatever_fields_it_has(size):
     assert num_common == sum(end <= size + 1 for end in ends), "the quote before them, and what both have"
 
 
-@pytest.mark.parametrize("num_spaces", [0, 4_000_000])
+@pytest.mark.parametrize("num_spaces", [0, 40_000_000])
 def test_a_prompt_is_not_copied(num_spaces):
-    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 4_000_000 + b'"}' + b" " * num_spaces + b"]}"
+    """Many bytes: other threads of this process may take a MB meanwhile."""
+    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 40_000_000 + b'"}' + b" " * num_spaces + b"]}"
     tracemalloc.start()
     try:
         asked = read_asked(body, tenant="", headers={}, session_header="x")
-        assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert tracemalloc.get_traced_memory()[1] < len(body) / 20
     finally:
         tracemalloc.stop()
     assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")

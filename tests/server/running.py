@@ -108,6 +108,11 @@ class ShortPauses:
         await asyncio.sleep(min(delay, _PAUSE_S))
 
 
+def short_pauses() -> contextlib.AbstractContextManager[object]:
+    """Let uvicorn's servers pause for little as long as the block runs: they start and end in it."""
+    return patch.object(uvicorn.server, "asyncio", ShortPauses())
+
+
 @contextlib.contextmanager
 def run_server(
     executor: FakeExecutor | None = None,
@@ -134,7 +139,7 @@ def run_server(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
-    with patch.object(uvicorn.server, "asyncio", ShortPauses()):
+    with short_pauses():
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive(), "the server listens")

@@ -169,7 +169,7 @@ def joined(before: Any, after: Any, name: str) -> Any:
     return before + after if is_appended and type(before) is type(after) else after
 
 
-@pytest.mark.sweep(25)
+@pytest.mark.sweep(50)
 @pytest.mark.parametrize("seed", range(NUM_REQUESTS // PER_CASE))
 def test_answers_are_the_same_with_and_without(servers: dict[str, Running], seed: int) -> None:
     rng = random.Random(seed)

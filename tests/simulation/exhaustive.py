@@ -17,7 +17,7 @@ from simulation.hash_model import Oracle
 from simulation.world import SimulationError, Tracked, World, WorldConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 NEVER = 99
 PROMPTS = (
@@ -47,11 +47,13 @@ class Story:
     config: int
 
 
-def all_stories(num_arrival_steps: int, num_abort_steps: int, max_length: int) -> Iterator[Story]:
+def all_stories(
+    num_arrival_steps: int, num_abort_steps: int, max_length: int, configs: Sequence[int]
+) -> Iterator[Story]:
     """Yield every story of one, two and three requests."""
     aborts = [*range(1, num_abort_steps + 1), NEVER]
     for count in (1, 2, 3):
-        for config in range(len(CONFIGS)):
+        for config in configs:
             for arrivals in itertools.product(range(num_arrival_steps), repeat=count):
                 for chosen in itertools.product(aborts, repeat=count):
                     if any(abort <= arrival for abort, arrival in zip(chosen, arrivals, strict=True)):
@@ -96,9 +98,15 @@ def add(world: World, name: str, prompt: list[int], max_tokens: int) -> None:
     world.tracked[name] = Tracked(Oracle(prompt, 0), max_tokens)
 
 
-def run_all(num_arrival_steps: int = 3, num_abort_steps: int = 5, max_length: int = 3, jobs: int = 1) -> int:
-    """Live through all stories, on so many processes; return how many there were."""
-    stories = all_stories(num_arrival_steps, num_abort_steps, max_length)
+def run_all(
+    num_arrival_steps: int = 3,
+    num_abort_steps: int = 5,
+    max_length: int = 3,
+    jobs: int = 1,
+    configs: Sequence[int] = range(len(CONFIGS)),
+) -> int:
+    """Live through all stories under these of `CONFIGS`, on so many processes; return how many there were."""
+    stories = all_stories(num_arrival_steps, num_abort_steps, max_length, configs)
     if jobs == 1:
         return sum(1 for _ in map(live, stories))
     with ProcessPoolExecutor(jobs) as pool:

@@ -19,7 +19,7 @@ from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_has_a_wrong_token_or_a_leak(seed):
     run = run_seed(seed, 2500, 1, RunFile(None))
@@ -89,8 +89,10 @@ def test_same_seed_same_trace():
     assert first == second
 
 
-def test_small_worlds_are_all_right():
-    assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2) == 5550
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
+def test_small_worlds_are_all_right(config):
+    assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2, configs=[config]) == 1110
 
 
 @pytest.mark.slow

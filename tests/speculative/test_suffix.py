@@ -7,6 +7,7 @@ from array import array
 
 import numpy as np
 import pytest
+from allocations import allocated_in
 
 from octavo.config import SpeculativeConfig
 from octavo.errors import ConfigError
@@ -184,14 +185,13 @@ def test_the_bytes_said_are_not_exceeded():
     assert proposer.num_bytes == 20_000 * BYTES_PER_TOKEN + max_bytes + num_answers * BYTES_PER_ANSWER
     rng = np.random.default_rng(0)
     tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
     for number in range(3 * num_answers):
         tokens = rng.integers(0, 150_000, 12).astype(np.int32)
         proposer.finish([EndedRequest(str(number), tokens, 4, f"{'a long salt ' * 80} {number}")])
-    of_answers = tracemalloc.get_traced_memory()[0] - before
+    of_answers = allocated_in("speculative")
     for number in range(40):
         proposer.propose([DraftTask(str(number), rng.integers(0, 150_000, 700).astype(np.int32), 8, None)])
-    held = tracemalloc.get_traced_memory()[0] - before
+    held = allocated_in("speculative")
     tracemalloc.stop()
     assert len(proposer._answers) == num_answers
     assert 0.5 < (of_answers - max_bytes) / (num_answers * BYTES_PER_ANSWER) < 1
@@ -201,7 +201,7 @@ def test_the_bytes_said_are_not_exceeded():
 def test_which_proposer_is_made_and_that_nothing_is_taken_before_it_is_needed():
     tracemalloc.start()
     proposer = create_proposer(SpeculativeConfig(method="suffix"), max_num_seqs=2, max_model_len=100)
-    held = tracemalloc.get_traced_memory()[0]
+    held = allocated_in("octavo")
     tracemalloc.stop()
     assert isinstance(proposer, SuffixProposer)
     assert proposer.num_bytes == 200 * BYTES_PER_TOKEN + (32 << 20) + 10_000 * BYTES_PER_ANSWER

@@ -38,6 +38,8 @@ COLOURED_CELL = """() => {  // where the map has a colour: only blocks that one 
     }
     return [0, 0];
 }"""
+KEY = "a-key-that-is-long-enough"
+CREDENTIALS: Any = {"username": "x", "password": KEY}  # as who opens a page of it types them
 PICTURES = os.environ.get("OCTAVO_PICTURES")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_REQUIRED, reason="there is no Chromium")
@@ -55,7 +57,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--max-num-seqs", "6") as server:
+    """A server with a key, for the tests that leave it as it was; others of them have none."""
+    with serve("--max-num-seqs", "6", "--api-key", KEY, key=KEY) as server:
         yield server
 
 
@@ -64,10 +67,11 @@ class Load:
 
     def __init__(self, served: Served, num_clients: int = 8) -> None:
         self._url, self._is_over = str(served.http.base_url), threading.Event()
+        self._headers = dict(served.http.headers)
         self._threads = [threading.Thread(target=self._ask, args=[number]) for number in range(num_clients)]
 
     def _ask(self, number: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=self._url, headers=self._headers, timeout=60, trust_env=False) as http:
             while not self._is_over.is_set():
                 start = "There was a house by the sea, and in it lived an old man. " * (number % 3)
                 body = {**STORY, "prompt": f"{start}Once upon a time {number}", "max_tokens": 60 + 20 * number}
@@ -88,10 +92,14 @@ class Load:
 
 @contextlib.contextmanager
 def opened(
-    browser: Browser, served: Served, width: int = 1440, *, num_refused: int = 0, **options: Any
+    browser: Browser, served: Served, width: int = 1440, *, num_refused: int = 0, is_known: bool = True, **options: Any
 ) -> Iterator[Page]:
-    """Open the dashboard; whatever goes wrong in it fails the test. num_refused: scripts that the policy stops."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+    """Open the dashboard; whatever goes wrong in it fails the test. num_refused: scripts that the policy stops.
+
+    is_known: with the key, where one is asked for.
+    """
+    viewport: Any = {"width": width, "height": 900}
+    context = browser.new_context(viewport=viewport, http_credentials=CREDENTIALS if is_known else None, **options)
     try:
         page, wrong = context.new_page(), []
         page.set_default_timeout(WAIT_MS)
@@ -333,16 +341,14 @@ def test_with_the_server_gone_it_says_so_and_recovers(browser: Browser) -> None:
             until(page, "document.querySelectorAll('#requests tbody tr').length === 1")
 
 
-def test_with_keys_a_browser_is_asked_for_one(browser: Browser) -> None:
+def test_with_keys_a_browser_is_asked_for_one(browser: Browser, served: Served) -> None:
     from playwright.sync_api import Error
 
-    key = "a-key-that-is-long-enough"
-    with serve("--api-key", key, key=key) as served:
-        with opened(browser, served, http_credentials={"username": "x", "password": key}) as page:
-            until(page, "document.getElementById('state').textContent === 'ready'")
-            page.fill("#prompt", "What is 12 + 30?")
-            page.click("#send")
-            page.wait_for_selector("#messages .assistant .facts button")
-            assert not page.locator("#messages .failed").count()
-        with pytest.raises(Error, match="INVALID_AUTH_CREDENTIALS"), opened(browser, served):
-            pass
+    with opened(browser, served) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        page.fill("#prompt", "What is 12 + 30?")
+        page.click("#send")
+        page.wait_for_selector("#messages .assistant .facts button")
+        assert not page.locator("#messages .failed").count()
+    with pytest.raises(Error, match="INVALID_AUTH_CREDENTIALS"), opened(browser, served, is_known=False):
+        pass

@@ -22,8 +22,8 @@ def served():
 
 @pytest.fixture(scope="module")
 def restarted():
-    """A server that outlives its engines."""
-    with serve() as server:
+    """A server that outlives its engines, on all addresses and with a key."""
+    with serve("--host", "0.0.0.0", key="a-key", OCTAVO_API_KEY="a-key") as server:
         yield server
 
 
@@ -47,17 +47,16 @@ def test_figure_4_an_engine_that_dies_or_freezes(restarted, kind):
     assert not psutil.pid_exists(engine.pid)
 
 
-def test_s2_both_processes_listen_on_the_api_port_alone():
-    with serve("--host", "0.0.0.0", key="a-key", OCTAVO_API_KEY="a-key") as served:
-        served.answer()
-        processes = [psutil.Process(served.process.pid), served.engine]
-        listening = [
-            (each.laddr.ip, each.laddr.port)
-            for process in processes
-            for each in process.net_connections(kind="inet")
-            if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
-        ]
-        assert listening == [("0.0.0.0", served.http.base_url.port)]
+def test_s2_both_processes_listen_on_the_api_port_alone(restarted):
+    restarted.answer()
+    processes = [psutil.Process(restarted.process.pid), restarted.engine]
+    listening = [
+        (each.laddr.ip, each.laddr.port)
+        for process in processes
+        for each in process.net_connections(kind="inet")
+        if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
+    ]
+    assert listening == [("0.0.0.0", restarted.http.base_url.port)]
 
 
 def test_f25_a_killed_server_leaves_no_engine_behind(served):

@@ -92,14 +92,19 @@ class EnginePool:
 
         One of role prefill answers only where no other engine has the model, is ready and has not failed this request.
         """
-        ready = self.ready()
-        able = _able(ready, asked)
+        able = self._able(asked)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
-            ready = [engine for engine in ready if engine.role != "prefill"]
-        able = _able([engine for engine in ready if engine not in tried], asked)
+            able = [engine for engine in able if engine.role != "prefill"]
+        able = [engine for engine in able if engine not in tried]
         if not able:
             return None
         return able[0] if len(able) == 1 else self._policy.choose(asked, able)
+
+    def _able(self, asked: Asked) -> list[Engine]:
+        """Return the ready engines that have a request's model; where no engine at all has it, anybody may say so."""
+        able = [engine for engine in self.ready() if engine.serves(asked.model)]
+        is_known = any(engine.models and engine.serves(asked.model) for engine in self.engines.values())
+        return able if able or is_known else self.ready()
 
     def choose_prefill(self, asked: Asked, now: float) -> Engine | None:
         """Return the engine that computes a prompt for another one: who has least to do; None where there is none."""
@@ -138,8 +143,3 @@ class EnginePool:
         engine.other_tokens = 0
         for flight in list(engine.flights):
             flight.end(EngineLostError())
-
-
-def _able(engines: list[Engine], asked: Asked) -> list[Engine]:
-    """Return those that have a request's model; where nobody has it, anybody may say so."""
-    return [engine for engine in engines if engine.serves(asked.model)] or engines

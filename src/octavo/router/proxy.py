@@ -14,7 +14,7 @@ from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
 from octavo.router.pairing import pair, without_kv_transfer
-from octavo.router.spelling import error_event, error_response
+from octavo.router.spelling import error_event, error_response, is_last_event
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
 from octavo.runtime import logs
@@ -193,7 +193,11 @@ class _Exchange:
             own = error if isinstance(error, OctavoError) else EngineLostError()
             if own is not error:
                 self._service.suspect(share.engine)
-            share.engine.num_failures += isinstance(own, EngineLostError)
+            if isinstance(own, EngineLostError):
+                if is_last_event(events.last, self._path):  # it was lost behind that: the answer is whole
+                    await self._send({"type": "http.response.body"})
+                    return read_usage(events.first, events.last)
+                share.engine.num_failures += 1
             http_error = note_error(self._scope["state"], to_http(own))
             await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
         else:

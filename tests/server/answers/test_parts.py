@@ -277,6 +277,7 @@ def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Par
     assert read(make, list(text), is_cut=True) == expected
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
 def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> None:
     rng = random.Random(7)
