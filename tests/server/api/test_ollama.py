@@ -405,6 +405,8 @@ def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: 
         ({"prompt": "a", "template": "x"}, "template"),
         ({"prompt": "a", "width": 64}, "width"),
         ({"prompt": "a", "raw": 1}, "raw"),
+        ({"prompt": "a", "raw": True, "system": "Be brief."}, "without system"),
+        ({"prompt": "a", "raw": True, "think": True}, "without system and think"),
         ({"messages": MESSAGES}, "messages"),
     ],
 )
