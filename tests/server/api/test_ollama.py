@@ -150,6 +150,10 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
         {"role": "tool", "content": "", "name": None, "tool_call_id": second},
         {"role": "user", "content": "And?"},
     ]
+    messages[1]["tool_calls"][1]["function"] = {"name": "other", "arguments": {}}
+    messages[2]["tool_name"] = "other"
+    results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
+    assert results == [second, first], "a result is that of a call of its tool"
     messages[1]["tool_calls"][1]["id"] = "own"
     messages[2]["tool_call_id"] = "own"
     results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
@@ -160,6 +164,7 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
     ("options", "expected"),
     [
         ({}, {}),
+        ({"think": ""}, {}),
         ({"think": True}, {"enable_thinking": True}),
         ({"think": False}, {"enable_thinking": False}),
         ({"think": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}),
