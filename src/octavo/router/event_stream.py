@@ -39,3 +39,8 @@ class EventStream:
     def last(self) -> bytes:
         """The last events."""
         return b"".join(self._last)
+
+    @property
+    def last_event(self) -> bytes:
+        """The last one, without its end."""
+        return self.last.removesuffix(self._end).rpartition(self._end)[2]

@@ -194,7 +194,7 @@ class _Exchange:
             if own is not error:
                 self._service.suspect(share.engine)
             if isinstance(own, EngineLostError):
-                if is_last_event(events.last, self._path):  # it was lost behind that: the answer is whole
+                if is_last_event(events.last_event, self._path):  # it was lost behind that: the answer is whole
                     await self._send({"type": "http.response.body"})
                     return read_usage(events.first, events.last)
                 share.engine.num_failures += 1
