@@ -61,7 +61,8 @@ def check_serves(running: Running) -> None:
 def flat_memory(running: Running, num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
     """Hold what is allocated meanwhile to parts of what is sent: at once, and what the server keeps in the end.
 
-    The end is when it has no connection any more. At once everything in this process counts, and other threads may take a MB or two: so much more is sent.
+    The end is when it has no connection any more. At once everything in this process counts, and other threads may take
+    a MB or two: so much more is sent.
     """
     gc.collect()
     tracemalloc.start()
