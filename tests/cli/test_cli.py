@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -450,6 +451,18 @@ def test_chat_remembers_until_reset(fake_model: FakeExecutor) -> None:
     second = f"<user>hi\n<assistant>{answer}\n<user>more\n<assistant>"
     expected = [answer, answer_text(len(second.encode()), 0, 5), answer]
     assert result.stdout == "".join(f"{text}\n" for text in expected)
+
+
+@pytest.mark.parametrize(("model", "is_told"), [([], True), (["./other"], False)])
+def test_chat_says_how_a_real_model_is_talked_to(
+    fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, model: list[str], *, is_told: bool
+) -> None:
+    """Once, to a person who talks to the built-in one; a pipe gets answers alone."""
+    assert run("chat", *model, stdin="/exit\n").stdout == ""
+    monkeypatch.setattr("octavo.cli.chat.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("octavo.cli.chat._read_line", lambda *, interactive: "/exit" if interactive else None)
+    told = run("chat", *model).stdout
+    assert ("octavo chat ./model.gguf" in told, "/help shows" in told) == (is_told, True)
 
 
 def test_chat_needs_a_template(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,7 +432,7 @@ class ModelInfo:
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
     has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them.
+    as config.json names them. num_parameters: weights of the checkpoint.
     """
 
     name: str
@@ -446,6 +446,7 @@ class ModelInfo:
     hidden_size: int = 1
     model_type: str = ""
     architectures: tuple[str, ...] = ()
+    num_parameters: int = 0
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

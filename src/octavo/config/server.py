@@ -11,8 +11,57 @@ from octavo.config.fields import at_least, not_negative, option
 from octavo.errors import ConfigError
 from octavo.sampling_params import POOLING
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("auto", "none", "think")
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "mistral",
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "glm45",
+    "glm47",
+    "hy_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "minicpm5",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "solar_open",
+    "functionary_v3_1",
+    "phi4_mini_json",
+    "granite",
+    "functools",
+    "nemotron_json",
+    "jamba",
+    "minimax",
+    "cohere_command3",
+    "command_r",
+    "apertus",
+    "gigachat3",
+    "gemma4",
+    "openai",
+    "lfm2",
+    "olmo3",
+    "llama3_json",
+    "pythonic",
+)
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "seed_oss",
+    "minimax_m3",
+    "hy_v3",
+    "cohere_command3",
+    "apertus",
+    "granite",
+    "gemma4",
+    "openai_gptoss",
+    "apriel",
+)
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 EMBEDDING_POOLING = ("auto", *POOLING)
 
@@ -38,7 +87,7 @@ class ServerConfig(AccessConfig):
     )
     reasoning_parser: str = option(
         "auto",
-        "Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
+        "How the model marks what is split off as reasoning_content; auto looks at the chat template.",
         choices=REASONING_PARSERS,
     )
     reasoning_field: str = option(

@@ -85,6 +85,7 @@ class Service:
         inputs = engine.input_processor
         self.default_params: SamplingParams = inputs.default_sampling_params()
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
+        logger.info("%s", self.answer_style.summary)
         self.is_closing = self._is_ending = False
         self._open: dict[str, _Open] = {}  # by the request's id
         self._endings: set[asyncio.Task[None]] = set()

@@ -149,6 +149,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
         hidden_size=architecture.hidden_size,
         model_type=str(described.get("model_type", "")),
         architectures=tuple(map(str, described.get("architectures") or ())),
+        num_parameters=architecture.num_parameters,
     )
 
 

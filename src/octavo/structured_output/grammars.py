@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -50,6 +51,7 @@ _LIMITS = {
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
+_MARKS = re.compile(r"(<[^<>\s]+>)")  # what tokens in a text look like
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -265,10 +267,16 @@ class GrammarCompiler:
             return "start: @answer"
         vocabulary, ends = self._vocabulary, self._token(wanted.starts_after)
         assert vocabulary is not None
-        opens = wanted.free_from and (self._token(wanted.free_from) or json.dumps(wanted.free_from))
+        opens = wanted.free_from and self._spelled(wanted.free_from)
         added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(wanted.starts_after)}
         between = sorted(each for each in added if each < self._vocab_size)
         return free_start(wanted.starts_after, ends, opens, between)
+
+    def _spelled(self, text: str) -> str:
+        """Return how a grammar writes a text that may be a token, or hold some."""
+        if token := self._token(text):
+            return token
+        return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
 
     def _token(self, text: str) -> str | None:
         """Return how a grammar names the token of a text; None where it is no token that the model has a row for."""

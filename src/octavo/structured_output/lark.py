@@ -68,7 +68,7 @@ def text_up_to(
     tokens that may stand in the head.
     """
     if token is None:
-        return f"{head}[lazy]: {text} {json.dumps(marker)}\n{text}: {_ANY}"
+        return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
     more = f" (<[{','.join(map(str, between))}]> {text})*" if between else ""
     return f"{head}: {text}{more} {token}\n{text}: {_ANY} & ~/(.|\\n)*{pattern(marker)}(.|\\n)*/"
 

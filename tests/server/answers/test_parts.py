@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from octavo.server.answers.parts import Part, PlainParser, ReasoningParser, joined
+from octavo.server.answers.reasoning_forms import REASONING_FORMS
 from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.server.answers.call_parser import ToolParser
-    from octavo.server.answers.parts import AnswerParser
+    from octavo.server.answers.parts import AnswerParser, ReasoningForm
 
 NAMES = frozenset({"get_weather", "add", "nothing"})
 ARGUMENTS = '{"city": "Ro\\"me </tool_call> {[", "days": [1, {"a": null}], "ü": "狐"}'
@@ -164,6 +165,19 @@ REASONING = [
 @pytest.mark.parametrize(("text", "is_open", "expected"), REASONING)
 def test_reasoning(text: str, is_open: bool, expected: list[Part]) -> None:
     check_every_cut(lambda: ReasoningParser(PlainParser(), is_open=is_open), text, expected)
+
+
+@pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
+def test_every_form_of_reasoning(form: ReasoningForm) -> None:
+    def make(*, is_open: bool) -> AnswerParser:
+        return ReasoningParser(HermesParser(NAMES), is_open=is_open, form=form)
+
+    thought = f"Hm, {form.closes[:-1]}\n{form.opens}."
+    text = f"{form.opens}\n{thought}\n{form.closes}\n\nYes. <tool_call>\n{ADD}\n</tool_call>"
+    expected = [Part("reasoning", thought), *content("Yes."), *call(0, "add", '{"a": 1, "b": -2.5e3}')]
+    check_every_cut(lambda: make(is_open=False), text, expected)
+    check_every_cut(lambda: make(is_open=True), text.removeprefix(form.opens), expected)
+    check_every_cut(lambda: make(is_open=False), f"No. {text}"[: 4 + len(form.opens)], content(f"No. {form.opens}"))
 
 
 def test_reasoning_before_a_call() -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tokenizers
+from call_grammars import EOS, Grammars
 
-from octavo import assets
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.parts import joined
-from octavo.server.answers.tool_formats import Function, HermesFormat, LlamaFormat, MistralFormat, NamedMistralFormat
+from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_formats import HermesFormat, LlamaFormat, MistralFormat, NamedMistralFormat
 from octavo.server.answers.tools import Toolbox, read_function
-from octavo.structured_output.grammars import GrammarCompiler, GrammarError, Vocabulary
 from octavo.structured_output.lark import lark_json
 
 if TYPE_CHECKING:
-    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.tool_format import ToolFormat
 
-EOS = 2
 CITY: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -30,52 +27,12 @@ CITY: dict[str, Any] = {
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FUNCTIONS = [Function("weather", CITY), Function("now", NOTHING)]
-NAMES = frozenset({"weather", "now"})
 MARKERS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<more>"]
-
-
-class Grammars:
-    """The vocabulary of the built-in model, and the markers as the vocabularies of families have them.
-
-    kind: "plain": no token of its own for any; "special": special tokens; "added": tokens that are text, as Qwen's are.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
-        self.plain, self.tokenizer = tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text)
-        self.plain.encode_special_tokens = True
-        if kind != "plain":
-            markers = [tokenizers.AddedToken(each, special=kind == "special", normalized=False) for each in MARKERS]
-            (self.tokenizer.add_special_tokens if kind == "special" else self.tokenizer.add_tokens)(markers)
-        self.size = self.tokenizer.get_vocab_size()
-        self.compile = self.compiler(self.size).compile
-
-    def compiler(self, num_rows: int) -> GrammarCompiler:
-        """Make one for a model with so many rows."""
-        added_ids = frozenset(self.tokenizer.get_added_tokens_decoder())
-        eos_ids = frozenset({EOS, self.size, self.size + 999})
-        vocabulary = Vocabulary(self.tokenizer.to_str(), self.size, eos_ids, self.tokenizer.token_to_id, added_ids)
-        return GrammarCompiler(lambda: vocabulary, num_rows)
-
-    def spell(self, text: str) -> str | None:
-        token_id = self.tokenizer.token_to_id(text)
-        return None if token_id is None else f"<[{token_id}]>"
-
-    def accepts(self, structure: StructuredOutputsParams, text: str, *, in_letters: bool = False) -> bool:
-        """Whether it is a whole answer. in_letters: written without the tokens that markers have."""
-        matcher = self.compile(structure)
-        tokenizer = self.plain if in_letters else self.tokenizer
-        try:
-            matcher.advance(tokenizer.encode(text, add_special_tokens=False).ids)
-        except GrammarError:
-            return False
-        return bool(matcher.allowed()[EOS])
 
 
 @pytest.fixture(scope="module", params=["plain", "special", "added"])
 def grammars(request: pytest.FixtureRequest) -> Grammars:
-    return Grammars(request.param)
+    return Grammars(request.param, MARKERS)
 
 
 ROME, NOW = '{"name": "weather", "arguments": {"city": "Röme"}}', '{"name": "now", "arguments": {}}'
@@ -158,7 +115,7 @@ def test_calls_or_json(grammars: Grammars, family: type[ToolFormat]) -> None:
 def test_parsers_read_what_grammars_let_pass(family: type[ToolFormat]) -> None:
     one, two, _ = FAMILIES[family]
     for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
-        parser = family().parser(NAMES)
+        parser = family().parser(FUNCTIONS)
         parts = joined(parser.feed(text) + parser.finish())
         assert [part.text for part in parts if part.kind == "call"] == names
         assert next(json.loads(part.text) for part in parts if part.kind == "arguments") == {"city": "Röme"}

@@ -10,10 +10,13 @@ import pytest
 from fakes import FakeChatTemplate, FakeExecutor, make_engine
 from running import DEADLINE_S, run_server, wait_until
 
-from octavo.config.server import TOOL_CALL_PARSERS
+from octavo.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.server.answers.answer_form import AnswerStyle
+from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.parts import PlainParser
-from octavo.server.answers.tool_formats import TOOL_FORMATS, HermesFormat, LlamaFormat, NamedMistralFormat
+from octavo.server.answers.reasoning_forms import REASONING_FORMS
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat
+from octavo.server.answers.tool_formats import HermesFormat, LlamaFormat, NamedMistralFormat
 from octavo.server.answers.tools import read_chat_tools
 
 if TYPE_CHECKING:
@@ -293,7 +296,7 @@ def test_the_form_is_found_in_the_template() -> None:
     shown = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
     assert isinstance(find(shown).tools, LlamaFormat), "Llama 3.2"
     assert isinstance(find("[TOOL_CALLS] [ARGS]").tools, NamedMistralFormat)
-    assert find("<tool_call> <function=").tools is None
+    assert isinstance(find("<tool_call> <function= <parameter=").tools, Qwen3CoderFormat)
     assert isinstance(find("<tool_call> <function=", "hermes").tools, HermesFormat)
     assert find("<tool_call>", "none").tools is None
     assert find("").tools is None
@@ -381,4 +384,5 @@ def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None
 
 
 def test_the_options_name_what_there_is() -> None:
-    assert ("auto", "none", *TOOL_FORMATS) == TOOL_CALL_PARSERS
+    assert ("auto", "none", *dict.fromkeys(each.name for each in FORMATS)) == TOOL_CALL_PARSERS
+    assert ("auto", "none", *(each.name for each in REASONING_FORMS)) == REASONING_PARSERS

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from octavo.server.answers.parts import REASONING_CLOSES, REASONING_OPENS, Part, ReasoningParser, joined
-from octavo.server.answers.tool_formats import find_tool_format
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.known_formats import find_tool_format
+from octavo.server.answers.parts import Part, ReasoningParser, joined
+from octavo.server.answers.reasoning_forms import find_reasoning_form
+from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-REASONING_MARKERS = (REASONING_OPENS, REASONING_CLOSES)
 _PIECE = 4096  # characters that a parser takes at once: what it cuts off is copied
 
 if TYPE_CHECKING:
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
     from octavo.outputs import CompletionOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.answers.parts import AnswerParser
-    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.parts import AnswerParser, ReasoningForm
+    from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.tools import Toolbox
 
 
@@ -29,74 +32,115 @@ class AnswerStyle:
     """How a model writes what is not plain content: calls of tools, and reasoning.
 
     reasoning_end_id: the token that ends reasoning, where it is one. special_ids: markers of calls and of reasoning
-    that are special tokens of this model.
+    that are special tokens of this model. shows_tools: whether the chat template tells the model which tools there are.
     """
 
     tools: ToolFormat | None = None
-    has_reasoning: bool = False
+    reasoning: ReasoningForm | None = None
     reasoning_end_id: int | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
+    shows_tools: bool = False
+
+    @property
+    def summary(self) -> str:
+        """Say it in a line."""
+        calls = "not known" if self.tools is None else self.tools.name
+        blind = "" if self.tools is None or self.shows_tools else " (the chat template tells the model of no tools)"
+        return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers may begin with reasoning."""
+        return self.reasoning is not None
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
         """Find it by the options of the server: names, or "auto" for what the chat templates write."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
-        closes = any(REASONING_CLOSES in template for template in templates)
-        has_reasoning = reasoning_parser == "think" or (reasoning_parser == "auto" and closes)
+        probe = TemplateProbe.of(inputs)
+        shown = [text for text in (*templates, probe.prompt, probe.call) if text is not None]
+        reasoning = find_reasoning_form(reasoning_parser, shown)
 
         def spell(text: str) -> str | None:
             token_id = inputs.tokenizer.token_id(text)
             return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
 
-        tools = find_tool_format(tool_parser, templates, spell)
-        end_id = inputs.tokenizer.token_id(REASONING_CLOSES) if has_reasoning else None
-        markers = [*(tools.markers if tools else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        tools = find_tool_format(tool_parser, templates, probe.call, spell)
+        end_id = None if reasoning is None else inputs.tokenizer.token_id(reasoning.closes)
+        markers = _markers(tools, reasoning)
         ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
         special = {text: token_id for text, token_id in ids.items() if inputs.tokenizer.is_special(token_id)}
-        return cls(tools, has_reasoning, end_id, special)
+        return cls(tools, reasoning, end_id, special, shows_tools=probe.shows_tools)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How one request's answers are read.
 
-    has_reasoning: they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
-    shown_ids: the special tokens that are part of their text.
+    reasoning: how they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
+    shown_ids: the special tokens that are part of their text. frame: what reads the whole of them, where one does.
     """
 
     toolbox: Toolbox = NO_TOOLS
-    has_reasoning: bool = False
+    reasoning: ReasoningForm | None = None
     in_reasoning: bool = False
     reasoning_end_id: int | None = None
     shown_ids: tuple[int, ...] = ()
+    frame: ToolFormat | None = None
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str) -> AnswerForm:
         """Look at the text of a prompt: one that ends with an end of reasoning has had it, empty as a rule."""
-        end = prompt.rstrip()
-        has_reasoning = style.has_reasoning and not end.endswith(REASONING_CLOSES)
-        in_reasoning = has_reasoning and end.endswith(REASONING_OPENS)
-        markers = [*(toolbox.format.markers if toolbox.format else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        end, reasoning = prompt.rstrip(), style.reasoning
+        if reasoning is not None and end.endswith(reasoning.closes):
+            reasoning = None
+        in_reasoning = reasoning is not None and end.endswith(reasoning.opens)
+        frame = style.tools if style.tools is not None and style.tools.reads_whole else None
+        markers = _markers(frame or toolbox.format, reasoning)
         shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
-        return cls(toolbox, has_reasoning, in_reasoning, style.reasoning_end_id, shown)
+        return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown, frame)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers may begin with reasoning."""
+        return self.reasoning is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether an answer is its text and nothing else."""
-        return self.toolbox.format is None and not self.has_reasoning
+        return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
         """Return what reads one answer."""
+        if self.frame is not None:
+            return self.frame.parser(self.toolbox.functions, only_one=self.toolbox.only_one)
         parser = self.toolbox.parser()
-        return ReasoningParser(parser, is_open=self.in_reasoning) if self.has_reasoning else parser
+        if self.reasoning is None:
+            return parser
+        return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that make the whole text have this form: reasoning at its beginning is free."""
-        structure = self.toolbox.structure(params.structured_outputs)
-        if structure is not None and self.has_reasoning and structure.starts_after is None:
-            free_from = None if self.in_reasoning else REASONING_OPENS
-            structure = replace(structure, starts_after=REASONING_CLOSES, free_from=free_from)
+        structure = self._framed(self.toolbox.structure(params.structured_outputs))
+        if structure is not None and self.reasoning is not None and structure.starts_after is None:
+            free_from = None if self.in_reasoning else self.reasoning.opens
+            structure = replace(structure, starts_after=self.reasoning.closes, free_from=free_from)
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
+
+    def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Put a structure where the model's content stands. Raises `RequestError` for what is no JSON."""
+        if self.frame is None or structure is None or self.toolbox.format is not None:
+            return structure
+        if structure.json is None and structure.json_object is None:
+            message = "this model writes its content in messages of its own form: JSON can be asked for, nothing else"
+            raise RequestError(message, parameter="structured_outputs")
+        grammar = self.frame.content(str(structure.json or '{"type": "object"}'))
+        return structure if grammar is None else StructuredOutputsParams(grammar=grammar)
+
+
+def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[str]:
+    """Return what an answer's parts are told apart by."""
+    return [*(tools.markers if tools else ()), *((reasoning.opens, reasoning.closes) if reasoning else ())]
 
 
 class AnswerReader:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _SPACE = " \t\r\n"
 _BEHIND_VALUE = "}]," + _SPACE
-_ARGUMENTS = ("arguments", "parameters")
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -45,8 +44,12 @@ class Call:
 class ToolParser:
     """Tells calls of tools from other text.
 
-    names: of the tools there are. only_one: further calls are left out.
+    names: of the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
+    is a call has its name and its arguments under.
     """
+
+    name_key: str = "name"
+    arguments_keys: tuple[str, ...] = ("arguments", "parameters")
 
     def __init__(self, names: frozenset[str], *, only_one: bool = False) -> None:
         self._names = names
@@ -82,26 +85,28 @@ class ToolParser:
 
     # --- what families share
 
-    def _content(self, opener: str) -> Wait[bool]:
-        """Tell content up to what opens a call, and go behind that; False at the end of the text.
+    def _content(self, *openers: str) -> Wait[str]:
+        """Tell content up to what opens a call, go behind that and return it; "" at the end of the text.
 
         White space before it is held back: it is content only if no call follows.
         """
         while True:
-            start = self._text.find(opener)
-            is_found = start >= 0
-            if not is_found:
+            found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
+            if found:
+                start, opener = min(found)
+            else:
                 is_whole = self._is_over and not self._is_cut
-                start = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, opener))
+                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in openers)
+                start, opener = len(self._text) - num_held_back, ""
             is_last = self._is_over and start == len(self._text)
             shown = start if is_last else without_space(self._text[:start])
             self._position = shown
             self._tell_content()
-            if is_found:
+            if opener:
                 self._position = start - shown + len(opener)
-                return True
+                return opener
             if self._is_over:
-                return False
+                return ""
             yield
 
     def _rest_is_content(self) -> Wait[None]:
@@ -113,10 +118,14 @@ class ToolParser:
             yield
 
     def _call(self) -> Wait[bool]:
-        """Read a call; False where there was none, and what was looked at is content."""
+        """Read a call that is an object; False where there was none, and what was looked at is content."""
         call = Call()
+        return (yield from self._attempt(call, self._members(call)))
+
+    def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
+        """Read a call by these steps; False where there was none, and what was looked at is content."""
         try:
-            yield from self._members(call)
+            yield from steps
         except MalformedError:
             if call.index is None and not self._tell_cut(call):
                 self._tell_content()
@@ -152,9 +161,9 @@ class ToolParser:
             yield from self._skip_space()
             yield from self._expect(":")
             char = yield from self._skip_space()
-            if key == "name":
+            if key == self.name_key:
                 call.name = yield from self._string()
-            elif key not in _ARGUMENTS or call.index is not None:
+            elif key not in self.arguments_keys or call.index is not None:
                 yield from self._value()
             elif char == "{" and call.name is not None:
                 yield from self._tell_arguments(call)

@@ -14,9 +14,6 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-REASONING_OPENS = "<think>"
-REASONING_CLOSES = "</think>"
-
 MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -35,6 +32,22 @@ class Part:
     text: str
     call: int = 0
     start: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """How a family of models marks its reasoning.
+
+    name: what it is chosen by. is_told_by_opens: other templates show what closes it, too.
+    """
+
+    name: str
+    opens: str
+    closes: str
+    is_told_by_opens: bool = False
+
+
+THINK = ReasoningForm("think", "<think>", "</think>")
 
 
 class AnswerParser(Protocol):
@@ -88,14 +101,15 @@ class PlainParser:
 
 
 class ReasoningParser:
-    """Splits off what stands between <think> and </think> at an answer's beginning.
+    """Splits off what stands between two marks at an answer's beginning.
 
-    behind: takes the text that follows. is_open: the prompt ends with <think>, so the answer begins with reasoning.
-    White space around both is nobody's, up to `MAX_HELD_SPACE`.
+    behind: takes the text that follows. is_open: the prompt ends with the first one, so the answer begins with
+    reasoning. White space around both is nobody's, up to `MAX_HELD_SPACE`.
     """
 
-    def __init__(self, behind: AnswerParser, *, is_open: bool) -> None:
+    def __init__(self, behind: AnswerParser, *, is_open: bool, form: ReasoningForm = THINK) -> None:
         self._behind = behind
+        self._form = form
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the whole text
@@ -122,7 +136,7 @@ class ReasoningParser:
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
-            marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
+            marker = self._form.opens if self._place == "before" else self._form.closes
             num_dropped = num_held_back_chars(self._pending, marker)
             self._pending = self._pending[: len(self._pending) - num_dropped]
             self._num_chars -= num_dropped
@@ -134,9 +148,9 @@ class ReasoningParser:
         text = self._pending.lstrip()
         if len(self._pending) - len(text) > MAX_HELD_SPACE:
             self._place = "behind"
-        elif text.startswith(REASONING_OPENS):
-            self._pending, self._place = text[len(REASONING_OPENS) :], "inside"
-        elif not REASONING_OPENS.startswith(text):
+        elif text.startswith(self._form.opens):
+            self._pending, self._place = text[len(self._form.opens) :], "inside"
+        elif not self._form.opens.startswith(text):
             self._place = "behind"
 
     def _take_reasoning(self, parts: list[Part]) -> None:
@@ -144,15 +158,15 @@ class ReasoningParser:
         if not self._has_begun:
             self._pending = self._pending.lstrip()
             self._has_begun = bool(self._pending)
-        end = self._pending.find(REASONING_CLOSES)
+        end = self._pending.find(self._form.closes)
         is_over = end >= 0
         if not is_over:
-            end = len(self._pending) - num_held_back_chars(self._pending, REASONING_CLOSES)
+            end = len(self._pending) - num_held_back_chars(self._pending, self._form.closes)
         start, text = self._start, self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text, start=start))
         if is_over:
-            self._pending = self._pending[self._pending.index(REASONING_CLOSES) + len(REASONING_CLOSES) :]
+            self._pending = self._pending[self._pending.index(self._form.closes) + len(self._form.closes) :]
             self._place = "after"
 
     @property

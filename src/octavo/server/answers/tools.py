@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.parts import PlainParser
-from octavo.server.answers.tool_formats import Function
+from octavo.server.answers.tool_format import Function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.server.answers.parts import AnswerParser
-    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.tool_format import ToolFormat
 
 MAX_TOOLS = 1024
 NAME_PATTERN = "[A-Za-z0-9_.:/-]{1,128}"
@@ -96,7 +96,7 @@ class Toolbox:
         """Return what reads an answer."""
         if self.format is None:
             return PlainParser()
-        return self.format.parser(frozenset(function.name for function in self.functions), only_one=self.only_one)
+        return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the form that the answer must have. content: the one asked for where no tool is called."""

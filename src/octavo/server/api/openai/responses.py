@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.answer_form import AnswerForm
     from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
-    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service

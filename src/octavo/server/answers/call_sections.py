@@ -1,0 +1,124 @@
+"""Calls that stand in sections of an answer: how families write these, and what reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.tool_format import ToolFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.tool_format import Function
+
+MAX_HEAD_CHARS = 256  # of what stands between two marks and is a name, an id or both
+
+
+class SectionFormat(ToolFormat):
+    """A section begins with `opens` and ends with `closes`; `between` stands between two calls.
+
+    White space in these is what models are used to; the parser does not ask for it.
+    opener: the mark that `opens` begins with: what stands in front of it is content. call_opens: begins each call.
+    strays: what the parser takes for the beginning of a call, too, without a section. one_each: each call has a section
+    of its own.
+    """
+
+    opens: ClassVar[str]
+    opener: ClassVar[str]
+    closes: ClassVar[str] = ""
+    between: ClassVar[str] = ""
+    call_opens: ClassVar[str] = ""
+    one_each: ClassVar[bool] = False
+    strays: ClassVar[tuple[str, ...]] = ()
+
+    def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        """Return a section, or several."""
+        written = [self.write_call(index, name, arguments) for index, (name, arguments) in enumerate(calls)]
+        between = f"{self.closes}{self.between}{self.opens}" if self.one_each else self.between
+        return self.opens + between.join(written) + self.closes
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
+        """Return one call. index: counts those of an answer."""
+        raise NotImplementedError
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Return the rules of `call`, a call of one of these functions."""
+        raise NotImplementedError
+
+    def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """Sections, and nothing around them."""
+        opens, between = self._literal(self.opens), self._literal(self.between)
+        more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
+        return f"start: {opens} section{more}\n{self._section(functions, only_one=only_one)}"
+
+    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """Text before, between and behind sections."""
+        start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
+        rest = f"rest: {self._literal(self.opens.removeprefix(self.opener))} section"
+        text = self._behind_text(self.opener)
+        return f"{start}\n{text}\n{rest}\n{self._section(functions, only_one=only_one)}"
+
+    def _section(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        more = "" if only_one or self.one_each else f" ({self._literal(self.between)} call)*"
+        return f"section: call{more} {self._literal(self.closes)}\n{self.call_rules(functions)}"
+
+
+class SectionParser(ToolParser):
+    """Reads sections: each has a call at least, or it is content."""
+
+    def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(frozenset(each.name for each in functions), only_one=only_one)
+        self._openers = (form.opener, *form.strays)
+        self._opens = form.opens.removeprefix(form.opener)
+        self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
+        self._one_each = form.one_each
+
+    def _read(self) -> Wait[None]:
+        while opener := (yield from self._content(*self._openers)):
+            if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
+                self._tell_content()
+                continue
+            while (yield from self._attempt(call := Call(), self._call_steps(call))):
+                if self._one_each or not (yield from self._goes_on()):
+                    yield from self._skip_space()
+                    yield from self._takes_all(self._closes)
+                    yield from self._skip_space()
+                    self._drop()
+                    break
+
+    def _goes_on(self) -> Wait[bool]:
+        """Go to a further call of the section, if there is one."""
+        yield from self._skip_space()
+        if not self._between:
+            return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
+        return (yield from self._takes(self._between)) and (yield from self._takes_all(self._call_opens))
+
+    def _takes_all(self, *marks: str) -> Wait[bool]:
+        """Go behind marks, whatever white space stands in them and in front; drop them where the answer was cut off."""
+        for mark in (word for each in marks for word in each.split()):
+            yield from self._skip_space()
+            if not (yield from self._takes(mark)):
+                self._drop_cut(mark)
+                return False
+        return True
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        """Read a call behind what opens it. Raises `MalformedError`."""
+        raise NotImplementedError
+
+    def _head(self, marker: str) -> Wait[str]:
+        """Return what stands before a mark, and go behind that. Raises `MalformedError` where it is far away."""
+        while True:
+            most = self._position + MAX_HEAD_CHARS + len(marker)
+            end = self._text.find(marker, self._position, most)
+            if end >= 0:
+                head = self._text[self._position : end]
+                self._position = end + len(marker)
+                return head
+            if self._is_over or len(self._text) >= most:
+                if self._is_cut and len(self._text) < most:
+                    self._position = len(self._text)
+                raise MalformedError
+            yield

@@ -1,0 +1,152 @@
+"""Gemma 4's calls: keys without quotes, and strings between marks of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.python_parser import PythonParser
+from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Call, Wait
+    from octavo.server.answers.tool_format import Function
+
+QUOTE = '<|"|>'
+_KEY = re.compile(r"""[^\s:,{}\[\]<]*""")
+_NAME = re.compile(r"[\w.:/-]*")
+_ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
+
+
+class GemmaFormat(SectionFormat):
+    """call:name{key:value,...} between marks."""
+
+    name = "gemma4"
+    markers = ("<|tool_call>", "<tool_call|>", QUOTE)
+    opener, opens, closes, one_each = "<|tool_call>", "<|tool_call>call:", "<tool_call|>", True
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> GemmaParser:
+        """Return what reads such values."""
+        return GemmaParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return a name and a value."""
+        return name + _written(arguments)
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """A value for each name; objects whose properties are not said, and values of several types, are any."""
+        quote = self._marker(QUOTE)
+        is_token = not quote.startswith('"')
+        text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
+        behind = f"quoted: {quote} TEXTS {quote}" if is_token else f"quoted: {quote} ended\nended[lazy]: TEXTS {quote}"
+        rules = [
+            choice_of(len(functions)),
+            text,
+            behind,
+            'any: quoted | anyobject | "[" (any ("," any)*)? "]" | scalar',
+            f'anyobject: "{{" ({_ANY_KEY} ":" any ("," {_ANY_KEY} ":" any)*)? "}}"',
+            f"scalar: {lark_json({'type': sorted(_SCALARS)})}",
+        ]
+        for index, function in enumerate(functions):
+            rules.append(f'call{index}: "{function.name}" value{index}')
+            rules += self._value(f"{index}", function.parameters, function.parameters)
+        return "\n".join(rules)
+
+    def _value(self, place: str, schema: Any, root: dict[str, Any]) -> list[str]:
+        """Return the rules of a value, of which the first has the place's name."""
+        kinds = types_of(schema, root) if isinstance(schema, dict) else frozenset()
+        values = [schema["const"]] if kinds and "const" in schema else schema.get("enum") if kinds else None
+        if isinstance(values, list):
+            return [f"value{place}: {' | '.join(self._literal(_written(each)) for each in values)}"]
+        if kinds == {"object"} and isinstance(schema.get("properties"), dict) and schema["properties"]:
+            return self._object(place, schema, root)
+        if kinds == {"object"} and schema.get("additionalProperties", True) is False:
+            return [f'value{place}: "{{" "}}"']
+        if kinds == {"array"} and isinstance(schema.get("items"), dict):
+            item = f"value{place}_0"
+            return [f'value{place}: "[" ({item} ("," {item})*)? "]"', *self._value(f"{place}_0", schema["items"], root)]
+        if kinds and kinds <= _SCALARS:
+            return [f"value{place}: {lark_json({**schema, **definitions_of(root)})}"]
+        known = {frozenset({"string"}): "quoted", frozenset({"object"}): "anyobject"}
+        return [f"value{place}: {known.get(kinds, 'any')}"]
+
+    def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        """Properties in their order; first<i> are those from the i-th on where none was written, further<i> others."""
+        named, required = list(schema["properties"].items()), schema.get("required")
+        rules = [f'value{place}: "{{" first{place}_0 "}}"']
+        for number, (key, part) in enumerate(named):
+            here, is_last = f"{place}_{number}", number + 1 == len(named)
+            first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
+            is_needed = isinstance(required, list) and key in required
+            rules += [
+                f'pair{here}: {json_text(key)} ":" value{here}',
+                f"first{here}: pair{here} {further}{'' if is_needed else ' | ' + first}",
+                f'further{here}: ("," pair{here}){"" if is_needed else "?"} {further}',
+                *self._value(here, part, root),
+            ]
+        return rules
+
+
+def _written(value: Any) -> str:
+    match value:
+        case str():
+            return f"{QUOTE}{value}{QUOTE}"
+        case dict():
+            return "{" + ",".join(f"{key}:{_written(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(_written, value)) + "]"
+    return json_text(value)
+
+
+class GemmaParser(PythonParser):
+    """Reads them."""
+
+    quotes = "<"
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._skip_space()
+        name = yield from self._run(_NAME)
+        yield from self._expect("{")
+        call.name = name
+        self._begin(call)
+        self._drop()
+        self._tell("arguments", "{", call)
+        yield from self._pairs(call, "}", 0)
+        self._tell("arguments", "}", call)
+        self._drop()
+
+    def _key(self, call: Call, behind: str) -> Wait[None]:
+        if (yield from self._peek()) == "<":
+            yield from self._quoted(call)
+        else:
+            yield from self._bare_key(call, _KEY)
+        yield from self._skip_space()
+        yield from self._expect(behind)
+
+    def _quoted(self, call: Call) -> Wait[None]:
+        """Read a string, and tell it as it comes."""
+        if not (yield from self._takes_all(QUOTE)):
+            raise MalformedError
+        self._drop()
+        self._tell("arguments", '"', call)
+        while (end := self._text.find(QUOTE)) < 0:
+            is_whole = self._is_over and not self._is_cut
+            self._position = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, QUOTE))
+            self._tell("arguments", json.dumps(self._text[: self._position], ensure_ascii=False)[1:-1], call)
+            self._drop()
+            if self._is_over:
+                self._position = len(self._text)
+                raise MalformedError
+            yield
+        self._tell("arguments", json.dumps(self._text[:end], ensure_ascii=False)[1:-1] + '"', call)
+        self._position = end + len(QUOTE)
+        self._drop()

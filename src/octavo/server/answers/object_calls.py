@@ -1,0 +1,180 @@
+"""Families whose calls are JSON objects with a name and arguments, in a list or one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_sections import SectionFormat, SectionParser
+from octavo.server.answers.tool_format import choice_of, json_text, object_rules
+from octavo.structured_output.lark import lark_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Call, Wait
+    from octavo.server.answers.tool_format import Function
+
+
+class ObjectFormat(SectionFormat):
+    """Objects. id_key: what an object begins with, where it counts the calls in there."""
+
+    name_key: ClassVar[str] = "name"
+    arguments_key: ClassVar[str] = "arguments"
+    id_key: ClassVar[str | None] = None
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
+        """Return what reads objects."""
+        return ObjectParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
+        """Return an object."""
+        counted = {} if self.id_key is None else {self.id_key: str(index)}
+        return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Rules of objects."""
+        id_key = json.dumps(json.dumps(self.id_key))
+        counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
+        return object_rules(functions, self.name_key, self.arguments_key, counted)
+
+
+class ObjectParser(SectionParser):
+    """Reads them."""
+
+    def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(form, functions, only_one=only_one)
+        self.name_key, self.arguments_keys = form.name_key, (form.arguments_key,)
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._skip_space()
+        yield from self._members(call)
+
+    def _goes_on(self) -> Wait[bool]:
+        """Where no mark stands between calls, an object is one."""
+        return (yield from super()._goes_on()) if self._between else (yield from self._skip_space()) == "{"
+
+
+class GraniteFormat(ObjectFormat):
+    """Granite 3: a list behind a mark."""
+
+    name = "granite"
+    markers = ("<|tool_call|>",)
+    opener, opens, between, closes = "<|tool_call|>", "<|tool_call|>[", ", ", "]"
+
+
+class Phi4MiniFormat(ObjectFormat):
+    """Phi-4-mini: a list between marks, or behind a word."""
+
+    name = "phi4_mini_json"
+    markers = ("<|tool_call|>", "<|/tool_call|>")
+    opener, opens, between, closes = "<|tool_call|>", "<|tool_call|>[", ", ", "]<|/tool_call|>"
+    strays = ("functools[",)
+
+
+class FunctoolsFormat(ObjectFormat):
+    """Firefunction 2: a list behind a word."""
+
+    name = "functools"
+    markers = ()
+    opener, opens, between, closes = "functools", "functools[", ", ", "]"
+
+
+class NemotronFormat(ObjectFormat):
+    """Nemotron Nano 2: a list between tags."""
+
+    name = "nemotron_json"
+    markers = ("<TOOLCALL>", "</TOOLCALL>")
+    opener, opens, between, closes = "<TOOLCALL>", "<TOOLCALL>[", ", ", "]</TOOLCALL>"
+
+
+class ToolCallsListFormat(ObjectFormat):
+    """Apriel, Jamba, Hunyuan: a list between tags."""
+
+    name = "jamba"
+    markers = ("<tool_calls>", "</tool_calls>")
+    opener, opens, between, closes = "<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>"
+
+
+class MiniMaxM1Format(ObjectFormat):
+    """MiniMax M1: objects on lines of their own between tags."""
+
+    name = "minimax"
+    markers = ("<tool_calls>", "</tool_calls>")
+    opener, opens, between, closes = "<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"
+
+
+class CohereFormat(ObjectFormat):
+    """Command R7B and Command A: a list between marks, whose calls are counted."""
+
+    name = "cohere_command3"
+    markers = ("<|START_ACTION|>", "<|END_ACTION|>")
+    opener, opens = "<|START_ACTION|>", "<|START_ACTION|>[\n    "
+    between, closes = ",\n    ", "\n]<|END_ACTION|>"
+    id_key, name_key, arguments_key = "tool_call_id", "tool_name", "parameters"
+
+
+class CommandRFormat(ObjectFormat):
+    """Command R and R+: a list in a block of code behind a word."""
+
+    name = "command_r"
+    markers = ()
+    opener, opens = "Action:", "Action: ```json\n[\n    "
+    between, closes = ",\n    ", "\n]```"
+    name_key, arguments_key = "tool_name", "parameters"
+
+
+class GigaChat3Format(ObjectFormat):
+    """GigaChat 3.1: one object behind a mark."""
+
+    name = "gigachat3"
+    markers = ("<|function_call|>",)
+    opener, opens, one_each = "<|function_call|>", "<|function_call|>", True
+
+
+class OldGigaChat3Format(ObjectFormat):
+    """GigaChat 3: one object in a turn of its own."""
+
+    name = "gigachat3"
+    markers = ("<|role_sep|>",)
+    opener, opens, one_each = "function call<|role_sep|>", "function call<|role_sep|>\n", True
+
+
+class ApertusFormat(SectionFormat):
+    """Apertus: a list between marks, of objects whose one key is the name."""
+
+    name = "apertus"
+    markers = ("<|tools_prefix|>", "<|tools_suffix|>")
+    opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
+        """Return what reads such objects."""
+        return _KeyedParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return an object."""
+        return json_text({name: arguments})
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """A rule for each name."""
+        rules = [choice_of(len(functions)), "COLON: /: ?/"]
+        for index, function in enumerate(functions):
+            name = json.dumps(json.dumps(function.name))
+            rules.append(f'call{index}: "{{" {name} COLON {lark_json(function.parameters)} "}}"')
+        return "\n".join(rules)
+
+
+class _KeyedParser(SectionParser):
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._skip_space()
+        yield from self._expect("{")
+        yield from self._skip_space()
+        name = yield from self._string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        call.name = name
+        if (yield from self._skip_space()) != "{":
+            raise MalformedError
+        yield from self._tell_arguments(call)
+        yield from self._takes_all("}")

@@ -1,0 +1,118 @@
+"""Families whose calls are a list of Python's: [name(key=value, ...), ...]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.python_parser import PythonListParser, PythonParser
+from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import ToolParser
+    from octavo.server.answers.tool_format import Function
+
+_ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
+_WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
+
+
+class PythonFormat(SectionFormat):
+    """Values are JSON, or Python's words for truth values and nothing; the parser reads Python's strings as well."""
+
+    between: ClassVar[str] = ", "
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
+        """Return what reads a list between marks."""
+        return PythonParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return a call with names of arguments."""
+        written = [f"{key}={_value(value)}" for key, value in arguments.items()]
+        return f"{name}({', '.join(written)})"
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
+        rules = [choice_of(len(functions)), "COMMA: /, ?/"]
+        for index, function in enumerate(functions):
+            first, more = _argument_rules(f"{index}", function.parameters)
+            rules += [f'call{index}: "{function.name}(" {first} ")"', *more]
+        return "\n".join(rules)
+
+
+def _value(value: Any) -> str:
+    return _WORDS[value] if value is None or isinstance(value, bool) else json_text(value)
+
+
+def _argument_rules(place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the rule of all arguments of a call, and what it is made of. place: tells calls apart.
+
+    first<i> are the arguments from the i-th on where none was written yet, further<i> where one was.
+    """
+    properties, required = parameters.get("properties"), parameters.get("required")
+    named = list(properties.items()) if isinstance(properties, dict) else []
+    if not named:
+        if not parameters.get("additionalProperties", True):
+            return "", []
+        value = _value_rules(f"value{place}", {}, parameters)
+        return f"(any{place} (COMMA any{place})*)?", [f'any{place}: {_ANY_KEY} "=" value{place}', *value]
+    rules = []
+    for number, (key, schema) in enumerate(named):
+        here, is_last = f"{place}_{number}", number + 1 == len(named)
+        first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
+        is_needed = isinstance(required, list) and key in required
+        rules += [
+            f'argument{here}: {json_text(key)} "=" value{here}',
+            f"first{here}: argument{here} {further}{'' if is_needed else ' | ' + first}",
+            f"further{here}: (COMMA argument{here}){'' if is_needed else '?'} {further}",
+            *_value_rules(f"value{here}", schema if isinstance(schema, dict) else {}, parameters),
+        ]
+    return f"first{place}_0", rules
+
+
+def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+    kinds = frozenset[str]() if {"const", "enum"} & schema.keys() else types_of(schema, root)
+    words = [f'"{word}"' for kind, words in _WORDS_OF.items() if kind in kinds for word in words]
+    if kinds == {"boolean"}:
+        return [f"{name}: {' | '.join(words)}"]
+    return [
+        f"{name}: {' | '.join([*words, 'json_' + name])}",
+        f"json_{name}: {lark_json({**schema, **definitions_of(root)})}",
+    ]
+
+
+class PythonicFormat(PythonFormat):
+    """Llama 4 and 3.2, Gemma 3, ToolACE: the whole answer is the list."""
+
+    name = "pythonic"
+    markers = ("<|python_start|>", "<|python_end|>")
+    opener, opens, closes = "[", "[", "]"
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
+        """Return what reads an answer that is a list."""
+        return PythonListParser(self, functions, only_one=only_one)
+
+    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """What begins like a list is one."""
+        text = f"TEXT: /([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
+        return f'start: TEXT | "[" section\n{text}\n{self._section(functions, only_one=only_one)}'
+
+
+class LFM2Format(PythonFormat):
+    """LFM2: a list between marks."""
+
+    name = "lfm2"
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+    opener, opens, closes = "<|tool_call_start|>", "<|tool_call_start|>[", "]<|tool_call_end|>"
+
+
+class OLMo3Format(PythonFormat):
+    """OLMo 3: calls on lines of their own between tags."""
+
+    name = "olmo3"
+    markers = ("<function_calls>", "</function_calls>")
+    opener, opens, between, closes = "<function_calls>", "<function_calls>", "\n", "</function_calls>"

@@ -1,0 +1,223 @@
+"""Reads calls that are written in Python, and tells their arguments as JSON while they come. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import json
+import re
+from string import hexdigits
+from typing import TYPE_CHECKING
+
+from octavo.server.answers.call_parser import Call, MalformedError
+from octavo.server.answers.call_sections import SectionParser
+
+if TYPE_CHECKING:
+    from octavo.server.answers.call_parser import Wait
+
+_NAME = re.compile(r"[\w.:/-]*")
+_KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
+_WORD = re.compile(r"[\w.+-]+")
+_PLAIN = re.compile(r"""[^"'\\]+""")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
+_MAX_WORD_CHARS = 512
+_MAX_DEPTH = 64
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_CODES = {"x": 2, "u": 4, "U": 8}
+
+
+class PythonParser(SectionParser):
+    """Reads a list between marks. quotes: what strings begin with."""
+
+    quotes = "\"'"
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._skip_space()
+        name = yield from self._run(_NAME)
+        yield from self._skip_space()
+        yield from self._expect("(")
+        call.name = name
+        self._begin(call)
+        self._drop()
+        self._tell("arguments", "{", call)
+        yield from self._pairs(call, ")", 0)
+        self._tell("arguments", "}", call)
+        self._drop()
+
+    def _goes_on(self) -> Wait[bool]:
+        """Calls on lines of their own have no mark between them."""
+        if self._between:
+            return (yield from super()._goes_on())
+        char = yield from self._skip_space()
+        return bool(char) and not self._closes.startswith(char)
+
+    def _pairs(self, call: Call, closer: str, depth: int) -> Wait[None]:
+        """Read names, or strings in a dictionary, with values, up to what closes them."""
+        is_first = True
+        while (yield from self._skip_space()) != closer:
+            if not is_first:
+                self._tell("arguments", ", ", call)
+            yield from self._key(call, "=" if closer == ")" else ":")
+            self._tell("arguments", ": ", call)
+            yield from self._python_value(call, depth)
+            is_first = False
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._skip_space()
+        yield from self._expect(closer)
+
+    def _key(self, call: Call, behind: str) -> Wait[None]:
+        """Read a name and what stands behind it, and tell it."""
+        if behind == ":":
+            if (yield from self._peek()) not in {'"', "'"}:
+                raise MalformedError
+            yield from self._quoted(call)
+        else:
+            yield from self._bare_key(call, _KEY)
+        yield from self._skip_space()
+        yield from self._expect(behind)
+
+    def _bare_key(self, call: Call, letters: re.Pattern[str]) -> Wait[None]:
+        key = yield from self._run(letters)
+        if not key or (self._is_cut and self._position == len(self._text)):
+            raise MalformedError
+        self._tell("arguments", json.dumps(key, ensure_ascii=False), call)
+
+    def _python_value(self, call: Call, depth: int) -> Wait[None]:
+        if depth > _MAX_DEPTH:
+            raise MalformedError
+        char = yield from self._skip_space()
+        if char and char in self.quotes:
+            yield from self._quoted(call)
+        elif char == "{":
+            self._position += 1
+            self._tell("arguments", "{", call)
+            yield from self._pairs(call, "}", depth + 1)
+            self._tell("arguments", "}", call)
+        elif char and char in "[(":
+            self._position += 1
+            yield from self._items(call, "]" if char == "[" else ")", depth + 1)
+        else:
+            word = yield from self._run(_WORD)
+            if self._is_cut and self._position == len(self._text):
+                raise MalformedError  # of a word whose end is not known
+            self._tell("arguments", _word(word), call)
+
+    def _items(self, call: Call, closer: str, depth: int) -> Wait[None]:
+        self._tell("arguments", "[", call)
+        is_first = True
+        while (yield from self._skip_space()) != closer:
+            if not is_first:
+                self._tell("arguments", ", ", call)
+            yield from self._python_value(call, depth)
+            is_first = False
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._expect(closer)
+        self._tell("arguments", "]", call)
+
+    def _quoted(self, call: Call) -> Wait[None]:
+        """Read a string, and tell it as it comes."""
+        quote = yield from self._peek()
+        self._position += 1
+        self._drop()
+        self._tell("arguments", '"', call)
+        while (char := (yield from self._peek())) != quote:
+            if not char:
+                raise MalformedError
+            if char == "\\":
+                text = yield from self._escape()
+            elif char in "\"'":
+                text = char
+                self._position += 1
+            else:
+                run = _PLAIN.match(self._text, self._position)
+                text = char if run is None else run.group()
+                self._position += len(text)
+            self._tell("arguments", json.dumps(text, ensure_ascii=False)[1:-1], call)
+            self._drop()
+        self._position += 1
+        self._tell("arguments", '"', call)
+        self._drop()
+
+    def _escape(self) -> Wait[str]:
+        self._position += 1
+        kind = yield from self._peek()
+        self._position += bool(kind)
+        if kind not in _CODES:
+            return _ESCAPES.get(kind, kind if kind in "\"'\\/" else "\\" + kind)
+        code = yield from self._digits(_CODES[kind])
+        if 0xD800 <= code < 0xDC00 and (yield from self._takes("\\u")):  # JSON's way: two halves
+            low = yield from self._digits(4)
+            code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) if 0xDC00 <= low < 0xE000 else 0xD800
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise MalformedError
+        return chr(code)
+
+    def _digits(self, count: int) -> Wait[int]:
+        digits = ""
+        for _ in range(count):
+            digit = yield from self._peek()
+            self._position += bool(digit)
+            digits += digit
+        if len(digits) < count or not all(each in hexdigits for each in digits):
+            raise MalformedError
+        return int(digits, 16)
+
+    def _run(self, letters: re.Pattern[str]) -> Wait[str]:
+        """Return as many letters as there are. Raises `MalformedError` for too many."""
+        while True:
+            found = letters.match(self._text, self._position)
+            end = self._position if found is None else found.end()
+            if end - self._position > _MAX_WORD_CHARS:
+                raise MalformedError
+            if end < len(self._text) or self._is_over:
+                run = self._text[self._position : end]
+                self._position = end
+                return run
+            yield
+
+
+class PythonListParser(PythonParser):
+    """Reads an answer that is a list of calls, between Llama 4's marks or without any."""
+
+    _is_tagged = False
+
+    def _read(self) -> Wait[None]:
+        yield from self._skip_space()
+        self._is_tagged = yield from self._takes_all(_STARTS)
+        if (yield from self._skip_space()) == "[":
+            self._position += 1
+            while (yield from self._attempt(call := Call(), self._call_steps(call))):
+                if not (yield from self._goes_on()):
+                    yield from self._takes_all(self._closes)
+                    yield from self._skip_space()
+                    self._drop()
+                    yield from self._takes_all(_ENDS)
+                    yield from self._skip_space()
+                    self._drop()
+                    break
+        yield from self._rest_is_content()
+
+    def _is_cut_here(self) -> bool:
+        """A list without a tag is one of calls for certain only if it begins as one."""
+        if not super()._is_cut_here():
+            return False
+        begun = "".join(self._text.split())
+        calls = (f"[{name}(" for name in self._names)
+        return self._is_tagged or self._num_calls > 0 or any(each.startswith(begun) for each in calls)
+
+
+def _word(word: str) -> str:
+    """Return the JSON of a word of Python's that is a value. Raises `MalformedError`."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    try:
+        value = float(word.replace("_", "")) if "." in word or "e" in word.lower() else int(word, 0)
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise MalformedError from None

@@ -1,0 +1,229 @@
+"""Families whose calls are tags: a name, and each argument by itself, strings without quotes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from octavo.server.answers.argument_values import definitions_of, is_text, types_of
+from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.tagged_parser import TaggedParser
+from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.tool_format import Function
+
+_ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
+
+
+class TaggedFormat(SectionFormat):
+    """Behind `call_opens` the name, `named`, arguments and `call_closes`.
+
+    An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
+    is_padded: a value stands on lines of its own, whose line feeds are none of it.
+    text_mark, json_mark: what stands behind an argument's name where its value is a string, and where it is JSON.
+    """
+
+    named: ClassVar[str]
+    call_closes: ClassVar[str] = ""
+    argument_opens: ClassVar[str]
+    argument_named: ClassVar[str]
+    value_closes: ClassVar[str]
+    argument_closes: ClassVar[str] = ""
+    is_padded: ClassVar[bool] = False
+    text_mark: ClassVar[str] = ""
+    json_mark: ClassVar[str] = ""
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
+        """Return what reads tags."""
+        return TaggedParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return the tags of one call."""
+        pad = "\n" if self.is_padded else ""
+        written = [self.call_opens, name, self.named]
+        for key, value in arguments.items():
+            text, mark = (value, self.text_mark) if isinstance(value, str) else (json_text(value), self.json_mark)
+            opens = f"{self.argument_opens}{key}{mark}{self.argument_named}"
+            written.append(f"{opens}{pad}{text}{pad}{self.value_closes}{self.argument_closes}")
+        return "".join([*written, self.call_closes])
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
+        rules = [choice_of(len(functions))]
+        for index, function in enumerate(functions):
+            head = self._literal(f"{self.call_opens}{function.name}{self.named}")
+            uses, more = self._arguments(f"{index}", function.parameters)
+            rules += [f"call{index}: {head} {uses} {self._literal(self.call_closes)}", *more]
+        return "\n".join(rules)
+
+    def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
+        """Return how a rule names all arguments of a call, and the rules of these. place: tells calls apart."""
+        properties, required = parameters.get("properties"), parameters.get("required")
+        uses, rules = list[str](), list[str]()
+        for number, (key, schema) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+            name = f"argument{place}_{number}"
+            is_needed = isinstance(required, list) and key in required
+            uses.append(name if is_needed else f"{name}?")
+            rules += self._argument(name, json.dumps(key), schema if isinstance(schema, dict) else {}, parameters)
+        if not uses and parameters.get("additionalProperties", True):
+            uses.append(f"any{place}*")
+            rules += self._argument(f"any{place}", None, {}, parameters)
+        return " ".join(uses), rules
+
+    def _argument(self, name: str, key: str | None, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        marks = [(self.text_mark, "text"), (self.json_mark, "json")] if self.text_mark else [("", "")]
+        if self.text_mark and key is not None:
+            marks = marks[:1] if is_text(schema, root) else marks[1:]
+        rules = [f"{name}: " + " | ".join(f"{name}{kind}" for _, kind in marks)] if marks[0][1] else []
+        for mark, kind in marks:
+            opens, named = self._literal(self.argument_opens), self._literal(mark + self.argument_named)
+            value, more = self._value(f"{name}{kind}", schema, root, is_json=kind == "json")
+            written = _ANY_KEY if key is None else key
+            rules += [f"{name}{kind}: {opens} {written} {named} {value} {self._literal(self.argument_closes)}", *more]
+        return rules
+
+    def _value(
+        self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
+    ) -> tuple[str, list[str]]:
+        """Return how a rule names a value with its end, and further rules."""
+        pad = '"\\n" ' if self.is_padded else ""
+        closes = f"{pad}{self._literal(self.value_closes)}"
+        if not is_json and (options := _texts(schema)):
+            return f"{pad}({' | '.join(map(json_text, options))}) {closes}", []
+        if is_json or "string" not in types_of(schema, root):
+            return f"{pad}{lark_json({**schema, **definitions_of(root)})} {closes}", []
+        end = ("\n" if self.is_padded else "") + self.value_closes
+        text, upper = _text_pattern(schema), name.upper()
+        if self.value_closes in self.markers and self._spell(self.value_closes):
+            spelled_out = pattern(self.value_closes)
+            rules = [f"{upper}: /{text}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
+            return f"{pad}{upper} {self._literal(self.value_closes)}", rules  # its line feed is part of the text
+        mark = json.dumps(end, ensure_ascii=False)
+        return f"{pad}value_{name}", [f"value_{name}[lazy]: {upper} {mark}", f"{upper}: /{text}/ {FEW_BLANKS}"]
+
+
+def _texts(schema: dict[str, Any]) -> list[str]:
+    """Return the strings that a value is one of; [] where it may be others."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
+
+
+def _text_pattern(schema: dict[str, Any]) -> str:
+    """Return a regular expression of the strings of a schema."""
+    wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
+    if isinstance(wanted, str):
+        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if wanted.endswith("$") else "(.|\\n)*")
+        inner = re.sub(r"\\?/", r"\\x{2f}", wanted.removeprefix("^").removesuffix("$").replace("\n", "\\n"))
+        return f"{before}({inner}){behind}"
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+    return "(.|\\n)*"
+
+
+class Qwen3CoderFormat(TaggedFormat):
+    """Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5."""
+
+    name = "qwen3_coder"
+    markers = ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>")
+    opener, opens, between, closes, one_each = "<tool_call>", "<tool_call>\n", "\n", "</tool_call>", True
+    call_opens, named, call_closes, strays = "<function=", ">\n", "</function>\n", ("<function=",)
+    argument_opens, argument_named, value_closes, argument_closes = "<parameter=", ">", "</parameter>", "\n"
+    is_padded = True
+
+
+class SeedOSSFormat(TaggedFormat):
+    """ByteDance's Seed-OSS: values stand in their tags without lines of their own."""
+
+    name = "seed_oss"
+    markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
+    opener, opens, between, closes, one_each = "<seed:tool_call>", "<seed:tool_call>\n", "\n", "</seed:tool_call>", True
+    call_opens, named, call_closes, strays = "<function=", ">\n", "</function>\n", ("<function=",)
+    argument_opens, argument_named, value_closes, argument_closes = "<parameter=", ">", "</parameter>", "\n"
+
+
+class MiniMaxM2Format(TaggedFormat):
+    """MiniMax M2: all calls stand in one tag."""
+
+    name = "minimax_m2"
+    markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+    opener, opens, between, closes = "<minimax:tool_call>", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"
+    call_opens, named, call_closes = '<invoke name="', '">\n', "</invoke>"
+    argument_opens, argument_named, value_closes, argument_closes = '<parameter name="', '">', "</parameter>", "\n"
+
+
+class GLMFormat(TaggedFormat):
+    """GLM 4.5 and 4.6, Ling 3, Laguna: names on a line, then keys and values."""
+
+    name = "glm45"
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    opener, opens, between, closes, one_each = "<tool_call>", "<tool_call>", "\n", "</tool_call>", True
+    named = "\n"
+    argument_opens, argument_named = "<arg_key>", "</arg_key>\n<arg_value>"
+    value_closes, argument_closes = "</arg_value>", "\n"
+
+
+class GLM47Format(TaggedFormat):
+    """GLM 4.7: the same without lines."""
+
+    name = "glm47"
+    markers = GLMFormat.markers
+    opener, opens, closes, one_each = "<tool_call>", "<tool_call>", "</tool_call>", True
+    named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
+
+
+class DeepSeekV32Format(TaggedFormat):
+    """DeepSeek V3.2: an argument says whether it is a string."""
+
+    name = "deepseek_v32"
+    markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+    opener, opens, between = "<｜DSML｜function_calls>", "<｜DSML｜function_calls>\n", "\n"
+    closes = "\n</｜DSML｜function_calls>"
+    call_opens, named, call_closes = '<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>"
+    argument_opens, argument_named = '<｜DSML｜parameter name="', ">"
+    value_closes, argument_closes = "</｜DSML｜parameter>", "\n"
+    text_mark, json_mark = '" string="true"', '" string="false"'
+
+
+class DeepSeekV4Format(DeepSeekV32Format):
+    """DeepSeek V4: another tag around."""
+
+    name = "deepseek_v4"
+    markers = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
+    opener, opens, closes = "<｜DSML｜tool_calls>", "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
+
+
+class MiniCPM5Format(TaggedFormat):
+    """MiniCPM 5: attributes have the names."""
+
+    name = "minicpm5"
+    markers = ("<function", "</function>")
+    opener, opens, between, one_each = "<function", '<function name="', "\n", True
+    named, call_closes = '">', "</function>"
+    argument_opens, argument_named, value_closes = '<param name="', '">', "</param>"
+
+
+class Hy3Format(TaggedFormat):
+    """Tencent's Hy3: all tags have its suffix."""
+
+    name = "hy_v3"
+    markers = (
+        "<tool_calls:opensource>",
+        "</tool_calls:opensource>",
+        "<tool_call:opensource>",
+        "</tool_call:opensource>",
+        "<tool_sep:opensource>",
+        "<arg_key:opensource>",
+        "</arg_key:opensource>",
+        "<arg_value:opensource>",
+        "</arg_value:opensource>",
+    )
+    opener, opens = "<tool_calls:opensource>", "<tool_calls:opensource>\n"
+    between, closes = "\n", "\n</tool_calls:opensource>"
+    call_opens, named, call_closes = "<tool_call:opensource>", "<tool_sep:opensource>\n", "</tool_call:opensource>"
+    argument_opens, argument_named = "<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>"
+    value_closes, argument_closes = "</arg_value:opensource>", "\n"

@@ -1,0 +1,150 @@
+"""Reads calls that are tags, and tells their arguments as JSON: strings as they come, others when they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.argument_values import is_text, property_of, value_text
+from octavo.server.answers.call_parser import Call, MalformedError
+from octavo.server.answers.call_sections import SectionParser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.tagged_calls import TaggedFormat
+    from octavo.server.answers.tool_format import Function
+
+_NAME = re.compile(r"[\w.:/-]*")
+
+
+class TaggedParser(SectionParser):
+    """Reads them. However a call ends, unless the answer was cut off within, its arguments are a whole object."""
+
+    def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(form, functions, only_one=only_one)
+        self._form = form
+        self._parameters = {each.name: each.parameters for each in functions}
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        form = self._form
+        yield from self._skip_space()
+        name = yield from self._name()
+        if not (yield from self._peek()):
+            raise MalformedError  # of a name whose end is not known
+        call.name = name
+        if not (yield from self._takes_all(form.named)):
+            raise MalformedError
+        if not (form.named.strip() or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))):
+            raise MalformedError
+        self._begin(call)
+        self._drop()
+        told = ""
+        with contextlib.suppress(MalformedError):
+            while (yield from self._takes_all(form.argument_opens)):
+                told = yield from self._argument(call, ", " if told else "{")
+                yield from self._takes_all(form.argument_closes)
+        if (yield from self._takes_end()) or not self._is_cut:
+            self._tell("arguments", "}" if told else "{}", call)
+
+    def _takes_end(self) -> Wait[bool]:
+        """Go behind what closes a call; whether it was there, or the end of the section is."""
+        closes = self._form.call_closes
+        if closes.strip() and (yield from self._takes_all(closes)):
+            return True
+        return (yield from self._sees(self._closes))
+
+    def _sees(self, *marks: str) -> Wait[bool]:
+        """Whether one of these marks comes."""
+        for mark in marks:
+            position = self._position
+            if mark.strip() and (yield from self._takes_all(mark)):
+                self._position = position
+                return True
+        return False
+
+    def _name(self) -> Wait[str]:
+        while True:
+            found = _NAME.match(self._text, self._position)
+            end = self._position if found is None else found.end()
+            if end < len(self._text) or self._is_over:
+                name = self._text[self._position : end]
+                self._position = end
+                return name
+            yield
+
+    def _argument(self, call: Call, separator: str) -> Wait[str]:
+        """Read one behind what opens it, and tell it; return what was told first. Raises `MalformedError`."""
+        parameters = self._parameters[call.name or ""]
+        key, is_marked_text = yield from self._key(parameters)
+        if self._form.is_padded and (yield from self._peek()) == "\n":
+            self._position += 1
+        self._drop()
+        schema = property_of(parameters, key)
+        head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+        if is_text(schema, parameters) if is_marked_text is None else is_marked_text:
+            self._tell("arguments", f'{head}"', call)
+            yield from self._text_value(call)
+            return head
+        text = yield from self._whole_value()
+        if text is None:
+            return "" if separator == "{" else separator
+        known = schema if is_marked_text is None else {}
+        self._tell("arguments", head + value_text(text, known, parameters), call)
+        return head
+
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
+        """Return an argument's name, and whether it is marked as a string; None where nothing says so."""
+        ends, *more = self._form.argument_named.split("\n")
+        known = parameters.get("properties")
+        head = yield from self._head(ends)
+        while isinstance(known, dict) and head not in known and any(key.startswith(head + ends) for key in known):
+            head += ends + (yield from self._head(ends))
+        for mark, is_marked_text in ((self._form.text_mark, True), (self._form.json_mark, False)):
+            if mark and head.endswith(mark):
+                return head.removesuffix(mark), is_marked_text
+        yield from self._takes_all(*more)
+        return head.strip(), None
+
+    def _text_value(self, call: Call) -> Wait[None]:
+        """Read a string, and tell it as it comes."""
+        closes = self._form.value_closes
+        while (end := self._text.find(closes)) < 0 and not self._is_over:
+            self._position = len(self._unpadded(len(self._text) - num_held_back_chars(self._text, closes)))
+            self._tell("arguments", _escaped(self._text[: self._position]), call)
+            self._drop()
+            yield
+        if end < 0:
+            text = self._unpadded(len(self._text) - (num_held_back_chars(self._text, closes) if self._is_cut else 0))
+            self._position = len(self._text)
+        else:
+            text, self._position = self._unpadded(end), end + len(closes)
+        is_whole = end >= 0 or not self._is_cut
+        self._tell("arguments", _escaped(text) + ('"' if is_whole else ""), call)
+        self._drop()
+
+    def _whole_value(self) -> Wait[str | None]:
+        """Return the text of a value; None where the answer was cut off within."""
+        closes, looked_at = self._form.value_closes, 0
+        while (end := self._text.find(closes, looked_at)) < 0 and not self._is_over:
+            looked_at = max(0, len(self._text) - len(closes))
+            yield
+        if end < 0:
+            text = None if self._is_cut else self._unpadded(len(self._text))
+            self._position = len(self._text)
+        else:
+            text, self._position = self._unpadded(end), end + len(closes)
+        self._drop()
+        return text
+
+    def _unpadded(self, end: int) -> str:
+        text = self._text[:end]
+        return text.removesuffix("\n") if self._form.is_padded else text
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

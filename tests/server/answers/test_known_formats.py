@@ -1,0 +1,311 @@
+"""Every family's calls: written, let pass by its grammar, and read, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from call_grammars import Grammars
+from fakes import FakeChatTemplate, FakeExecutor
+from running import run_server
+
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.harmony import HarmonyFormat
+from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.parts import Part, joined
+from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.reasoning_forms import REASONING_FORMS
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat
+from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_formats import HermesFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.server.answers.parts import ReasoningForm
+    from octavo.server.answers.tool_format import ToolFormat
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "is_long": {"type": "boolean"},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+FUNCTIONS = [Function("get_weather", WEATHER), Function("now", NOTHING)]
+DEEP = {"a": ["x", {"b": None}, 1.5], "ü": '狐"\\'}
+WHOLE: dict[str, Any] = {"city": 'Rö"me\n\n {[, \\n <b>', "days": -2, "deep": DEEP, "is_long": True, "unit": "F"}
+CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WHOLE), ("now", {}), ("get_weather", {"city": ""})]
+ALONE = {"llama3_json", "pythonic", "openai"}  # whose calls are the whole answer
+each_format = pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.__name__)
+
+
+def read(form: ToolFormat, pieces: list[str], *, is_cut: bool = False, only_one: bool = False) -> list[Part]:
+    parser = form.parser(FUNCTIONS, only_one=only_one)
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
+
+
+def told(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content, and calls with their arguments."""
+    calls = [(part.text, "".join(p.text for p in parts if p.kind == "arguments" and p.call == part.call))
+             for part in parts if part.kind == "call"]  # fmt: skip
+    return "".join(part.text for part in parts if part.kind == "content"), calls
+
+
+def valued(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@each_format
+def test_what_a_family_writes_is_read_however_it_is_cut(family: type[ToolFormat]) -> None:
+    form = family()
+    for before in ("", "I look.\n"):
+        if before and form.name in ALONE:
+            continue
+        text = before + form.write(CALLS)
+        whole = read(form, [text])
+        content, calls = told(whole)
+        assert content.rstrip() == before.rstrip()
+        assert valued(calls) == CALLS
+        assert read(form, list(text)) == whole
+        for cut in range(1, len(text)):
+            assert read(form, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
+        assert valued(told(read(form, [text], only_one=True))[1]) == CALLS[:1]
+
+
+@each_format
+def test_nothing_of_a_call_that_was_cut_off_is_content(family: type[ToolFormat]) -> None:
+    form = family()
+    before = "" if form.name in ALONE else "I look.\n"
+    text = before + form.write(CALLS)
+    expected = told(read(form, [text]))[1]
+    seen = set()
+    for cut in range(len(text) + 1):
+        parts = read(form, [text[:cut]], is_cut=True)
+        assert read(form, list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
+        content, calls = told(parts)
+        assert before.startswith(content), f"cut at {cut}"
+        for (name, arguments), (whole_name, whole_arguments) in zip(calls, expected, strict=False):
+            assert name == whole_name
+            assert whole_arguments.startswith(arguments), f"cut at {cut}"
+        seen.add(len(calls))
+    assert seen == {0, 1, 2, 3}
+
+
+@each_format
+def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
+    form = family()
+    unknown = form.write([("rm", {"city": "Rome"})])
+    begun = form.write([("get_weather", {})]).partition("get_weather")[0]
+    for text in (unknown, f"{begun}get_weather?", f"{begun}!", f"a {begun}", "a < b [c] {d} (e)", ""):
+        assert read(form, [text]) == ([Part("content", text)] if text else []), text
+        assert read(form, list(text)) == read(form, [text])
+
+
+@each_format
+def test_garbage_is_read_the_same_way_however_it_is_cut(family: type[ToolFormat]) -> None:
+    form, rng = family(), random.Random(7)
+    text = form.write(CALLS)
+    words = [
+        *"\"'\\{}[]()<>=:,; \n",
+        *form.markers,
+        "get_weather",
+        "now",
+        "city",
+        "x",
+        '"name"',
+        form.write(CALLS[1:2]),
+    ]
+    for _ in range(150):
+        pieces = [rng.choice(words) for _ in range(rng.randrange(1, 8))]
+        start, end = sorted(rng.sample(range(len(text)), 2))
+        garbage = "".join([text[:start], *pieces, text[end:]] if rng.random() < 0.7 else pieces)
+        for is_cut in (False, True):
+            assert read(form, list(garbage), is_cut=is_cut) == read(form, [garbage], is_cut=is_cut), garbage
+
+
+@pytest.fixture(scope="module", params=["plain", "special"])
+def grammars_of(request: pytest.FixtureRequest) -> Callable[[type[ToolFormat]], Grammars]:
+    return cache(lambda family: Grammars(request.param, [*family.markers]))
+
+
+PLAIN = {"city": 'Rö"me <b>', "days": 3, "deep": {"a": [1, "x"]}, "is_long": False, "unit": "F"}
+
+
+@each_format
+def test_grammars_let_pass_what_a_family_writes(
+    grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
+) -> None:
+    grammars = grammars_of(family)
+    form = family(grammars.spell)
+    one, two = form.write([("get_weather", PLAIN)]), form.write([("get_weather", {"city": "Rome"}), ("now", {})])
+    wrongs = [{"city": "Rome", "days": "two"}, {"days": 2}, {"city": "Rome", "unit": "K"}, {"city": "R", "other": "x"}]
+    wrong = [form.write([("get_weather", arguments)]) for arguments in wrongs]
+    for only_one in (False, True):
+        forced = StructuredOutputsParams(grammar=form.forced(FUNCTIONS, only_one=only_one))
+        optional = StructuredOutputsParams(grammar=form.optional(FUNCTIONS, only_one=only_one))
+        for structure in (forced, optional):
+            assert grammars.accepts(structure, one)
+            assert grammars.accepts(structure, two) is not only_one
+            for text in wrong:
+                assert not grammars.accepts(structure, text), text
+        assert grammars.accepts(optional, "Hello.")
+        assert not grammars.accepts(forced, "Hello.")
+        if form.name not in ALONE:
+            assert grammars.accepts(optional, "I look.\n" + one)
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    either = StructuredOutputsParams(grammar=form.or_content(FUNCTIONS, schema, only_one=False))
+    assert grammars.accepts(either, one)
+    assert grammars.accepts(either, '{"a": 1}')
+    assert not grammars.accepts(either, '{"a": "b"}')
+
+
+@each_format
+def test_tools_that_are_not_strict_take_any_arguments(
+    grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
+) -> None:
+    grammars = grammars_of(family)
+    form = family(grammars.spell)
+    free = [Function("get_weather", {"type": "object"}), Function("now", {"type": "object"})]
+    structure = StructuredOutputsParams(grammar=form.optional(free, only_one=False))
+    for arguments in (PLAIN, {}, {"other": [1, 2], "x": "y"}):
+        assert grammars.accepts(structure, form.write([("now", arguments)])), arguments
+
+
+@pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
+def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None:
+    family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat
+    marks = [*family.markers, *(mark for mark in re.findall(r"[<\[]\S+?[>\]]", form.opens + form.closes))]
+    grammars = Grammars("special", [*dict.fromkeys(marks)])
+    tools = family(grammars.spell)
+    grammar = tools.forced(FUNCTIONS, only_one=True)
+    behind = StructuredOutputsParams(grammar=grammar, starts_after=form.closes, free_from=form.opens)
+    call = tools.write([("get_weather", {"city": "Rome"})])
+    turn = "<|start|>assistant" if tools.reads_whole else ""
+    assert grammars.accepts(behind, call)
+    assert grammars.accepts(behind, f"{form.opens}Hm.{form.closes}{turn}{call}")
+    for wrong in (f"{form.opens}Hm.{call}", f"{form.opens}Hm.{form.closes}{turn}No.", "No."):
+        assert not grammars.accepts(behind, wrong), wrong
+
+
+HARMONY = [
+    ("<|channel|>final<|message|>Hello.", [Part("content", "Hello.")]),
+    ("<|channel|>commentary<|message|>Hello.<|end|>", [Part("content", "Hello.")]),
+    (
+        "<|channel|>analysis<|message|>I\nthink<|end|><|start|>assistant<|channel|>final<|message|>Yes <b>.<|return|>",
+        [Part("reasoning", "I\nthink"), Part("content", "Yes <b>.")],
+    ),
+    (" to=functions.now<|channel|>analysis<|message|>{}", [Part("call", "now"), Part("arguments", "{}")]),
+    (
+        "<|channel|>analysis to=functions.now <|constrain|>json<|message|>{}<|call|>",
+        [Part("call", "now"), Part("arguments", "{}")],
+    ),
+    ("Hello, no head.", [Part("content", "Hello, no head.")]),
+    (
+        "<|channel|>commentary to=python<|message|>print(1)<|call|>",
+        [Part("content", "<|channel|>commentary to=python<|message|>print(1)<|call|>")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), HARMONY)
+def test_messages_of_gpt_oss(text: str, expected: list[Part]) -> None:
+    assert read(HarmonyFormat(), [text]) == expected
+    assert read(HarmonyFormat(), list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(HarmonyFormat(), [text[:cut], text[cut:]]) == expected, f"cut at {cut}"
+
+
+def test_answers_of_gpt_oss_are_told_apart_without_tools() -> None:
+    template = FakeChatTemplate("<|channel|>analysis<|message|>")
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    options = {"chat_template": template}
+    running = run_server(FakeExecutor(answer=answer), engine_options=options, tool_call_parser="openai")
+    with running as server, server.http() as http:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hm?"}]}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+        refused = http.post("/v1/chat/completions", json={**body, "structured_outputs": {"regex": "a"}})
+        assert refused.status_code == 400
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"town": {"type": "string"}},
+    "properties": {
+        "text": {"$ref": "#/$defs/town"},
+        "count": {"type": "integer"},
+        "share": {"type": ["number", "null"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "code": {"enum": ["1", "2"]},
+        "free": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "12", "12"),
+        ("text", " {} ", " {} "),
+        ("count", " 12 ", 12),
+        ("count", "a dozen", "a dozen"),
+        ("share", "null", None),
+        ("share", "None", None),
+        ("share", "2", 2),
+        ("either", "12", 12),
+        ("either", "12 or so", "12 or so"),
+        ("either", "true", "true"),
+        ("flag", "True", True),
+        ("list", "[1, NaN]", "[1, NaN]"),
+        ("list", '["a"]', ["a"]),
+        ("code", "1", "1"),
+        ("free", "1.5", 1.5),
+        ("free", "<b>", "<b>"),
+        ("other", "[]", []),
+        ("list", "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
+    form, function = Qwen3CoderFormat(), Function("now", SCHEMA)
+    written = f"<tool_call>\n<function=now>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = form.parser([function])
+    ((_, arguments),) = told(joined(parser.feed(written) + parser.finish()))[1]
+    assert json.loads(arguments) == {key: value}
+
+
+PYTHON = [
+    ("[now(a='it\\'s', b=\"\\u72d0 \\ud83d\\ude00\", c=None)]", {"a": "it's", "b": "狐 😀", "c": None}),
+    ("[now(a=[1, -2.5e3, 0x10, 1_000], b=(True, False), c={'d': {}, \"e\": true,},)]",
+     {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
+    (" [ now ( ) ] ", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), PYTHON)
+def test_values_of_python(text: str, value: Any) -> None:
+    whole = read(PythonicFormat(), [text])
+    assert read(PythonicFormat(), list(text)) == whole
+    assert valued(told(whole)[1]) == [("now", value)]
+
+
+@pytest.mark.parametrize(
+    "text", ["[now(1)]", "[now(a=__import__('os'))]", "[now(a=" + "[" * 99 + "]", "[now(a=1e999)]"]
+)
+def test_a_call_of_python_that_breaks_stays_one(text: str) -> None:
+    """Its name is told when it breaks; what follows is content."""
+    whole = read(PythonicFormat(), [text])
+    assert read(PythonicFormat(), list(text)) == whole
+    assert [part.text for part in whole if part.kind == "call"] == ["now"]
