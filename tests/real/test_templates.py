@@ -22,6 +22,7 @@ from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import RequestError
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.conversation import read_messages
+from octavo.server.api.ollama.messages import read_conversation as read_ollamas
 from octavo.server.api.openai.response_items import read_items
 
 if TYPE_CHECKING:
@@ -241,6 +242,33 @@ def as_items(messages: Messages) -> Messages:
     return items
 
 
+def as_ollama(messages: Messages) -> Messages:
+    """Spell a conversation as Ollama's API does: arguments are objects, and neither calls nor results have ids."""
+    spelled = []
+    for message in messages:
+        own = {name: value for name, value in message.items() if name not in {"tool_call_id", "reasoning_content"}}
+        if reasoning := message.get("reasoning_content"):
+            own["thinking"] = reasoning
+        functions = [each["function"] for each in message.get("tool_calls", ())]
+        if functions:
+            own["tool_calls"] = [
+                {"function": {**each, "arguments": json.loads(each["arguments"])}} for each in functions
+            ]
+        spelled.append(own)
+    return spelled
+
+
+def with_ids_of(messages: Messages, others: Messages) -> Messages:
+    """Return messages whose calls and results have the ids of the same ones elsewhere."""
+    result = copy.deepcopy(messages)
+    for message, other in zip(result, others, strict=True):
+        if "tool_call_id" in message:
+            message["tool_call_id"] = other["tool_call_id"]
+        for each, named in zip(message.get("tool_calls", ()), other.get("tool_calls", ()), strict=True):
+            each["id"] = named["id"]
+    return result
+
+
 def prompt_of(template: ChatTemplate, messages: Messages, options: dict[str, Any]) -> str:
     """Return the prompt, or the words of the refusal."""
     try:
@@ -263,3 +291,6 @@ def test_prompts_are_the_same_by_every_api(
     prompts = [prompt_of(compiled(name), read_messages(messages), options) for name in names]
     assert [prompt_of(compiled(name), read_conversation(*as_blocks(messages)), options) for name in names] == prompts
     assert [prompt_of(compiled(name), read_items(None, as_items(messages)), options) for name in names] == prompts
+    of_ollama = read_ollamas(as_ollama(messages))
+    prompts = [prompt_of(compiled(name), read_messages(with_ids_of(messages, of_ollama)), options) for name in names]
+    assert [prompt_of(compiled(name), of_ollama, options) for name in names] == prompts

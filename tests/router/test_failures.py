@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 LARGE = b'{"text":"' + b"x" * (32 << 20) + b'"}'
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+LINE = b'{"message":{"role":"assistant","content":"a"},"done":false}\n'
 
 
 class MadeUp:
-    """An engine of a few lines. does: what it does with a POST, see `_answer`; events: of its streams."""
+    """An engine of a few lines. does: what it does with a POST, see `_answer`; last: events behind the first."""
 
-    def __init__(self, does: str, events: bytes = EVENT) -> None:
-        self.events = events
+    def __init__(self, does: str, last: bytes = b"") -> None:
+        self.last = last
         self.does, self.num_posts, self.num_left = does, 0, 0
         self.is_ready = True
         self.release = threading.Event()
@@ -50,12 +51,13 @@ class MadeUp:
         while (await receive()).get("more_body"):
             pass
         try:
-            await self._answer(receive, send)
+            await self._answer(receive, send, is_lines=scope["path"].startswith("/api/"))
         except asyncio.CancelledError:
             self.num_left += 1
             raise
 
-    async def _answer(self, receive, send) -> None:
+    async def _answer(self, receive, send, *, is_lines: bool) -> None:
+        event, kind = (LINE, b"application/x-ndjson") if is_lines else (EVENT, b"text/event-stream")
         match self.does:
             case "answer":
                 await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
@@ -67,16 +69,15 @@ class MadeUp:
             case "die":
                 _die(receive)
             case "die in mid-stream" | "hang in mid-stream" | "die within an event":
-                kind = (b"content-type", b"text/event-stream")
-                await send({"type": "http.response.start", "status": 200, "headers": [kind]})
-                await send({"type": "http.response.body", "body": self.events, "more_body": True})
+                await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+                await send({"type": "http.response.body", "body": event + self.last, "more_body": True})
                 if self.does == "hang in mid-stream":
                     while (await receive())["type"] != "http.disconnect":
                         pass
                     self.num_left += 1
                     return
                 if self.does == "die within an event":
-                    await send({"type": "http.response.body", "body": EVENT[:20], "more_body": True})
+                    await send({"type": "http.response.body", "body": event[:20], "more_body": True})
                 await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
                 _die(receive)
             case "hang":
@@ -97,9 +98,9 @@ async def _send(send, status, body, headers=()) -> None:
 
 
 @contextlib.contextmanager
-def made_up(does: str, events: bytes = EVENT) -> Iterator[tuple[str, MadeUp]]:
+def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
     """Run one on a free port."""
-    app = MadeUp(does, events)
+    app = MadeUp(does, last)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -161,6 +162,7 @@ STREAM_ENDS = {
         lines[-2] == "event: error" and json.loads(lines[-1].removeprefix("data: "))["type"] == "error"
     ),
     "/generate_stream": lambda lines: json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation",
+    "/api/chat": lambda lines: "the engine that served this request has gone" in json.loads(lines[-1])["error"],
     "/v1/responses": lambda lines: json.loads(lines[-1].removeprefix("data: "))["code"] == "engine_lost",
 }
 
@@ -176,7 +178,7 @@ def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
     ):
         with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
             lines = [line for line in response.iter_lines() if line]
-        assert lines[0] == EVENT.decode().strip()
+        assert lines[0] == (LINE if path == "/api/chat" else EVENT).decode().strip()
         assert STREAM_ENDS[path](lines)
         assert (failing.num_posts, answering.num_posts) == (1, 0)
 
@@ -194,24 +196,27 @@ LAST_EVENTS = {
         b'event: response.failed\ndata: {"response":{}}\n\n',
         b"event: error\ndata: {}\n\n",
     ],
+    "/api/chat": [b' {"done":true,"done_reason":"stop"}\n', b'{"error":"x"}\n'],
 }
 
 
 @pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
 def test_an_engine_lost_behind_the_last_event_of_a_stream_adds_none(path, last):
     with (
-        made_up("die in mid-stream", EVENT + last) as (bad, failing),
+        made_up("die in mid-stream", last) as (bad, failing),
         run_router(bad) as routing,
         routing.http() as http,
     ):
-        assert http.post(path, json={**CHAT, "stream": True}).content == EVENT + last
+        first = LINE if path.startswith("/api/") else EVENT
+        assert http.post(path, json={**CHAT, "stream": True}).content == first + last
         assert failing.num_posts == 1
 
 
 def test_an_engine_that_freezes_behind_the_last_event_adds_none():
-    whole = EVENT + b"data: [DONE]\n\n"
+    last = b"data: [DONE]\n\n"
+    whole = EVENT + last
     with (
-        made_up("hang in mid-stream", whole) as (frozen, _),
+        made_up("hang in mid-stream", last) as (frozen, _),
         run_router(frozen) as routing,
         routing.http() as http,
         http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response,
@@ -231,6 +236,8 @@ def test_an_engine_that_freezes_behind_the_last_event_adds_none():
         ("/v1/messages", b'event: delta\ndata: {"text":"event: message_stop"}\n\n'),
         ("/generate_stream", b'data: {"token":{"text":"\\"details\\":{"},"details":null}\n\n'),
         ("/v1/responses", b'event: response.output_text.done\ndata: {"text":"event: error"}\n\n'),
+        ("/api/chat", b'{"message":{"tool_calls":[{"function":{"arguments":{"done":true}}}]},"done":false}'),
+        ("/api/chat", b"no JSON"),
     ],
 )
 def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):

@@ -196,6 +196,8 @@ ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
         ("/generate", {"inputs": PROMPT}),
         ("/generate_stream", {"inputs": PROMPT}),
         ("/", {"inputs": PROMPT}),
+        ("/api/chat", {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}),
+        ("/api/generate", {"model": "m", "prompt": PROMPT, "options": {"num_predict": 9}}),
     ],
 )
 def test_both_are_asked_the_same_on_every_route(paired, port, path, body):

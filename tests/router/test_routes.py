@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import anthropic
+import ollama
 import openai
 import pytest
 from fakes import answer_text
 from router.routing import run_router
-from server.running import run_server
+from server.running import DEADLINE_S, run_server
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError
@@ -78,6 +79,25 @@ def test_anthropics_client(routed):
             client.messages.create(**{**asked, "messages": []})
 
 
+def test_ollamas_client(routed, http):
+    """Models are those of all engines, under the names that its clients write."""
+    url = routed[0].url
+    with ollama.Client(url, timeout=DEADLINE_S) as client:
+        whole = client.chat("fake:latest", CHAT["messages"], options={"num_predict": 12})
+        lines = [*client.chat("fake", CHAT["messages"], stream=True, options={"num_predict": 12})]
+        assert whole.message.content == answer_text(len("<user>Hello\n<assistant>"), num_tokens=12)
+        assert "".join(line.message.content for line in lines) == whole.message.content
+        assert [line.done for line in lines] == [False] * 12 + [True]
+        assert [model.model for model in client.list().models] == ["fake:latest", "alias/of-fake:latest"]
+        assert [model.name for model in client.ps().models] == ["fake:latest", "alias/of-fake:latest"]
+        assert client.show("fake").capabilities == ["completion"]
+        with pytest.raises(ollama.ResponseError, match="does not exist here"):
+            client.chat("other", CHAT["messages"])
+        with pytest.raises(ollama.ResponseError, match="changes no models"):
+            client.pull("other")
+    assert [http.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
+
+
 def test_tgis_routes_and_unknown_ones(http):
     whole = http.post("/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}).json()
     with http.stream("POST", "/generate_stream", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}) as got:
@@ -130,9 +150,15 @@ def test_the_routers_own_are_nobody_elses(routed):
         ),
         (b'{"usage":{"input_tokens":4,"cache_read_input_tokens":16,"output_tokens":2}}', (20, 16, 22)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"logprobs":[%s]}]}' % (b"-1.5," * 4000), (8, None, 8)),
+        (b'{"response":"","total_duration":5,"prompt_eval_count":8,"eval_count":2}\n', (8, None, 10)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"say \\"usage\\": 3"}]}', (8, None, 8)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"\\"usage":{\\"prompt_tokens":9"}]}', (8, None, 8)),
         (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
+        (
+            b'{"usage":{"input_tokens":3},"text":"%s","total_duration":5,"prompt_eval_count":8,"cached_tokens":4}\n'
+            % (b"x" * 4000),
+            (8, 4, 8),
+        ),
     ],
 )
 def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothing(text, usage):
@@ -142,6 +168,7 @@ def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothi
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])
 def test_an_engine_that_tells_no_models_is_left_out(text):
     assert _cards(text) == []
+    assert _cards(text, "models", "name") == []
 
 
 @pytest.mark.parametrize("name", ["a..b:8000", "x" * 64 + ".local:8000", "localhost:99999", "localhost:0", "localhost"])

@@ -174,6 +174,7 @@ def test_the_tree_is_bounded_and_keeps_what_was_used_last(engines):
         {"inputs": "x y z " * 100, "parameters": {"max_new_tokens": 5}},
         {"input": "x y z " * 100, "instructions": "do"},
         {"system": "s" * 300, "messages": [{"role": "user", "content": "x" * 300}]},
+        {"system": "s" * 300, "prompt": "x" * 300, "options": {"num_predict": 5}},
     ],
 )
 def test_a_prompt_of_every_api_is_read(engines, aware, body):
@@ -198,10 +199,12 @@ def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
     a.is_ready = b.is_ready = True
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(ask(model="y"), []) is b
+    assert pool.choose(ask(model="y:latest"), []) is b, "as Ollama's clients write it"
     assert pool.choose(ask(model="y"), [b]) is None, "it is full, which another one does not know"
     assert pool.choose(ask(model="z"), [b]) is a, "who may say that there is none"
     b.is_ready = False
     assert pool.choose(ask(model="y"), []) is None, "it comes back"
+    assert pool.choose(ask(model="y:latest"), []) is None
     b.is_ready = True
     assert pool.choose(ask(), [a, b]) is None
     new, gone = pool.change(["http://b", "http://c"])
@@ -235,6 +238,14 @@ def test_a_router_needs_engines():
 def test_answers_are_counted_for_each_prompt_of_a_list(body, counts):
     asked = ask(**body)
     assert (asked.num_streams, asked.num_choices) == counts
+
+
+@pytest.mark.parametrize(
+    ("body", "max_tokens"),
+    [({"options": {"num_predict": 7}}, 7), ({"num_predict": 8}, 8), ({"options": {"num_predict": -1}}, 256), ({}, 256)],
+)
+def test_how_long_an_answer_to_ollamas_clients_may_be(body, max_tokens):
+    assert ask(prompt="a", **body).max_tokens == max_tokens
 
 
 def test_what_has_no_answer_leaves_nothing_to_do_behind_its_prompt():

@@ -10,6 +10,8 @@ from router.routing import run_router
 from router.streams import ask, ask_many, event, events_of, request, stream_engine
 from server.running import connect, wait_until
 
+from octavo.router.event_stream import EventStream
+
 
 @pytest.fixture
 def engine():
@@ -30,6 +32,29 @@ def test_events_are_whole_however_they_come(engine, piece):
     with run_router(engine[0]) as routing:
         answer = asyncio.run(ask(routing.url, name="a", events=60, size=40, piece=piece))
         assert answer == [event("a", number, 40) for number in range(60)]
+
+
+class Counted:
+    """A share of an engine's load that counts."""
+
+    num_events = 0
+
+    def came_back(self, num_events):
+        self.num_events += num_events
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_lines_are_whole_and_blanks_between_them_go_at_once(size):
+    text = b'  {"a": " b"}\n {"c": 1}\n   {"done": true}\n{"cut'
+    share = Counted()
+    stream = EventStream(share, b"\n")
+    told = [stream.whole(text[start : start + size]) for start in range(0, len(text), size)]
+    assert b"".join(told) == text.removesuffix(b'{"cut')
+    assert (share.num_events, stream.rest) == (3, b'{"cut')
+    assert all(each.endswith(b"\n") or not each.strip() for each in told)
+    assert stream.whole(b"") == b""
+    silent = EventStream(share, b"\n")
+    assert silent.whole(b" ") == b" ", "a sign of life waits for nothing"
 
 
 def test_a_client_that_does_not_read_fills_no_memory(engine):

@@ -32,6 +32,8 @@ from octavo.server.answers.answering import merge
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.api import tgi
 from octavo.server.api.anthropic import messages
+from octavo.server.api.ollama import answers as ollama_answers
+from octavo.server.api.ollama import embeddings as ollama_embeddings
 from octavo.server.api.openai import chat, completions, embeddings, responses
 from octavo.structured_output.grammars import GrammarCompiler, Matcher
 from octavo.worker import model_runner, sampler
@@ -256,15 +258,23 @@ REPLIES: dict[str, tuple[type, dict[str, Any], str]] = {  # path -> its replies,
     "/generate": (tgi.GenerateReply, {"inputs": VICTIM, "parameters": {"max_new_tokens": 8}}, "gen-"),
     "/generate_stream": (tgi.GenerateReply, {"inputs": VICTIM, "parameters": {"max_new_tokens": 8}}, "gen-"),
     "/v1/embeddings": (embeddings.EmbeddingReply, {"input": VICTIM}, "embd-"),
+    "/api/chat": (
+        ollama_answers.OllamaReply,
+        {"model": "tiny", "messages": VICTIMS_MESSAGES, "num_predict": 8, "stream": False},
+        "chat-",
+    ),
+    "/api/generate": (ollama_answers.OllamaReply, {"model": "tiny", "prompt": VICTIM, "num_predict": 8}, "gen-"),
+    "/api/embed": (ollama_embeddings.EmbedReply, {"model": "tiny", "input": VICTIM}, "embd-"),
 }
-WHOLE_REPLIES = [(path, "whole") for path in REPLIES if path != "/generate_stream"]
-STREAMED_REPLIES = product([path for path in REPLIES if path not in {"/generate", "/v1/embeddings"}], ["update", "end"])
+WHOLE = {"/generate", "/v1/embeddings", "/api/chat", "/api/embed"}
+WHOLE_REPLIES = [(path, "whole") for path in REPLIES if path not in {"/generate_stream", "/api/generate"}]
+STREAMED_REPLIES = product([path for path in REPLIES if path not in WHOLE], ["update", "end"])
 
 
 def told_last(text: str) -> str:
     """The message of the error that an answer is, or a stream ends with, of whatever API."""
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
-    last = json.loads(events[-1] if events else text)
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    last = json.loads([line for line in lines if line.startswith("{")][-1])
     error = last.get("response", last)["error"]
     return error if isinstance(error, str) else error["message"]  # type: ignore[no-any-return]
 

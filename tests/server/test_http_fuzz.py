@@ -10,6 +10,7 @@ import pytest
 from fakes import answer_text
 
 from octavo.server.api.anthropic.messages import CountTokensRequest, MessagesRequest
+from octavo.server.api.ollama.requests import ChatRequest, EmbedRequest, Options, PromptRequest, ShowRequest
 from octavo.server.api.openai.embeddings import EmbeddingRequest
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.api.openai.responses import ResponsesRequest
@@ -48,6 +49,11 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
         ("/v1/messages", MessagesRequest, {"model": "fake", "messages": VALUES[-4], "max_tokens": 3}),
         ("/v1/messages/count_tokens", CountTokensRequest, {"model": "fake", "messages": VALUES[-4]}),
         ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": 0}),
+        ("/api/chat", ChatRequest, {"model": "fake", "messages": VALUES[-4], "num_predict": 3}),
+        ("/api/chat", Options, {"model": "fake", "messages": VALUES[-4]}),
+        ("/api/generate", PromptRequest, {"model": "fake", "prompt": "hello", "num_predict": 3}),
+        ("/api/embed", EmbedRequest, {"model": "fake", "input": "hello", "dimensions": 0}),
+        ("/api/show", ShowRequest, {"model": "fake"}),
         ("/tokenize", TokenizeRequest, {"prompt": "hello"}),
         ("/detokenize", DetokenizeRequest, {"tokens": [65]}),
     ]
@@ -58,18 +64,23 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
             route, schema, sound = rng.choice(routes)
             fields = sorted({*schema.model_fields, *getattr(schema, "unsupported", ()), "best_of", "include"})
             body = make_body(rng, fields, sound)
-            if schema is EmbeddingRequest:
+            if schema is Options:
+                body = {**sound, "options": make_body(rng, fields, {"num_predict": 3})}
+            if schema in {EmbeddingRequest, EmbedRequest}:
                 body["dimensions"] = 0  # none is served: the fake executor makes no vectors
             content = json.dumps(body)
             response = http.post(route, content=content)
             seen.add(response.status_code)
             assert response.status_code in {200, 400, 404}, (content[:500], response.text)
             if response.status_code != 200:
-                assert response.json()["error"]["message"]
+                error = response.json()["error"]
+                assert isinstance(error, str) if route.startswith("/api/") else error["message"]
             elif response.headers["content-type"].startswith("text/event-stream"):
                 last = response.text.strip().rpartition("\n\n")[2]
                 assert last == "data: [DONE]" or '"response.' in last or '"message_stop"' in last
                 assert '"error":{' not in response.text, content[:500]
+            elif response.headers["content-type"] == "application/x-ndjson":
+                assert json.loads(response.text.splitlines()[-1])["done"], content[:500]
         answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 20})
     assert answer.json()["choices"][0]["text"] == answer_text(5, 0, 20)
     assert {200, 400} <= seen

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import huggingface_hub
+import ollama
 import openai
 import pytest
 import running
@@ -38,6 +39,7 @@ TEMPLATE = (
 MESSAGES = [{"role": "system", "content": "Sé breve."}, {"role": "user", "content": "Where is 狐?"}]
 RENDERED = "<system>Sé breve.<user>Where is 狐?<a>"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+OLLAMA: dict[str, Any] = {"model": "tiny", "stream": False}
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,31 @@ def test_an_answer_to_huggingface_hub_fits_its_schema(served: running.Running) -
     client = huggingface_hub.InferenceClient(model=served.url, timeout=20)
     answer = client.chat_completion(MESSAGES, response_format=AS_SCHEMA, max_tokens=300, seed=3, temperature=1.0)  # type: ignore[arg-type]
     assert set(json.loads(answer.choices[0].message.content or "")) == {"name", "age"}
+
+
+@pytest.mark.parametrize("form", ["json", "schema"])
+def test_an_answer_to_ollamas_client_fits_its_format(served: running.Running, form: str) -> None:
+    options = {"num_predict": 300, "seed": 3, "temperature": 1.0}
+    asked: dict[str, Any] = {"format": "json" if form == "json" else SCHEMA, "options": options}
+    with ollama.Client(served.url, timeout=DEADLINE_S) as client:
+        whole = client.chat("tiny", MESSAGES, **asked).message.content
+        streamed = "".join(line.message.content for line in client.chat("tiny", MESSAGES, stream=True, **asked))
+        generated = client.generate("tiny", "Who?", **asked).response
+    assert streamed == whole
+    if form == "schema":
+        for text in (whole, generated):
+            assert set(json.loads(text)) == {"name", "age"}
+    else:
+        assert whole.startswith("{")
+
+
+def test_an_answer_to_ollamas_client_is_what_is_computed_offline(served: running.Running, offline: LLM) -> None:
+    (expected,) = offline_completions(offline, RENDERED, max_tokens=24, **SAMPLED)
+    with ollama.Client(served.url, timeout=DEADLINE_S) as client:
+        options = {"num_predict": 24, **SAMPLED}
+        assert client.chat("tiny", MESSAGES, options=options).message.content == expected.text
+        assert client.generate("tiny", "Where is 狐?", system="Sé breve.", options=options).response == expected.text
+        assert client.generate("tiny", RENDERED, raw=True, options=options).response == expected.text
 
 
 def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:
@@ -462,8 +489,41 @@ def test_embeddings_that_are_refused(served: running.Running, body: dict[str, An
         assert response.json()["error"]["param"] == parameter
 
 
+def test_ollamas_vectors_are_the_same(client: openai.OpenAI, served: running.Running) -> None:
+    texts = ["Where is 狐?", "a"]
+    expected = [each.embedding for each in client.embeddings.create(model="tiny", input=texts).data]
+    with ollama.Client(served.url, timeout=DEADLINE_S) as asking:
+        got = asking.embed("tiny:latest", texts, options={"num_ctx": 512}, keep_alive="5m")
+        assert ([list(each) for each in got.embeddings], got.model) == (expected, "tiny:latest")
+        assert got.prompt_eval_count == sum(len(text.encode()) for text in texts)
+        assert got.total_duration is not None
+        assert got.total_duration > 0
+        assert list(asking.embed("tiny", "a").embeddings[0]) == expected[1]
+        assert list(asking.embeddings("tiny", "a").embedding) == expected[1]
+        assert len(asking.embed("tiny", "a", dimensions=5).embeddings[0]) == 5
+        assert asking.show("tiny").details.family == "qwen2"
+        assert asking.show("tiny").details.parameter_size.endswith("K")
+
+
+def test_of_an_input_that_is_too_long_ollamas_clients_get_the_beginning(checkpoint: Path) -> None:
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=16)
+    )
+    beginning = "abc" * 21  # 63 tokens: one is kept for what follows
+    with served_engine(engine) as server, ollama.Client(server.url, timeout=DEADLINE_S) as client:
+        cut, kept = (client.embed("tiny", text).embeddings for text in (beginning + "b" * 9, beginning))
+        assert cut == kept
+        assert client.embed("tiny", beginning[:-1]).embeddings != kept
+        with pytest.raises(ollama.ResponseError, match="too long"):
+            client.embed("tiny", beginning + "b", truncate=False)
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text * 3}]}
+
+
 def asked(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text * 3}], "max_tokens": 9}
+    return {**say(text), "max_tokens": 9}
 
 
 @pytest.mark.parametrize(
@@ -478,6 +538,16 @@ def asked(text: str) -> dict[str, Any]:
             {"inputs": "Is anything free? " * 4, "parameters": {"max_new_tokens": 9, "details": True}},
         ),
         ("/v1/embeddings", None, {"input": ["Not even a vector? " * 4, "No."]}),
+        (
+            "/api/chat",
+            None,
+            {
+                **OLLAMA,
+                **say("How much is a line? "),
+                "options": {"num_predict": 9, "top_k": 1},
+            },
+        ),
+        ("/api/embed", None, {"model": "tiny", "input": ["Are lines of numbers free? " * 4, "No."]}),
     ],
 )
 def test_a_receipt_stands_in_the_usage_of_every_api(
@@ -488,18 +558,18 @@ def test_a_receipt_stands_in_the_usage_of_every_api(
     with served.http() as http:
         for is_second in (False, True):
             told = http.post(path, json=body).json()
-            usage = told.get("usage") or told["details"]
+            usage = told.get("usage") or told.get("details") or told
             receipts.append(usage["receipt"])
             assert receipts[-1].keys() == {"computed_tokens", "recomputed_tokens", "wasted_tokens"}
             num_cached = cached_tokens(usage)
             if num_cached is not None:
                 assert (num_cached > 0) is is_second
-                num_prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+                num_prompt = usage.get("prompt_tokens", usage.get("input_tokens", usage.get("prompt_eval_count")))
                 num_prompt += num_cached if "cache_read_input_tokens" in usage else 0
-                num_output = usage.get("completion_tokens", usage.get("output_tokens", 1))
+                num_output = usage.get("completion_tokens", usage.get("output_tokens", usage.get("eval_count", 1)))
                 assert receipts[-1]["computed_tokens"] == num_prompt - num_cached + num_output - 1
         assert 0 < receipts[1]["computed_tokens"] < receipts[0]["computed_tokens"]
-        if path != "/v1/embeddings":
+        if "embed" not in path:
             options = {"stream": True, "stream_options": {"include_usage": True}}
             events = http.post(streamed or path, json={**body, **options}).text
             assert f'"receipt":{json.dumps(receipts[1], separators=(",", ":"))}' in events
@@ -509,7 +579,8 @@ def test_a_receipt_stands_in_the_usage_of_every_api(
 def cached_tokens(usage: dict[str, Any]) -> int | None:
     """What an API tells of the prefix cache, whose names differ."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    return usage.get("cache_read_input_tokens") if details is None else details["cached_tokens"]
+    others = usage.get("cache_read_input_tokens", usage.get("cached_tokens"))
+    return others if details is None else details["cached_tokens"]
 
 
 def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:

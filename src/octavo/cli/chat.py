@@ -26,8 +26,15 @@ System = Annotated[
 ]
 
 
+REAL_MODELS = (
+    "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
+    "octavo chat Qwen/Qwen2.5-0.5B-Instruct"
+)
+
+
 @command(
-    "octavo chat",
+    "octavo chat                             the built-in model; nothing is downloaded",
+    "octavo chat ./model.gguf                a GGUF file, as llama.cpp and Ollama have them",
     'octavo chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence." --temperature 0.7',
     "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn a line",
 )
@@ -45,6 +52,8 @@ def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None
     interactive = sys.stdin.isatty()
     if interactive:
         typer.secho(f"{engine.served_name} - /help shows what you can type", dim=True)
+        if engine.chosen_model is None:
+            typer.secho(REAL_MODELS, dim=True)
     while (line := _read_line(interactive=interactive)) is not None:
         if line.strip() in {"/exit", "/quit"}:
             return

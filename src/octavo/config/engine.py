@@ -69,7 +69,7 @@ class PreemptionMode(StrEnum):
 class ModelConfig:
     """Which checkpoint, and how it is read.
 
-    model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
+    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
     quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
     them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
     four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
@@ -432,7 +432,7 @@ class ModelInfo:
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
     has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them.
+    as config.json names them. num_parameters: weights of the checkpoint.
     """
 
     name: str
@@ -446,6 +446,7 @@ class ModelInfo:
     hidden_size: int = 1
     model_type: str = ""
     architectures: tuple[str, ...] = ()
+    num_parameters: int = 0
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class _ModelList(msgspec.Struct):
-    data: list[dict[str, Any]]
+    """OpenAI's, or Ollama's."""
+
+    data: list[dict[str, Any]] = []
+    models: list[dict[str, Any]] = []
 
 
 def create_app(service: RouterService) -> Starlette:
@@ -38,7 +41,9 @@ def create_app(service: RouterService) -> Starlette:
         Route("/health", _health),
         Route("/ready", partial(_ready, service)),
         Route("/metrics", partial(_metrics, service)),
-        Route("/v1/models", partial(_models, service)),
+        Route("/v1/models", partial(_models, service, "data", "id", {"object": "list"})),
+        Route("/api/tags", partial(_models, service, "models", "name", {})),
+        Route("/api/ps", partial(_models, service, "models", "name", {})),
         *page_routes(service),
     ]
     proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)])
@@ -76,29 +81,33 @@ async def _metrics(service: RouterService, request: Request) -> Response:
     return Response(content, media_type=content_type)
 
 
-async def _models(service: RouterService, request: Request) -> Response:
-    """Tell the models of all engines, each once; an engine that does not answer is left out."""
+async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
+    """Tell the models of all engines, each once; an engine that does not answer is left out.
+
+    field, key: where an API has them in an answer, and the name of each. more: what else stands in it.
+    """
     service.check_ready()
     ready = service.pool.ready()
     answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))
     refused = next((answer for answer in answers if answer is not None and answer[0] != 200), None)
-    told = [_cards(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
+    told = [_cards(answer[1], field, key) for answer in answers if answer is not None and answer[0] == 200]
     if not told:
         if refused is None:
             raise NoEngineError(service.config.health_interval_s)
         return Response(refused[1], refused[0], media_type="application/json")
     cards: dict[str, Any] = {}
     for card in itertools.chain.from_iterable(told):
-        cards.setdefault(card["id"], card)
-    return JSONResponse({"object": "list", "data": list(cards.values())})
+        cards.setdefault(card[key], card)
+    return JSONResponse({**more, field: list(cards.values())})
 
 
-def _cards(text: bytes) -> list[dict[str, Any]]:
+def _cards(text: bytes, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
     """Return what an engine tells of its models; nothing where it is no list of them."""
     try:
-        return [card for card in msgspec.json.decode(text, type=_ModelList).data if isinstance(card.get("id"), str)]
+        told = getattr(msgspec.json.decode(text, type=_ModelList), field)
     except msgspec.MsgspecError:
         return []
+    return [card for card in told if isinstance(card.get(key), str)]
 
 
 async def _models_of(service: RouterService, engine: Engine, request: Request) -> tuple[int, bytes] | None:

@@ -31,6 +31,12 @@ class Parameters(msgspec.Struct):
     decoder_input_details: Any = None
 
 
+class Options(msgspec.Struct):
+    """Ollama's."""
+
+    num_predict: Any = None
+
+
 class Body(msgspec.Struct):
     """The fields of all APIs that matter here; whatever else there is, and whether they are right, is the engine's."""
 
@@ -45,7 +51,9 @@ class Body(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    num_predict: Any = None
     parameters: Parameters | None = None
+    options: Options | None = None
     n: Any = None
     echo: Any = None
     logprobs: Any = None
@@ -195,8 +203,9 @@ def _num_prompts(read: Body) -> int:
 
 
 def _max_tokens(read: Body) -> int:
-    limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
-    given = [*limits, None if read.parameters is None else read.parameters.max_new_tokens]
+    given = [read.max_completion_tokens, read.max_tokens, read.max_output_tokens, read.num_predict]
+    given += [] if read.parameters is None else [read.parameters.max_new_tokens]
+    given += [] if read.options is None else [read.options.num_predict]
     return min(min((each for each in given if _is_count(each)), default=_USUAL_TOKENS), _MAX_TOKENS)
 
 

@@ -21,6 +21,8 @@ _NOT_PASSED_BACK = frozenset(
     }
 )
 
+_EVENT_ENDS = {b"text/event-stream": b"\n\n", b"application/x-ndjson": b"\n"}  # by the type of a stream
+
 
 class AnswerError(ConnectionError):
     """An engine's answer was cut, or is no HTTP."""
@@ -143,9 +145,14 @@ class Answer:
         ]
 
     @property
+    def event_end(self) -> bytes:
+        """What each event of a stream ends with; empty for an answer that is none."""
+        return _EVENT_ENDS.get(self._header(b"content-type").partition(b";")[0].strip(), b"")
+
+    @property
     def is_stream(self) -> bool:
         """Whether it is a stream of events."""
-        return self._header(b"content-type").startswith(b"text/event-stream")
+        return bool(self.event_end)
 
     @property
     def is_json(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.router.policies.least_loaded import least_loaded
+from octavo.server.access.routes import OLLAMA_TAG
 from octavo.server.errors import EngineLostError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Engine:
 
     def serves(self, model: str | None) -> bool:
         """Whether it may have a model of that name."""
-        return model is None or not self.models or model in self.models
+        return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
 class EnginePool:
@@ -102,7 +103,7 @@ class EnginePool:
     def _able(self, asked: Asked) -> list[Engine]:
         """Return the ready engines that have a request's model; where no engine at all has it, anybody may say so."""
         able = [engine for engine in self.ready() if engine.serves(asked.model)]
-        is_known = any(engine.models and asked.model in engine.models for engine in self.engines.values())
+        is_known = any(engine.models and engine.serves(asked.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
 
     def choose_prefill(self, asked: Asked, now: float) -> Engine | None:

@@ -8,25 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.router.flight import Share
 
-_END = b"\n\n"
 _KEPT_PIECES = 4  # of the last ones: the counts may stand in an event before the last
 
 
 class EventStream:
-    """Cuts what comes behind events, and counts these. first: the first ones; rest: of one that is not whole yet."""
+    """Cuts what comes behind events, and counts these. first: the first ones; rest: of one that is not whole yet.
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    end: what each ends with.
+    """
+
+    def __init__(self, share: Share, end: bytes) -> None:
+        self._share, self._end = share, end
         self._last: deque[bytes] = deque(maxlen=_KEPT_PIECES)
         self.first = self.rest = b""
 
     def whole(self, piece: bytes) -> bytes:
-        """Take what has come; return the events that are whole with it."""
-        if self.rest or not piece.endswith(_END):
-            events, end, self.rest = (self.rest + piece).rpartition(_END)
+        """Take what has come; return the events that are whole with it, and blanks between two: signs of life."""
+        if not (self.rest or piece.strip(b" ")):
+            return piece
+        if self.rest or not piece.endswith(self._end):
+            events, end, self.rest = (self.rest + piece).rpartition(self._end)
             piece = events + end
         if piece:
-            self._share.came_back(piece.count(_END))
+            self._share.came_back(piece.count(self._end))
             self._last.append(piece)
             self.first = self.first or piece
         return piece
@@ -35,3 +39,8 @@ class EventStream:
     def last(self) -> bytes:
         """The last events."""
         return b"".join(self._last)
+
+    @property
+    def last_event(self) -> bytes:
+        """The last one, without its end."""
+        return self.last.removesuffix(self._end).rpartition(self._end)[2]

@@ -178,7 +178,7 @@ class _Exchange:
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        events = EventStream(share)
+        events = EventStream(share, answer.event_end)
         try:
             async with self._flight.guarded():
                 while not (whole := events.whole(await answer.next())) and not answer.is_over:
@@ -194,7 +194,7 @@ class _Exchange:
             if own is not error:
                 self._service.suspect(share.engine)
             if isinstance(own, EngineLostError):
-                if is_last_event(events.last, self._path):  # it was lost behind that: the answer is whole
+                if is_last_event(events.last_event, self._path):  # it was lost behind that: the answer is whole
                     await self._send({"type": "http.response.body"})
                     return read_usage(events.first, events.last)
                 share.engine.num_failures += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,14 +14,20 @@ if TYPE_CHECKING:
 
     from octavo.server.errors import HttpError
 
-_END = b"\n\n"
-# How the last event of a stream that is whole begins; TGI's is one token's like others, but tells of the whole text.
+# How the last event of a stream that is whole begins.
 _LAST_EVENTS = {
     "/v1/messages": re.compile(rb"event: (?:message_stop|error)\n"),
     "/v1/responses": re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|error)\n"),
 }
-_LAST_OF_TGI = re.compile(rb'data: ?(?:\{"error"|.*(?<!\\)"details":\s*\{)')
-_LAST = re.compile(rb"data: \[DONE\]")
+_LAST_EVENT = re.compile(rb"data: \[DONE\]")
+
+
+class _Token(msgspec.Struct):
+    """What tells the last of TGI's events, and of Ollama's lines, from the others, which are of tokens like it."""
+
+    error: Any = None
+    details: Any = None
+    done: Any = None
 
 
 def error_response(error: HttpError, path: str) -> Response:
@@ -33,6 +39,8 @@ def error_event(error: HttpError, path: str) -> bytes:
     """Return the last event of a stream that others have begun."""
     if path in TGI_ROUTES:
         return _event(error.tgi_body)
+    if path.startswith("/api/"):
+        return msgspec.json.encode(error.ollama_body) + b"\n"
     if path == "/v1/messages":
         return b"event: error\n" + _event(error.anthropic_body)
     if path == "/v1/responses":
@@ -41,10 +49,15 @@ def error_event(error: HttpError, path: str) -> bytes:
     return _event(error.body) + b"data: [DONE]\n\n"
 
 
-def is_last_event(events: bytes, path: str) -> bool:
-    """Whether a stream is over with the last of these events, each of them whole."""
-    last = events.removesuffix(_END).rpartition(_END)[2]
-    return (_LAST_OF_TGI if path in TGI_ROUTES else _LAST_EVENTS.get(path, _LAST)).match(last) is not None
+def is_last_event(event: bytes, path: str) -> bool:
+    """Whether a stream is over with an event, which is whole."""
+    if path in TGI_ROUTES or path.startswith("/api/"):
+        try:
+            token = msgspec.json.decode(event.removeprefix(b"data:"), type=_Token)
+        except msgspec.MsgspecError:
+            return False
+        return any((token.error, token.details, token.done))
+    return _LAST_EVENTS.get(path, _LAST_EVENT).match(event) is not None
 
 
 def _event(body: object) -> bytes:

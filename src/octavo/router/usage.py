@@ -1,4 +1,4 @@
-"""What an answer says that its prompt took: in OpenAI's, Anthropic's and TGI's words, read without parsing it."""
+"""What an answer says that its prompt took: in the words of all APIs, read without parsing it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from typing import NamedTuple
 
 # A quote within a text that a model wrote has a backslash before it.
-_PLACES = (b'"usage":', b'"details":')  # the second is TGI's
-_PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens|prefill_tokens|input_length)":\s*(\d+)')
+_PLACES = (b'"usage":', b'"details":', b'"total_duration":')  # the second is TGI's, the third Ollama's
+_PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens|prefill_tokens|input_length|prompt_eval_count)":\s*(\d+)')
 _CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
 _READ = re.compile(rb'(?<!\\)"cache_read_input_tokens":\s*(\d+)')
-_WRITTEN = re.compile(rb'(?<!\\)"(?:completion_tokens|output_tokens|generated_tokens)":\s*(\d+)')
+_WRITTEN = re.compile(rb'(?<!\\)"(?:completion_tokens|output_tokens|generated_tokens|eval_count)":\s*(\d+)')
 _COUNTS_BYTES = 2048  # that counts take
 
 
@@ -39,13 +39,15 @@ def read_usage(first: bytes, last: bytes) -> Usage:
 
 def _told_last(text: bytes) -> bytes:
     """Return what stands at the last place where counts are told."""
-    for name in _PLACES:
-        place = text.rfind(name)
-        while place > 0 and text[place - 1] == ord("\\"):
-            place = text.rfind(name, 0, place)
-        if place >= 0:
-            return text[place : place + _COUNTS_BYTES]
-    return b""
+    place = max(_last_place(text, name) for name in _PLACES)
+    return b"" if place < 0 else text[place : place + _COUNTS_BYTES]
+
+
+def _last_place(text: bytes, name: bytes) -> int:
+    place = text.rfind(name)
+    while place > 0 and text[place - 1] == ord("\\"):
+        place = text.rfind(name, 0, place)
+    return place
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:

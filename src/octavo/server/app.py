@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
@@ -14,8 +15,13 @@ from octavo import __version__
 from octavo.server.access.body import body_of
 from octavo.server.access.guards import add_guards
 from octavo.server.access.routes import REFUSALS
+from octavo.server.answers.answering import json_response
 from octavo.server.api import describing, tgi
 from octavo.server.api.anthropic import messages
+from octavo.server.api.ollama import answers as ollama
+from octavo.server.api.ollama import embeddings as ollama_embeddings
+from octavo.server.api.ollama import models as ollama_models
+from octavo.server.api.ollama import requests as ollama_requests
 from octavo.server.api.openai.chat import create_chat_completion
 from octavo.server.api.openai.completions import create_completion
 from octavo.server.api.openai.embeddings import EmbeddingRequest, create_embeddings
@@ -37,6 +43,11 @@ EmbeddingBody = Annotated[EmbeddingRequest, Depends(body_of(EmbeddingRequest))]
 MessagesBody = Annotated[messages.MessagesRequest, Depends(body_of(messages.MessagesRequest))]
 CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(messages.CountTokensRequest, is_count=True))]
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
+OllamaChatBody = Annotated[ollama_requests.ChatRequest, Depends(body_of(ollama_requests.ChatRequest))]
+OllamaPromptBody = Annotated[ollama_requests.PromptRequest, Depends(body_of(ollama_requests.PromptRequest))]
+OllamaEmbedBody = Annotated[ollama_requests.EmbedRequest, Depends(body_of(ollama_requests.EmbedRequest))]
+OllamaVectorBody = Annotated[ollama_requests.EmbeddingsRequest, Depends(body_of(ollama_requests.EmbeddingsRequest))]
+OllamaShowBody = Annotated[ollama_requests.ShowRequest, Depends(body_of(ollama_requests.ShowRequest, is_count=True))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, is_count=True))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
@@ -54,6 +65,7 @@ def create_app(service: Service) -> FastAPI:
     _add_routes(app, service)
     _add_model_routes(app, service)
     _add_tgi_routes(app, service)
+    _add_ollama_routes(app, service)
     _add_operator_routes(app, service)
     if config.dashboard:
         add_dashboard(app, service)
@@ -138,12 +150,54 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
         return await tgi.generate(service, request, body, stream=bool(body.stream), in_list=True)
 
     @app.get("/", include_in_schema=False)
+    @app.head("/", include_in_schema=False)  # as Ollama's clients look whether it is there
     async def front_page() -> HTMLResponse:
         return HTMLResponse(describing.front_page(service), headers=describing.PAGE_HEADERS)
 
     @app.get("/info")
     async def info() -> JSONResponse:
         return JSONResponse(tgi.info(service))
+
+
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
+    started = datetime.now(UTC)
+
+    @app.post("/api/chat")
+    async def chat(request: Request, body: OllamaChatBody) -> Response:
+        return await ollama.chat(service, request, body)
+
+    @app.post("/api/generate")
+    async def continue_prompt(request: Request, body: OllamaPromptBody) -> Response:
+        return await ollama.generate(service, request, body)
+
+    @app.post("/api/embed")
+    async def embed(request: Request, body: OllamaEmbedBody) -> Response:
+        return await ollama_embeddings.embed(service, request, body)
+
+    @app.post("/api/embeddings")
+    async def embed_one(request: Request, body: OllamaVectorBody) -> Response:
+        return await ollama_embeddings.embed_one(service, request, body)
+
+    @app.post("/api/show")
+    async def show(body: OllamaShowBody) -> Response:
+        return json_response(ollama_models.show(service, body, started))
+
+    @app.get("/api/tags")
+    @app.head("/api/tags", include_in_schema=False)
+    async def tags() -> Response:
+        return json_response(ollama_models.tags(service, started))
+
+    @app.get("/api/ps")
+    async def loaded() -> Response:
+        return json_response(ollama_models.loaded(service))
+
+    @app.get("/api/version")
+    @app.head("/api/version", include_in_schema=False)
+    async def ollama_version() -> Response:
+        return json_response(ollama_models.version())
+
+    for path, method in ollama_models.REFUSED.items():
+        app.add_api_route(path, ollama_models.refuse, methods=[method], include_in_schema=False)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:

@@ -138,7 +138,11 @@ class HttpError:
 
     def response(self, path: str = "") -> ErrorResponse:
         """Return the whole answer, as the API of a path spells errors."""
-        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        body = self.body
+        if path.startswith("/v1/messages"):
+            body = self.anthropic_body
+        elif path.startswith("/api/"):
+            body = self.ollama_body
         headers = self.headers
         if self.status == 401 and path.startswith(PAGES):
             headers["WWW-Authenticate"] = 'Basic realm="octavo: any name, and an API key as password", charset="UTF-8"'
@@ -149,6 +153,11 @@ class HttpError:
         """The error as Anthropic's API has it."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    @property
+    def ollama_body(self) -> dict[str, str]:
+        """The error as Ollama has it."""
+        return {"error": self.message}
 
     @property
     def tgi_body(self) -> dict[str, str]:

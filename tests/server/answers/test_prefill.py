@@ -33,10 +33,20 @@ ROUTES: list[tuple[str, dict[str, Any], int, int]] = [
     ("/generate", {"inputs": "Once", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True}}, 1, 1),
     ("/generate_stream", {"inputs": "Once", "parameters": {"max_new_tokens": 9}}, 1, 1),
     ("/", {"inputs": "Once", "parameters": {"decoder_input_details": True}}, 1, 1),
+    ("/api/chat", {"model": "fake", "messages": TURNS, "stream": False, "options": {"num_predict": 9, **SHAPED}}, 1, 1),
+    ("/api/generate", {"model": "fake", "prompt": "Once", "stream": False, "logprobs": True}, 1, 1),
 ]
 every_route = pytest.mark.parametrize(("path", "body", "num_prompts", "num_choices"), ROUTES)
 REFUSED_IN_A_STREAM = {"decoder_input_details", "prompt_logprobs"}
-STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/"}
+STREAMED = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/",
+    "/api/chat",
+    "/api/generate",
+}
 
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])

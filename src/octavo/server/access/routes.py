@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
+OLLAMA_TAG = ":latest"  # what its clients write behind a name without a tag
 TGI_ROUTES = frozenset({"/generate", "/generate_stream", "/"})
 # Those whose answers a model writes.
-GENERATING = TGI_ROUTES | {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+_OPENAI_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+GENERATING = TGI_ROUTES | _OPENAI_ROUTES | {"/v1/messages", "/api/chat", "/api/generate"}
+_EMBEDDING = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
 _COUNTING = frozenset({"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-# How each whose requests take a place spells an error.
+# How each whose requests take a place, or have a body that is read, spells an error.
 REFUSALS: dict[str, Callable[[HttpError], Response]] = {
     path: HttpError.tgi_response if path in TGI_ROUTES else partial(HttpError.response, path=path)
-    for path in GENERATING | _COUNTING | {"/v1/embeddings"}
+    for path in GENERATING | _COUNTING | _EMBEDDING | {"/api/show"}
 }
 _OPERATORS = frozenset({"/metrics", "/server_info", "/get_server_info", "/dashboard/events"})
 _OPERATORS_BELOW = "/dashboard/requests/"

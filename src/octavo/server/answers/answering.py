@@ -49,6 +49,18 @@ _FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "al
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a stream is sent. keep_alive: what is sent where nothing is told for long, and tells a client nothing."""
+
+    media_type: str
+    keep_alive: bytes
+
+
+EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
+LINES = StreamForm("application/x-ndjson", b" ")  # a blank before the next line, which is JSON
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
@@ -64,6 +76,7 @@ class Job:
     place: Permit
     deadline: float
     stream: bool = False
+    form: StreamForm = EVENTS
     include_usage: bool = False
     continuous_usage: bool = False
     counts_completions: bool = True
@@ -99,7 +112,7 @@ class WholeReply(Protocol):
 
 
 class Reply(WholeReply, Protocol):
-    """How one API spells outputs: whole, or as server-sent events."""
+    """How one API spells outputs: whole, or as the events of a stream."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
         """Return the events of some update; none where they tell a client nothing. usage: if counts go with each."""
@@ -117,6 +130,16 @@ class Reply(WholeReply, Protocol):
 def event(data: Any, kind: str | None = None) -> bytes:
     """Spell a server-sent event."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
+
+
+def line(data: Any) -> bytes:
+    """Spell an event of a stream of lines."""
+    return encoder.encode(data) + b"\n"
+
+
+def json_response(told: Any) -> Response:
+    """Answer with an object that is small."""
+    return Response(encoder.encode(told), media_type="application/json")
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
@@ -138,7 +161,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
         begun = asyncio.ensure_future(anext(update))
         first = await _begun(http_request, begun, service.config.stream_keep_alive_s)
     events = _events(service, _chain(first, update), http_request.scope["state"], job, reply, usage)
-    return EventStream(events, first, update, job.place, service.config.stream_keep_alive_s)
+    return EventStream(events, job.form, first, update, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
@@ -177,22 +200,24 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, also before its first one, its request and its place are given up.
+    """Events of a stream. However it ends, also before its first one, its request and its place are given up.
 
-    Where nothing is told for keep_alive_s seconds, a comment is: whatever stands between a server and its client ends
-    connections on which nothing moves.
+    Where nothing is told for keep_alive_s seconds, a sign of life is sent: whatever stands between a server and its
+    client ends connections on which nothing moves.
     """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
+        form: StreamForm,
         first: asyncio.Task[ChoiceUpdate],
         updates: AsyncGenerator[ChoiceUpdate, None],
         place: Permit,
         keep_alive_s: float,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=form.media_type, headers=headers)
+        self._keep_alive_bytes = form.keep_alive
         self._first, self._updates, self._place = first, updates, place
         self._keep_alive_s = keep_alive_s
         self._last_sent = 0.0
@@ -219,12 +244,12 @@ class EventStream(StreamingResponse):
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send comments between events; an event is handed over at once, so none is cut by a comment."""
+        """Send signs of life between events; an event is handed over at once, so none is cut by one."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
                 self._last_sent = clock()
-                await send({"type": "http.response.body", "body": b": still at work\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
             elif not self._is_open:
                 await asyncio.sleep(self._keep_alive_s)
 
@@ -333,7 +358,7 @@ async def _events(
     reply: Reply,
     counter: UsageCounter,
 ) -> AsyncGenerator[bytes, None]:
-    """Spell a stream as server-sent events; an error is its last one."""
+    """Spell a stream as events; an error is its last one."""
     try:
         async with aclosing(updates):
             async for each in updates:

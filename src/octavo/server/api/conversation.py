@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response
-
 from octavo.engine.chat_template import read_arguments
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm
-from octavo.server.answers.answering import Job, answer, encoder
+from octavo.server.answers.answering import Job, answer, json_response
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
 from octavo.server.api.extra_fields import each
 from octavo.server.api.truncation import WHOLE, Truncation
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from octavo.engine.input_processor import InputProcessor
     from octavo.sampling_params import SamplingParams
@@ -158,6 +157,12 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
+def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tell the chat template to go on with the last message, where that is an answer that has begun."""
+    begun = messages[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not begun, "continue_final_message": begun}
+
+
 def template_options(request: ChatFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
@@ -249,4 +254,4 @@ async def count_prompt(
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)
-    return Response(encoder.encode(spell(len(prompt["prompt_token_ids"]))), media_type="application/json")
+    return json_response(spell(len(prompt["prompt_token_ids"])))

@@ -29,7 +29,8 @@ _PAGE = """<!DOCTYPE html>
 <title>octavo</title>
 <style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }}</style>
 <h1>octavo {version}</h1>
-<p>This server answers as <b>{names}</b>. Clients of OpenAI's API find it under <code>/v1</code>.</p>
+<p>This server answers as <b>{names}</b>. Clients of OpenAI's API find it under <code>/v1</code>,
+those of Ollama, which look here for the words "Ollama is running", under <code>/api</code>.</p>
 <ul>
 {links}
 </ul>

@@ -265,6 +265,12 @@ class ExtraFields:
             last = "; no more will be named" if len(self._named) == _MAX_NAMED else ""
             logger.info("unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
+    def tell_once(self, name: str, message: str) -> None:
+        """Warn of what a field says, once for each field."""
+        if name not in self._named and len(self._named) < _MAX_NAMED:
+            self._named.add(name)
+            logger.warning(message)
+
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `RequestError` for the first field that would change the answer."""

@@ -13,6 +13,14 @@ from typing_extensions import TypedDict
 from octavo import __version__
 from octavo.server.access.auth import OPEN_PATHS
 from octavo.server.api.anthropic.messages import CountTokensRequest, Message, MessagesRequest
+from octavo.server.api.ollama.replies import Answer, Vector, Vectors
+from octavo.server.api.ollama.requests import (
+    ChatRequest,
+    EmbeddingsRequest,
+    EmbedRequest,
+    PromptRequest,
+    ShowRequest,
+)
 from octavo.server.api.openai import replies
 from octavo.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -37,12 +45,14 @@ ErrorObject = TypedDict("ErrorObject", {"message": str, "type": str, "param": st
 Error = TypedDict("Error", {"error": ErrorObject})
 AnthropicErrorObject = TypedDict("AnthropicErrorObject", {"type": str, "message": str})
 TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
+OllamaError = TypedDict("OllamaError", {"error": str})
+OllamaModels = TypedDict("OllamaModels", {"models": list[dict[str, Any]]})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """One route. answer: the type that is spelled. streams: it may answer with server-sent events."""
+    """One route. answer: the type that is spelled. streams: it may answer with events, of Ollama's with lines."""
 
     path: str
     summary: str
@@ -70,6 +80,14 @@ _ROUTES = (
     _Route("/generate_stream", _PROMPT, None, GenerateRequest, "TGI", streams=True),
     _Route("/", _PROMPT, list[Generated], GenerateRequest, "TGI", streams=True),
     _Route("/info", "Describe the model and its limits.", _Object, family="TGI"),
+    _Route("/api/chat", _CONVERSATION, Answer, ChatRequest, "Ollama", streams=True),
+    _Route("/api/generate", "Answer a prompt.", Answer, PromptRequest, "Ollama", streams=True),
+    _Route("/api/embed", "Turn texts into vectors.", Vectors, EmbedRequest, "Ollama"),
+    _Route("/api/embeddings", "Turn a text into a vector.", Vector, EmbeddingsRequest, "Ollama"),
+    _Route("/api/show", "Describe a model.", _Object, ShowRequest, "Ollama"),
+    _Route("/api/tags", "List the models.", OllamaModels, family="Ollama"),
+    _Route("/api/ps", "List the models that are loaded.", OllamaModels, family="Ollama"),
+    _Route("/api/version", "The version of Ollama that this is like.", Version, family="Ollama"),
     _Route("/model_info", "Describe the model to gateways.", _Object, family="SGLang"),
     _Route("/get_model_info", "The same under its older name.", _Object, family="SGLang"),
     _Route("/server_info", "All that the server was started with.", _Object, family="operator"),
@@ -82,7 +100,7 @@ _ROUTES = (
     _Route("/metrics", "Figures for Prometheus.", str, family="operator"),
     _Route("/openapi.json", "This document.", _Object, family="operator"),
 )
-_ERRORS = {"Anthropic": AnthropicError, "TGI": TgiError}  # of a family; the others' is OpenAI's
+_ERRORS = {"Anthropic": AnthropicError, "TGI": TgiError, "Ollama": OllamaError}  # of a family; the others' is OpenAI's
 
 _STATUSES = {
     400: "Something is wrong with the request, or it has no Host or two; the error says what.",
@@ -134,7 +152,9 @@ def _operation(route: _Route, schemas: dict[Any, _Object]) -> _Object:
     answers: _Object = {}
     if route.answer is not None:
         answers["text/plain" if route.answer is str else "application/json"] = {"schema": schemas[route.answer]}
-    if route.streams:
+    if route.streams and route.family == "Ollama":
+        answers["application/x-ndjson"] = answers["application/json"]
+    elif route.streams:
         answers["text/event-stream"] = {"schema": schemas[Event]}
     success: _Object = {"description": "The answer."}
     operation["responses"] = {"200": {**success, "content": answers} if answers else success, **_errors(route, schemas)}

@@ -119,6 +119,21 @@ ChatChoice = Mode | NamedChatTool | AllowedChatChoice
 
 Prediction = TypedDict("Prediction", {"type": Literal["content"], "content": Content})
 
+# --- of /api/chat
+OllamaFunction = TypedDict("OllamaFunction", {"name": str, "arguments": NotRequired[Object]})
+OllamaCall = TypedDict("OllamaCall", {"id": NotRequired[str | None], "function": OllamaFunction})
+OllamaMessage = TypedDict(
+    "OllamaMessage",
+    {
+        "role": str,
+        "content": NotRequired[str | None],
+        "thinking": NotRequired[str],
+        "tool_calls": NotRequired[list[OllamaCall]],
+        "tool_name": NotRequired[str],
+        "tool_call_id": NotRequired[str],
+    },
+)
+
 # --- of /v1/messages
 ToolUse = TypedDict("ToolUse", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 ToolResult = TypedDict(

@@ -20,6 +20,7 @@ from octavo.server.api.block_types import LABEL, BlockTypes, fields
 from octavo.server.api.conversation import (
     Conversation,
     answer_conversation,
+    continuing,
     count_prompt,
     effort_options,
     template_arguments,
@@ -182,8 +183,7 @@ def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | No
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the chat template is told: an answer that has begun already is gone on with."""
-    begun = messages[-1]["role"] == "assistant"
-    options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    options = continuing(messages)
     effort = (request.output_config or {}).get("effort")
     options |= effort_options(effort, "output_config.effort")
     if request.thinking is not None:

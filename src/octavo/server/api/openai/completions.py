@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.logprobs import Position
     from octavo.server.api.openai.requests import CompletionRequest
@@ -55,13 +56,8 @@ async def create_completion(service: Service, http_request: Request, request: Co
     texts = service.engine.output_processor
     echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
     truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
-    inputs = service.engine.input_processor
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
-        if truncation.num_tokens is not None:
-            whole = prompts
-            prompts = await service.read(
-                http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
-            )
+        prompts = await truncated(service, http_request, place, prompts, truncation)
         job = Job(
             request_id=f"cmpl-{new_id()}",
             model=model,
@@ -75,6 +71,18 @@ async def create_completion(service: Service, http_request: Request, request: Co
         if request.prompt_logprobs is None:  # those of an echo
             job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
+
+
+async def truncated(
+    service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
+) -> list[Any]:
+    """Return what is kept of prompts, cut beside the event loop."""
+    if truncation.num_tokens is None:
+        return prompts
+    inputs = service.engine.input_processor
+    return await service.read(
+        http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in prompts]
+    )
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -16,17 +17,19 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
-from octavo.server.api.openai.completions import read_prompts
+from octavo.server.api.openai.completions import read_prompts, truncated
 from octavo.server.api.openai.requests import Body, Priority
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
+from octavo.server.api.truncation import WHOLE, Truncation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
+    from octavo.server.answers.answering import WholeReply
     from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
 
@@ -90,30 +93,51 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
+    return await embed_prompts(
+        service,
+        http_request,
+        prompts,
+        partial(EmbeddingReply, request),
+        dimensions=request.dimensions,
+        model=model,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        spelled={"prompt": "input"},
+    )
+
+
+async def embed_prompts(
+    service: Service,
+    http_request: Request,
+    prompts: list[Any],
+    make_reply: Callable[[Job], WholeReply],
+    *,
+    truncation: Truncation = WHOLE,
+    dimensions: int | None = None,
+    **options: Any,
+) -> Response:
+    """Turn prompts into vectors. options: what else their `Job` says. Raises `RequestError`."""
     size = service.model_info.hidden_size
-    if request.dimensions is not None and not 0 < request.dimensions <= size:
+    if dimensions is not None and not 0 < dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
     pooling = service.model_info.choose_pooling(None if service.config.pooling == "auto" else service.config.pooling)
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
             request_id=f"embd-{new_id()}",
-            model=model,
-            prompts=prompts,
+            prompts=await truncated(service, http_request, place, prompts, truncation),
             params=params,
             place=place,
             deadline=http_request.state.deadline,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            spelled={"prompt": "input"},
+            **options,
         )
-        return await answer_whole(service, http_request, job, EmbeddingReply(job, request))
+        return await answer_whole(service, http_request, job, make_reply(job))
 
 
 class EmbeddingReply:
     """Spells outputs as embeddings; there are no streams of them."""
 
-    def __init__(self, job: Job, request: EmbeddingRequest) -> None:
+    def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job
         self._request = request
 

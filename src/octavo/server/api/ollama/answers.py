@@ -1,0 +1,181 @@
+"""POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from octavo.engine.chat_template import read_arguments
+from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader
+from octavo.server.answers.answering import LINES, Job, answer, json_response, line
+from octavo.server.answers.tools import NO_TOOLS, read_chat_tools
+from octavo.server.api.conversation import Conversation, answer_conversation, continuing
+from octavo.server.api.ollama.messages import read_conversation
+from octavo.server.api.ollama.replies import Answer, AnswerMessage, Call, FunctionToCall
+from octavo.server.api.openai.logprobs import chat_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.answers.answering import ChoiceUpdate
+    from octavo.server.answers.usage import Usage
+    from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, PromptRequest
+    from octavo.server.errors import HttpError
+    from octavo.server.service import Service
+
+
+async def chat(service: Service, http_request: Request, request: ChatRequest) -> Response:
+    """Answer a conversation."""
+    options = _job_options(service, request)
+    if not request.messages:
+        return _loaded(service, Answer(request.model, message=AnswerMessage()))
+    given, tool_format = request.messages, service.answer_style.tools
+
+    def read() -> tuple[SamplingParams, Conversation]:
+        params, messages = request.params(service), read_conversation(given)
+        toolbox = read_chat_tools(request.tools, None, None, tool_format)
+        return params, Conversation(messages, toolbox, continuing(messages) | request.template_options(service))
+
+    params, conversation = await look_at(http_request, read)
+    reply = partial(OllamaReply, service, request, is_chat=True)
+    return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="chat-", **options)
+
+
+async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
+    """Answer a prompt, or continue it as it stands: with raw, and where the model has no chat template."""
+    options = _job_options(service, request)
+    if not request.prompt:
+        return _loaded(service, Answer(request.model, response=""))
+    if request.raw and (request.system or request.think):
+        raise RequestError("raw: the prompt stands as it is, without system and think", parameter="raw")
+    params = await look_at(http_request, partial(request.params, service))
+    reply, told = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
+    if request.raw or not (request.system or service.engine.input_processor.has_chat_template):
+        with service.enter(http_request, 1) as place:
+            job = Job(
+                request_id=f"gen-{new_id()}",
+                prompts=[request.prompt],
+                params=params,
+                place=place,
+                deadline=http_request.state.deadline,
+                **options,
+            )
+            return await answer(service, http_request, job, reply(job, AnswerForm()))
+    messages = [{"role": "system", "content": request.system}] if request.system else []
+    messages.append({"role": "user", "content": request.prompt})
+    conversation = Conversation(messages, NO_TOOLS, told, field="prompt")
+    return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="gen-", **options)
+
+
+def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
+    """Check a request's fields; return what it tells its job beside its prompt and parameters."""
+    name, is_stream = request.settle(service), request.stream is not False
+    return {"model": name, "stream": is_stream, "form": LINES, "cache_salt": request.cache_salt}
+
+
+def _loaded(service: Service, told: Answer) -> Response:
+    """Say that the model is there, which is what an empty request asks for."""
+    service.check_ready()
+    told.done, told.done_reason = True, "load"
+    return json_response(told)
+
+
+class OllamaReply:
+    """Spells outputs as lines, the last of which has the counts. Calls are told whole."""
+
+    def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
+        self._piece = service.engine.output_processor.piece
+        self._request, self._form, self._is_chat = request, form, is_chat
+        self._reader = AnswerReader(form)
+        self._called, self._arguments, self._num_calls = "", "", 0  # of the call that is being written
+        self._reason = ""
+        self._metrics: RequestMetrics | None = None
+
+    def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
+        """Return a line, unless a parser waits for more."""
+        told = self._take(update.completion, update.output)
+        has_message = told.message is not UNSET and told.message != AnswerMessage()
+        return line(told) if has_message or told.response or told.thinking or told.logprobs else b""
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last line."""
+        return line(self._ended(self._spelled(AnswerMessage()), usage))
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Answer:
+        """Return the whole answer."""
+        ((completion,),) = (output.outputs for output in outputs)
+        return self._ended(self._take(completion, outputs[0]), usage)
+
+    def error(self, error: HttpError) -> bytes:
+        """Return the line of an error in mid-stream."""
+        return line(error.ollama_body)
+
+    def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
+        message = AnswerMessage()
+        thinking, calls = "", list[Call]()
+        for part in self._reader.read(completion):
+            match part.kind:
+                case "arguments":
+                    self._arguments += part.text
+                    continue
+                case "content":
+                    message.content += part.text
+                case "reasoning":
+                    thinking += part.text
+            calls += self._end_call()
+            if part.kind == "call":
+                self._called = part.text
+        if completion.finished:
+            calls += self._end_call()
+            self._reason = "length" if completion.finish_reason == "length" else "stop"
+            self._metrics = output.metrics
+        message.thinking, message.tool_calls = thinking or UNSET, calls or UNSET
+        told = self._spelled(message)
+        logprobs = chat_logprobs(completion.logprobs, self._request.top_logprobs or 0, self._piece)
+        if logprobs is not None:
+            told.logprobs = logprobs.content
+        return told
+
+    def _end_call(self) -> list[Call]:
+        """Return the call that was being written, which is over."""
+        if not self._called:
+            return []
+        assert self._form.toolbox.format is not None
+        function = FunctionToCall(self._num_calls, self._called, read_arguments(self._arguments))
+        self._called, self._arguments, self._num_calls = "", "", self._num_calls + 1
+        return [Call(self._form.toolbox.format.new_call_id(), function)]
+
+    def _spelled(self, message: AnswerMessage) -> Answer:
+        if self._is_chat:
+            return Answer(self._request.model, message=message)
+        return Answer(self._request.model, response=message.content, thinking=message.thinking)
+
+    def _ended(self, told: Answer, usage: Usage) -> Answer:
+        told.done, told.done_reason = True, self._reason
+        times = durations([] if self._metrics is None else [self._metrics])
+        told.total_duration, told.prompt_eval_duration, told.eval_duration = times
+        told.load_duration = 0
+        told.prompt_eval_count, told.eval_count = usage.prompt_tokens, usage.completion_tokens
+        told.cached_tokens, told.receipt = usage.prompt_tokens_details.cached_tokens, usage.receipt
+        return told
+
+
+def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
+    """Return what requests took from first to last, in nanoseconds: all of it, until the first token, behind it."""
+    begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
+    if not begun:
+        return 0, 0, 0
+    arrival, end = min(each.arrival_time for each in begun), max(each.finished_time or 0 for each in begun)
+    start = min(each.first_scheduled_time or 0 for each in begun)
+    first = min((each.first_token_time for each in begun if each.first_token_time is not None), default=end)
+    return round(1e9 * (end - arrival)), round(1e9 * (first - start)), round(1e9 * (end - first))

@@ -1,0 +1,87 @@
+"""POST /api/embed, and /api/embeddings, its older form."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.embedding import embedding
+from octavo.server.access.body import look_at
+from octavo.server.answers.answering import json_response
+from octavo.server.api.ollama.answers import durations
+from octavo.server.api.ollama.replies import Vector, Vectors
+from octavo.server.api.openai.completions import read_prompts
+from octavo.server.api.openai.embeddings import MAX_INPUTS, embed_prompts
+from octavo.server.api.truncation import WHOLE, Truncation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from msgspec import Struct
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import RequestOutput
+    from octavo.server.answers.answering import Job
+    from octavo.server.answers.usage import Usage
+    from octavo.server.api.ollama.requests import EmbeddingsRequest, EmbedRequest
+    from octavo.server.service import Service
+
+
+async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
+    """Turn texts into vectors of length 1."""
+    model = request.settle(service)
+    if request.input in (None, "", []):
+        return _none(service, Vectors(request.model, []))
+    prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
+    beginning = Truncation(service.model_info.max_model_len - 1, from_left=False)
+    return await embed_prompts(
+        service,
+        http_request,
+        prompts,
+        partial(EmbedReply, request),
+        truncation=WHOLE if request.truncate is False else beginning,
+        dimensions=request.dimensions,
+        model=model,
+        spelled={"prompt": "input"},
+    )
+
+
+async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
+    """Turn a text into a vector of length 1."""
+    model = request.settle(service)
+    if not request.prompt:
+        return _none(service, Vector([]))
+    return await embed_prompts(service, http_request, [request.prompt], EmbeddingReply, model=model)
+
+
+def _none(service: Service, told: Struct) -> Response:
+    """Say that the model is there, which is what an empty request asks for."""
+    service.check_ready()
+    return json_response(told)
+
+
+class EmbedReply:
+    """Spells outputs as vectors; there are no streams of them."""
+
+    def __init__(self, request: EmbedRequest, _job: Job) -> None:
+        self._request = request
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Vectors:
+        """Return all vectors."""
+        vectors: list[Any] = [embedding(each, num_dimensions=self._request.dimensions).tolist() for each in outputs]
+        total, _, _ = durations([each.metrics for each in outputs if each.metrics is not None])
+        cached = usage.prompt_tokens_details.cached_tokens
+        return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached, usage.receipt)
+
+
+class EmbeddingReply:
+    """Spells one output as a vector."""
+
+    def __init__(self, _job: Job) -> None:
+        pass
+
+    def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
+        """Return the vector."""
+        (output,) = outputs
+        return Vector(embedding(output).tolist())

@@ -1,0 +1,102 @@
+"""What clients of Ollama ask of models: GET /api/tags, /api/ps and /api/version, POST /api/show."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.server.access.routes import OLLAMA_TAG
+from octavo.server.api.ollama.requests import served_name
+from octavo.server.errors import NotAllowedError
+
+if TYPE_CHECKING:
+    from octavo.server.api.ollama.requests import ShowRequest
+    from octavo.server.service import Service
+
+API_VERSION = "0.12.11"  # the version of Ollama whose API this is: clients ask for a least one
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # when a model is unloaded that Ollama keeps for ever
+_SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
+# Routes that would change models, and the method of each.
+REFUSED = {
+    **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}"), "POST"),
+    "/api/delete": "DELETE",
+}
+
+
+async def refuse() -> None:
+    """Raise `NotAllowedError`: models are the operator's."""
+    raise NotAllowedError("this server changes no models: it serves the one that it was started with")
+
+
+def version() -> dict[str, str]:
+    """Return the version of Ollama that clients may take this server for."""
+    return {"version": API_VERSION}
+
+
+def tags(service: Service, started: datetime) -> dict[str, Any]:
+    """Return the models that are there, under names with a tag, as clients write them."""
+    return {"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]}
+
+
+def loaded(service: Service) -> dict[str, Any]:
+    """Return the models that are loaded, which is all of them, and for ever."""
+    room = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
+    return {"models": [{**_card(service, name), **room} for name in service.model_names]}
+
+
+def show(service: Service, request: ShowRequest, started: datetime) -> dict[str, Any]:
+    """Describe a model. Its files, and its template, which is the operator's, are told to nobody."""
+    asked = request.model or request.name
+    if not asked:
+        raise RequestError("model is required", parameter="model")
+    name, info, style = served_name(service, asked), service.model_info, service.answer_style
+    family = info.model_type or "unknown"
+    able = {
+        "completion": info.has_head,
+        "embedding": not info.has_head,
+        "tools": style.tools is not None,
+        "thinking": style.has_reasoning,
+    }
+    return {
+        **dict.fromkeys(("license", "modelfile", "parameters", "template"), ""),
+        "details": _details(service),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": info.num_parameters,
+            f"{family}.context_length": info.max_model_len,
+            f"{family}.embedding_length": info.hidden_size,
+            f"{family}.vocab_size": info.vocab_size,
+        },
+        "capabilities": [capability for capability, is_there in able.items() if is_there],
+        "modified_at": started,
+    }
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """Describe a name. size: not known here; digest: of the name, as clients tell models apart by it."""
+    tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details(service)}
+
+
+def _details(service: Service) -> dict[str, Any]:
+    family = service.model_info.model_type
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _rounded(service.model_info.num_parameters),
+        "quantization_level": "",
+    }
+
+
+def _rounded(number: int) -> str:
+    """Write a number as people say it: 134.5M. "" where it is not known."""
+    for unit, suffix in _SUFFIXES.items():
+        if number >= unit:
+            return f"{number / unit:.1f}{suffix}"
+    return str(number or "")

@@ -1,0 +1,180 @@
+"""What clients of Ollama may send. Types are strict; None means "the default"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.access.routes import OLLAMA_TAG
+from octavo.server.api import request_types as types
+from octavo.server.api.extra_fields import (
+    HARMLESS,
+    OF_ANSWERS,
+    OF_PROMPTS,
+    PENALTY_RANGE,
+    UNSUPPORTED_OR_ALIAS,
+    Off,
+    each,
+    refuse,
+)
+from octavo.server.api.openai.requests import Body, SamplingControls
+from octavo.server.api.request_types import Shown, within
+from octavo.server.api.sampling import read_response_format, sampling_params, token_limit
+from octavo.server.errors import spelling
+
+if TYPE_CHECKING:
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.service import Service
+
+_LOADING = "says how to load a model: it is loaded already"
+_HARMLESS_OPTIONS = {
+    **HARMLESS,
+    **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
+    **each(_LOADING, "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"),
+    "num_keep": HARMLESS["n_keep"],
+}
+_UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "penalize_newline": Off(True)}
+# Beside `options`: what would change the answer, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED_OR_ALIAS,
+    **each(Off(False), "shift", "truncate"),  # they drop what a full context has no room for
+    "_debug_render_only": Off(False),
+    "chat_template": Off(),
+    "chat_template_kwargs": Off({}),
+    **each(Off(0), "height", "steps", "width"),
+    **each(Off([]), "messages", "tools"),
+    **each(Off(""), "prompt", "suffix"),
+}
+_FILL_CONTEXT = -2  # of num_predict; -1 is no limit, and a full context ends an answer here
+_SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
+
+
+class Options(SamplingControls):
+    """How tokens are chosen: Ollama's names, and vLLM's. What says how to load a model changes nothing."""
+
+    num_predict: Annotated[int, within("max_tokens", -1, -2)] | None = None
+    repeat_penalty: types.RepetitionPenalty | None = None
+    repeat_last_n: int | None = None
+    num_ctx: int | None = None
+
+
+class AnswerRequest(Body):
+    """What both routes take whose answers a model writes."""
+
+    model: str
+    stream: bool | None = None
+    format: Annotated[Any, Shown(str | types.Object | None)] = None
+    options: Options | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: types.NumLogprobs | None = None
+    num_predict: Annotated[int, within("max_tokens", -1, -2)] | None = None  # as Open WebUI sends it, too
+    cache_salt: types.CacheSalt | None = None  # vLLM's
+
+    def settle(self, service: Service) -> str:
+        """Return the name that is served. Raises `RequestError` for a field that would be ignored."""
+        name = served_name(service, self.model)
+        given, options = self.model_extra or {}, self.options or Options()
+        if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
+            raise RequestError(f"{misplaced} stands in options, not beside them", parameter=misplaced)
+        service.extra_fields.check(given, _UNSUPPORTED, HARMLESS)
+        service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS)
+        longest = service.model_info.max_model_len
+        if options.num_ctx is not None and options.num_ctx > longest:
+            service.extra_fields.tell_once("num_ctx", f"num_ctx {options.num_ctx} is more than max_model_len {longest}")
+        return name
+
+    def params(self, service: Service) -> SamplingParams:
+        """Return how tokens are chosen; without num_predict the checkpoint's limit holds, or else the context's."""
+        options, defaults = self.options or Options(), service.default_params
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
+        penalty = options.repetition_penalty if options.repeat_penalty is None else options.repeat_penalty
+        if options.presence_penalty or options.frequency_penalty or penalty not in (None, 1):
+            refuse({"repeat_last_n": options.repeat_last_n}, PENALTY_RANGE)
+        limit = self.num_predict if options.num_predict is None else options.num_predict
+        default_limit = service.model_info.generation_defaults.get("max_tokens")
+        with spelling(_SPELLED, in_text=True):
+            return sampling_params(
+                options,
+                defaults,
+                max_tokens=token_limit(-1 if limit == _FILL_CONTEXT else limit, default_limit),
+                repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                structured_outputs=_read_format(self.format),
+            )
+
+    def template_options(self, service: Service) -> dict[str, Any]:
+        """Return what the chat template is told. Raises `RequestError` for thinking where it knows none."""
+        if self.think is None or self.think == "":
+            return {}
+        if self.think and not service.answer_style.has_reasoning:
+            raise RequestError(f"{self.model[:100]!r} does not support thinking", parameter="think")
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": bool(self.think), **effort}
+
+
+class ChatRequest(AnswerRequest):
+    """POST /api/chat. Without messages the model is loaded, which it is."""
+
+    messages: Annotated[list[Any], Shown(list[types.OllamaMessage])] | None = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
+
+
+class PromptRequest(AnswerRequest):
+    """POST /api/generate. Without a prompt the model is loaded. raw: the prompt stands as it is, without a template."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class _VectorsRequest(Body):
+    """What both routes take that give vectors. options: they say how tokens are chosen, and none is."""
+
+    model: str
+    options: dict[str, Any] | None = None
+
+    def settle(self, service: Service) -> str:
+        """Return the name that is served. Raises `RequestError` for a field that would be ignored."""
+        service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
+        return served_name(service, self.model)
+
+
+class EmbedRequest(_VectorsRequest):
+    """POST /api/embed. truncate: false refuses an input that is too long, of which else the beginning counts."""
+
+    input: Annotated[Any, Shown(str | list[str])] = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=1)])] | None = None
+
+
+class EmbeddingsRequest(_VectorsRequest):
+    """POST /api/embeddings, the older form of one text."""
+
+    prompt: str | None = None
+
+
+class ShowRequest(Body):
+    """POST /api/show. name: what older clients call the model."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+def served_name(service: Service, name: str) -> str:
+    """Return the name that is served for one that may have Ollama's tag. Raises `ModelNotFoundError`."""
+    return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
+
+
+def _read_format(given: Any) -> StructuredOutputsParams | None:
+    if given in (None, ""):
+        return None
+    if given == "json":
+        return StructuredOutputsParams(json_object=True)
+    if not isinstance(given, dict):
+        raise RequestError('format must be "json" or a JSON schema', parameter="format")
+    return read_response_format({"type": "json_schema", "json_schema": {"schema": given}}, "format")

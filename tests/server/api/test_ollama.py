@@ -1,0 +1,572 @@
+"""Ollama's API, with the real `ollama` package: what is streamed equals what is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import ollama
+import pytest
+from fakes import FakeChatTemplate, FakeExecutor, answer_text
+from running import DEADLINE_S, run_server, wait_until
+
+from octavo.outputs import RequestMetrics
+from octavo.server.api.ollama.answers import durations
+from octavo.server.api.ollama.messages import read_conversation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+    from running import Running
+
+ANSWER = (
+    "<think>Rome, 狐.</think>\n\nI look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Röme", "total_duration": 7}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the weather is like.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
+CHAT: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "stream": False}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(FakeExecutor(answer=ANSWER), engine_options={"chat_template": template}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[ollama.Client]:
+    with ollama.Client(running.url, timeout=DEADLINE_S) as client:
+        yield client
+
+
+@pytest.fixture
+def plain(shared: Running) -> Iterator[ollama.Client]:
+    """Of a server whose model knows neither tools nor reasoning."""
+    with ollama.Client(shared.url, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def joined(lines: list[ollama.ChatResponse]) -> dict[str, Any]:
+    """Put a stream's lines together."""
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    return {
+        "content": "".join(line.message.content or "" for line in lines),
+        "thinking": "".join(line.message.thinking or "" for line in lines) or None,
+        "calls": [call.model_dump() for line in lines for call in line.message.tool_calls or []],
+        "logprobs": [each.model_dump() for line in lines for each in line.logprobs or []],
+        "ends": (lines[-1].done_reason, lines[-1].prompt_eval_count, lines[-1].eval_count),
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [WEATHER, NOW]},
+        {"tools": [WEATHER, NOW], "logprobs": True, "top_logprobs": 2},
+        {},
+        {"options": {"stop": ["look"], "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 7}},
+        {"think": True, "options": {"num_predict": 20}},
+        {"think": "high", "options": {"num_predict": -1, "repeat_penalty": 1.1, "presence_penalty": 0.5}},
+    ],
+)
+def test_stream_equals_whole(client: ollama.Client, options: dict[str, Any]) -> None:
+    whole = client.chat("fake", MESSAGES, **options)
+    streamed = [*client.chat("fake", MESSAGES, stream=True, **options)]
+    assert len(streamed) > 2
+    assert joined(streamed) == joined([whole])
+    assert streamed[-1].message == ollama.Message(role="assistant", content=""), "the last line has the counts alone"
+
+
+def test_what_an_answer_holds(client: ollama.Client) -> None:
+    answer = client.chat("fake:latest", MESSAGES, tools=[WEATHER, NOW])
+    assert (answer.model, answer.message.role, answer.done_reason) == ("fake:latest", "assistant", "stop")
+    assert (answer.message.thinking, answer.message.content) == ("Rome, 狐.", "I look.")
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or []] == [
+        ("get_weather", {"city": "Röme", "total_duration": 7}),
+        ("now", {}),
+    ]
+    assert client.chat("fake", MESSAGES, options={"num_predict": 3}).done_reason == "length"
+
+
+def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
+    for limit in range(1, len(ANSWER.encode()), 13):
+        asked: dict[str, Any] = {"tools": [WEATHER, NOW], "options": {"num_predict": limit}}
+        whole = joined([client.chat("fake", MESSAGES, **asked)])
+        assert whole == joined([*client.chat("fake", MESSAGES, stream=True, **asked)])
+        assert whole["ends"][0] == "length"
+
+
+def test_functions_are_tools(client: ollama.Client, running: Running) -> None:
+    """The package describes them, and gives their results back under `tool_name`."""
+
+    def now() -> str:
+        """Tell the time."""
+        return "noon"
+
+    answer = client.chat("fake", MESSAGES, tools=[now])
+    ((call,),) = (answer.message.tool_calls or [],)
+    assert call.function.name == "now"
+    result = {"role": "tool", "content": now(), "tool_name": "now"}
+    client.chat("fake", [*MESSAGES, answer.message, result], tools=[now], options={"num_predict": 1})
+    (shown,) = running.engine.input_processor._chat_template.tools  # type: ignore[union-attr]
+    assert (shown["function"]["name"], shown["function"]["description"]) == ("now", "Tell the time.")
+
+
+def test_messages_are_spelled_as_templates_read_them() -> None:
+    call = {"function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    messages: list[Any] = [
+        *MESSAGES,
+        {"role": "assistant", "thinking": "Hm.", "content": "", "tool_calls": [call, {**call, "id": None}]},
+        {"role": "tool", "content": "noon", "tool_name": "now"},
+        {"role": "tool", "content": None},
+        {"role": "user", "content": "And?", "images": []},
+    ]
+    first, second = "call00100", "call00101"
+    called = {"type": "function", **call}
+    assert read_conversation(messages) == [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "thinking": "Hm.",
+            "content": "",
+            "tool_calls": [{**called, "id": first}, {**called, "id": second}],
+        },
+        {"role": "tool", "content": "noon", "name": "now", "tool_call_id": first},
+        {"role": "tool", "content": "", "name": None, "tool_call_id": second},
+        {"role": "user", "content": "And?"},
+    ]
+    messages[1]["tool_calls"][1]["function"] = {"name": "other", "arguments": {}}
+    messages[2]["tool_name"] = "other"
+    results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
+    assert results == [second, first], "a result is that of a call of its tool"
+    messages[1]["tool_calls"][1]["id"] = "own"
+    messages[2]["tool_call_id"] = "own"
+    results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
+    assert results == ["own", first], "who names a call leaves the others theirs"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {}),
+        ({"think": ""}, {}),
+        ({"think": True}, {"enable_thinking": True}),
+        ({"think": False}, {"enable_thinking": False}),
+        ({"think": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}),
+    ],
+)
+def test_the_template_is_told_whether_to_think(
+    running: Running, client: ollama.Client, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    template: Any = running.engine.input_processor._chat_template
+    for ask in (
+        lambda: client.chat("fake", MESSAGES, options={"num_predict": 1}, **options),
+        lambda: client.generate("fake", "Hm?", options={"num_predict": 1}, **options),
+    ):
+        ask()
+        assert template.options.items() >= expected.items()
+        assert not {"enable_thinking", "reasoning_effort"} & (template.options.keys() - expected.keys())
+
+
+def test_an_answer_that_has_begun_is_gone_on_with(running: Running, client: ollama.Client) -> None:
+    client.chat("fake", [*MESSAGES, {"role": "assistant", "content": "It is"}], options={"num_predict": 1})
+    options = running.engine.input_processor._chat_template.options  # type: ignore[union-attr]
+    assert (options["add_generation_prompt"], options["continue_final_message"]) == (False, True)
+
+
+def test_a_prompt(plain: ollama.Client) -> None:
+    """It is a user's turn, unless it is raw; both are streamed, too."""
+    turn, with_system = len("<user>Hello\n<assistant>"), len("<system>Be brief.\n<user>Hello\n<assistant>")
+    limit = {"num_predict": 9}
+    whole = plain.generate("fake", "Hello", options=limit)
+    assert (whole.response, whole.prompt_eval_count, whole.eval_count) == (answer_text(turn, 0, 9), turn, 9)
+    assert whole.thinking is None
+    assert plain.generate("fake", "Hello", system="Be brief.", options=limit).prompt_eval_count == with_system
+    raw = plain.generate("fake", "Hello", raw=True, options=limit)
+    assert (raw.response, raw.prompt_eval_count) == (answer_text(5, 0, 9), 5)
+    for options in ({}, {"raw": True}):
+        lines = [*plain.generate("fake", "Hello", stream=True, options=limit, **options)]
+        expected = plain.generate("fake", "Hello", options=limit, **options).response
+        assert "".join(line.response or "" for line in lines) == expected
+        assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_thoughts_about_a_prompt(client: ollama.Client) -> None:
+    whole = client.generate("fake", "Hello", think=True)
+    lines = [*client.generate("fake", "Hello", think=True, stream=True)]
+    for name in ("response", "thinking"):
+        assert "".join(getattr(line, name) or "" for line in lines) == getattr(whole, name)
+    assert whole.thinking == "Rome, 狐."
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"city": {"type": "string"}}}])
+def test_a_format_becomes_a_grammar(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, seen = FakeExecutor(), []
+    monkeypatch.setattr(executor, "prepare", lambda params, _: seen.append(params.structured_outputs))
+    with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
+        client.chat("fake", MESSAGES, format=form, options={"num_predict": 1})
+        client.generate("fake", "Hello", format=form, options={"num_predict": 1})
+    assert len(seen) == 2
+    for structure in seen:
+        assert (structure.json_object, structure.json and json.loads(structure.json)) == (
+            (True, None) if form == "json" else (None, form)
+        )
+
+
+def test_log_probabilities(plain: ollama.Client) -> None:
+    answer = plain.chat("fake", MESSAGES, logprobs=True, top_logprobs=2, options={"num_predict": 4})
+    assert answer.logprobs is not None
+    assert "".join(each.token for each in answer.logprobs) == answer.message.content
+    assert [(each.logprob, len(each.top_logprobs or [])) for each in answer.logprobs] == [(-0.25, 2)] * 4
+
+
+def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
+    chat, prompt = client.chat("fake"), client.generate("fake", "", keep_alive=0)
+    assert (chat.done, chat.done_reason, chat.message.content) == (True, "load", "")
+    assert (prompt.done, prompt.done_reason, prompt.response) == (True, "load", "")
+    assert [line.done_reason for line in client.chat("fake", [], stream=True)] == ["load"]
+    assert client.embed("fake", []).embeddings == []
+    assert client.embeddings("fake", "").embedding == []
+
+
+def test_models(client: ollama.Client) -> None:
+    assert [model.model for model in client.list().models] == ["fake:latest", "alias/of-fake:latest"]
+    loaded = client.ps().models
+    assert [(model.name, model.context_length) for model in loaded] == [
+        ("fake:latest", 2048),
+        ("alias/of-fake:latest", 2048),
+    ]
+    shown = client.show("alias/of-fake:latest")
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["general.basename"] == "alias/of-fake"
+    assert shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] == 2048
+    assert not shown.template, "it is the operator's"
+
+
+def test_probes(running: Running) -> None:
+    """As clients look whether an Ollama is there."""
+    with running.http() as http:
+        assert "Ollama is running" in http.get("/").text
+        assert [http.head(path).status_code for path in ("/", "/api/version", "/api/tags")] == [200] * 3
+        version = http.get("/api/version").json()["version"]
+        assert tuple(map(int, version.split("."))) >= (0, 6, 4), "some ask for that"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda client: client.pull("other"),
+        lambda client: list(client.pull("other", stream=True)),
+        lambda client: client.push("fake"),
+        lambda client: client.create("mine", from_="fake"),
+        lambda client: client.copy("fake", "mine"),
+        lambda client: client.delete("fake"),
+    ],
+    ids=["pull", "pull as a stream", "push", "create", "copy", "delete"],
+)
+def test_nothing_changes_models(client: ollama.Client, change: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match="changes no models") as refused:
+        change(client)
+    assert refused.value.status_code == 403
+
+
+def test_files_of_models_are_taken_by_nobody(running: Running) -> None:
+    with running.http() as http:
+        answer = http.post("/api/blobs/sha256:00", content=b"x")
+        assert (answer.status_code, list(answer.json())) == (403, ["error"])
+
+
+def test_the_async_client(running: Running) -> None:
+    async def ask() -> tuple[ollama.ChatResponse, list[ollama.ChatResponse]]:
+        async with ollama.AsyncClient(running.url, timeout=DEADLINE_S) as client:
+            whole = await client.chat("fake", MESSAGES)
+            return whole, [line async for line in await client.chat("fake", MESSAGES, stream=True)]
+
+    whole, lines = asyncio.run(ask())
+    assert joined(lines) == joined([whole])
+
+
+def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="does not exist") as unknown:
+        client.chat("other", MESSAGES)
+    assert unknown.value.status_code == 404
+    for refused in (
+        lambda: plain.chat("fake", MESSAGES, think=True),
+        lambda: list(plain.generate("fake", "Hello", think="low", stream=True)),
+    ):
+        with pytest.raises(ollama.ResponseError, match="'fake' does not support thinking") as error:
+            refused()
+        assert error.value.status_code == 400
+    with pytest.raises(ollama.ResponseError, match="tool calls"):
+        plain.chat("fake", MESSAGES, tools=[NOW])
+    with pytest.raises(ollama.ResponseError, match="prompt is too long"):
+        plain.generate("fake", "x" * 3000)
+
+
+def test_a_stream_that_fails_ends_with_a_line_that_says_so() -> None:
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
+        lines = client.chat("fake", MESSAGES, stream=True)
+        next(lines)
+        executor.fail_next = True
+        with pytest.raises(ollama.ResponseError, match="failed"):
+            list(lines)
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    with run_server(FakeExecutor(step_s=0.01)) as running, running.http() as http:
+        with http.stream("POST", "/api/chat", json={**CHAT, "stream": True}) as answer:
+            assert answer.headers["content-type"] == "application/x-ndjson"
+            next(answer.iter_lines())
+        wait_until(lambda: not running.num_unfinished, "its request has ended")
+        assert running.num_blocks_in_use == 0
+
+
+def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
+    executor = FakeExecutor()
+    executor.gate.clear()
+    with run_server(executor, stream_keep_alive_s=0.02) as running, running.http() as http:
+        with http.stream("POST", "/api/generate", json={"model": "fake", "prompt": "Hello"}) as answer:
+            pieces = answer.iter_bytes()
+            text = next(pieces)
+            assert text.strip(b" ") == b""
+            executor.gate.set()
+            text += b"".join(pieces)
+        told = [json.loads(line) for line in text.splitlines()]
+        turn = len("<user>Hello\n<assistant>")
+        assert "".join(line["response"] for line in told) == answer_text(turn)
+        assert told[-1]["done"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 7}, "model"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": ["Hello"]}, r"messages\[0\]"),
+        ({"messages": [{"content": "Hello"}]}, r"messages\[0\].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\].content"),
+        ({"messages": [{"role": "user", "content": "Hello", "images": ["aGk="]}]}, r"messages\[0\].images"),
+        ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, r"messages\[0\].tool_calls\[0\]"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 7}}]}]},
+            "arguments",
+        ),
+        ({"tools": [7]}, r"tools\[0\]"),
+        ({"tools": {"now": 1}}, "tools"),
+        ({"format": "xml"}, "format"),
+        ({"format": ["json"]}, "format"),
+        ({"think": 7}, "think"),
+        ({"stream": "yes"}, "stream"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"options": 7}, "options"),
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"temperature": -1}}, "temperature"),
+        ({"options": {"num_predict": 0}}, "num_predict"),
+        ({"options": {"num_predict": -3}}, "num_predict"),
+        ({"options": {"repeat_penalty": 0}}, "repeat_penalty"),
+        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
+        ({"options": {"mirostat": 1}}, "mirostat"),
+        ({"options": {"tfs_z": 0.5}}, "tfs_z"),
+        ({"options": {"penalize_newline": False}}, "penalize_newline"),
+        ({"temperature": 0.5}, "temperature stands in options"),
+        ({"template": "{{ .Prompt }}"}, "template"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"system": "Be brief."}, "system"),
+        ({"truncate": True}, "truncate"),
+        ({"shift": True}, "shift"),
+    ],
+)
+def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: str) -> None:
+    _refused(running, "/api/chat", {**CHAT, **fields}, what)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": "a", "context": [1, 2]}, "context"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "images": ["aGk="]}, "images"),
+        ({"prompt": "a", "template": "x"}, "template"),
+        ({"prompt": "a", "width": 64}, "width"),
+        ({"prompt": "a", "raw": 1}, "raw"),
+        ({"prompt": "a", "raw": True, "system": "Be brief."}, "without system"),
+        ({"prompt": "a", "raw": True, "think": True}, "without system and think"),
+        ({"messages": MESSAGES}, "messages"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_named(running: Running, fields: dict[str, Any], what: str) -> None:
+    _refused(running, "/api/generate", {"model": "fake", "stream": False, **fields}, what)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "what"),
+    [
+        ("/api/embed", {"input": 7}, "input"),
+        ("/api/embed", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/api/embed", {"input": "a", "dimensions": 9}, "dimensions"),
+        ("/api/embed", {"input": "a" * 4000, "truncate": False}, "too long"),
+        ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
+        ("/api/show", {"model": ""}, "model is required"),
+    ],
+)
+def test_what_else_is_wrong_is_named(running: Running, path: str, fields: dict[str, Any], what: str) -> None:
+    _refused(running, path, {"model": "fake", **fields}, what)
+
+
+def _refused(running: Running, path: str, body: dict[str, Any], what: str) -> None:
+    with running.http() as http:
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        (message,) = answer.json().values()
+        assert re.search(what, message), message
+    assert not running.num_unfinished
+
+
+def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
+    """Ways to load a model, what is off, and numbers at which a field means nothing."""
+    expected = plain.chat("fake", MESSAGES).message
+    options = {"num_gpu": 1, "num_thread": 8, "use_mmap": True, "num_keep": 5, "mirostat": 0, "tfs_z": 1.0}
+    more = {"num_batch": 512, "repeat_last_n": 64, "repeat_penalty": 1.0, "num_ctx": 512, "numa": False}
+    assert plain.chat("fake", MESSAGES, options={**options, **more}, keep_alive="5m", format="").message == expected
+
+
+def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
+    shared: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "octavo.server.api.extra_fields"), shared.http() as http:
+        for _ in range(2):
+            body = {**CHAT, "options": {"num_ctx": 32768, "num_predict": 1, "new_option": 1}, "new_field": 2}
+            assert http.post("/api/chat", json=body).status_code == 200
+    told = ("num_ctx 32768 is more than max_model_len 2048", "new_field", "new_option")
+    assert [caplog.text.count(each) for each in told] == [1, 1, 1]
+
+
+def test_durations_are_nanoseconds_of_the_engines_clock() -> None:
+    one = RequestMetrics(1.0, 1.5, 2.0, 4.0)
+    assert durations([one]) == (3_000_000_000, 500_000_000, 2_000_000_000)
+    assert durations([one, RequestMetrics(0.5, 1.25, 3.0, 5.0)]) == (4_500_000_000, 750_000_000, 3_000_000_000)
+    assert durations([RequestMetrics(1.0, 1.5, None, 4.0)]) == (3_000_000_000, 2_500_000_000, 0)
+    assert durations([RequestMetrics(1.0)]) == (0, 0, 0)
+
+
+# --- Open WebUI: what its backend asks an Ollama for, as `backend/open_webui/routers/ollama.py` writes it.
+
+WEBUI_HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer key"}
+
+
+def _webui_chat(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
+    """Its chat: a body made of OpenAI's, and every line parsed by itself."""
+    payload = {
+        "model": "fake:latest",
+        "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES],
+        "stream": True,
+        "options": {"temperature": 0.7, "num_ctx": 4096, "stop": ["zzz"], "num_gpu": 1},
+        "keep_alive": "5m",
+        "metadata": {"chat_id": "1", "features": {}},
+        **more,
+    }
+    with http.stream("POST", "/api/chat", content=json.dumps(payload), headers=WEBUI_HEADERS) as answer:
+        assert answer.status_code == 200, answer.read()
+        return [json.loads(line) for line in answer.iter_lines()]
+
+
+def test_open_webui_finds_models(running: Running) -> None:
+    with running.http() as http:
+        assert http.get("/api/version", headers=WEBUI_HEADERS).json()["version"]
+        models = http.get("/api/tags", headers=WEBUI_HEADERS).json()["models"]
+        loaded = {each["name"]: each["expires_at"] for each in http.get("/api/ps").json()["models"]}
+        known = {model["model"]: model for model in models}
+        assert "fake:latest" in known, "it writes :latest behind a name without a tag, and looks for that"
+        for model in models:
+            assert loaded[model["name"]]
+            assert {"name", "model", "digest", "size", "details", "modified_at"} <= model.keys()
+            assert len(model["digest"]) == 64
+        shown = http.post("/api/show", json={"name": "fake:latest", "model": "fake:latest"}).json()
+        assert {"details", "model_info", "capabilities"} <= shown.keys()
+
+
+def test_open_webui_chats(running: Running) -> None:
+    with running.http() as http:
+        lines = _webui_chat(http)
+        assert all(line["model"] == "fake:latest" and line["message"]["role"] == "assistant" for line in lines)
+        assert "".join(line["message"].get("thinking", "") for line in lines) == "Rome, 狐."
+        last = lines[-1]
+        assert (last["done"], last["done_reason"]) == (True, "stop")
+        for name in ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"):
+            assert isinstance(last[name], int)
+        assert last["eval_duration"] > 0
+        assert last["total_duration"] >= last["prompt_eval_duration"] + last["eval_duration"]
+        assert (last["prompt_eval_count"] > 0, last["eval_count"] > 0) == (True, True)
+        assert _webui_chat(http, num_predict=3)[-1]["eval_count"] == 3, "where its own body has max_tokens"
+        assert _webui_chat(http, stream=False)[-1]["message"]["content"]
+
+
+def test_open_webui_calls_tools(running: Running) -> None:
+    """Calls come with an index and an id of null, their results with an id alone."""
+    call = {"index": 0, "id": None, "function": {"name": "now", "arguments": {}}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call], "content": ""},
+        {"role": "tool", "content": "noon", "tool_call_id": "call_1"},
+    ]
+    with running.http() as http:
+        lines = _webui_chat(http, messages=messages, tools=[NOW], format=None, think=False)
+        calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+        assert [(call["function"]["name"], call["function"]["index"]) for call in calls] == [("now", 0)]
+        assert calls[0]["id"]
+
+
+def test_open_webui_unloads_nothing(running: Running) -> None:
+    with running.http() as http:
+        told = http.post("/api/generate", json={"model": "fake:latest", "keep_alive": 0, "prompt": ""}).json()
+        assert (told["done"], told["done_reason"]) == (True, "load")
+
+
+def test_keys_are_asked_for_as_on_every_route() -> None:
+    with run_server(api_key="secret") as running:
+        with ollama.Client(running.url, timeout=DEADLINE_S) as stranger:
+            for ask in (stranger.list, lambda: stranger.chat("fake", MESSAGES), lambda: stranger.pull("fake")):
+                with pytest.raises(ollama.ResponseError, match="a valid API key is needed") as refused:
+                    ask()
+                assert refused.value.status_code == 401
+        with ollama.Client(running.url, timeout=DEADLINE_S, headers={"Authorization": "Bearer secret"}) as client:
+            assert client.chat("fake", MESSAGES).message.content
+
+
+def test_a_full_server_says_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    """And each request that was taken is a line of the audit log, by the name that is served."""
+    executor = FakeExecutor(step_s=0.005)
+    with (
+        caplog.at_level(logging.INFO, "octavo.audit"),
+        run_server(executor, max_open_requests=1) as running,
+        running.http() as http,
+    ):
+        endless = {**CHAT, "model": "fake:latest", "stream": True, "options": {"num_predict": 2000, "ignore_eos": True}}
+        with http.stream("POST", "/api/chat", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            refused = http.post("/api/chat", json=CHAT)
+            assert (refused.status_code, list(refused.json())) == (429, ["error"])
+            assert int(refused.headers["retry-after"]) >= 1
+        wait_until(lambda: "/api/chat" in caplog.text and '"model": "fake"' in caplog.text, "it is written down")
