@@ -15,11 +15,14 @@ constexpr int kPanelColumns = 32;  // columns of a packed weight that stand toge
 // Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
 // [ceil(k / 4)][32][4] of a rotated weight (rotation.h), and behind all panels float32 scales and int32 sums of the columns,
 // [ceil(n / 32) * 32] each. int4: groups of k, each with int16 multiples [32] and perhaps zero points, then
-// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h).
+// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h). Blocks of GGUF
+// files, whose rows are whole blocks: groups of 32 k with their scales (block_formats.h).
 struct Int4Format {
   int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
   bool has_zeros;      // zero points of each group, else all are 8
 };
+
+enum class Activation : int { kSilu, kGeluTanh };  // as octavo.kernels.cpu.ACTIVATION_NUMBERS has them
 
 struct LinearArgs {
   const void* x;  // [rows, k], float32 or bfloat16
@@ -34,8 +37,10 @@ struct LinearArgs {
   void* out;          // [rows, out_features], float32 or bfloat16
   int64_t out_stride;
   DType out_dtype;
-  bool gated;       // the first half of n are gates of the second one, and the result is that of silu_and_mul; see fuses_gate
-  Int4Format int4;  // of an int4 weight
+  bool gated;  // the first half of n are gates of the second one, and the result is that of `gate`; see fuses_gate
+  Activation activation;  // of these gates
+  Int4Format int4;        // of an int4 weight
+  const int32_t* order;   // [k]: which column of x each k of an int4 weight meets, or null: they stand in one order
 
   int64_t out_features() const { return gated ? n / 2 : n; }
 };
@@ -49,6 +54,7 @@ struct EmbeddingArgs {
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
+  float scale;      // every value is multiplied by it before it is rounded
   Int4Format int4;  // of a weight of that type
 };
 
@@ -67,7 +73,7 @@ struct RoundArgs {
 
 // A weight before it is packed.
 struct PackArgs {
-  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte
+  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte; blocks: [n, bytes of a row], `stride` apart
   DType dtype;
   int64_t n;
   int64_t k;
@@ -81,7 +87,7 @@ struct PackArgs {
 
 struct NormArgs {
   const void* x;   // [rows / together, together, size], the last two dimensions contiguous
-  void* residual;  // [rows, size], contiguous, or null: x is added to it, and the sum is normalized
+  void* residual;  // [rows, size], contiguous, or null: x * scale is added to it, and the sum is normalized
   const void* weight;
   DType weight_dtype;
   void* out;
@@ -89,6 +95,7 @@ struct NormArgs {
   int64_t rows;
   int64_t size;
   float eps;
+  float scale;       // of x where it is added
   int64_t together;  // rows of x that stand together: the heads of a token
   int64_t x_stride;  // from one such group to the next
 };
@@ -100,6 +107,17 @@ struct GateArgs {
   DType dtype;  // of both
   int64_t rows;
   int64_t size;
+  Activation activation;
+};
+
+// sum += x * scale, rounded to their type.
+struct AddArgs {
+  const void* x;  // [rows, size], contiguous
+  void* sum;      // likewise
+  DType dtype;    // of both
+  int64_t rows;
+  int64_t size;
+  float scale;
 };
 
 // Rows that are copied out of others.
@@ -119,7 +137,8 @@ struct RopeArgs {
   int64_t q_strides[2];  // of tokens and of heads
   int64_t k_strides[2];
   int64_t v_strides[2];
-  const float* cos_sin;  // [max_positions, head_dim]
+  const float* cos_sin;      // [max_positions, rotary_dim]: cosines, then sines
+  const float* query_scale;  // [max_positions] of rotated queries, or null
   const int64_t* positions;
   const int64_t* slot_mapping;
   void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
@@ -132,6 +151,8 @@ struct RopeArgs {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;  // the first dimensions of a head, which turn; the others stay
+  bool interleaved;    // each even one turns with the next, not each of the first half with one of the second
   int64_t block_size;
 };
 
@@ -157,6 +178,7 @@ struct AttentionArgs {
   int64_t block_size;
   float scale;
   int64_t window;  // 0: unlimited
+  float softcap;   // of scores, or 0: none; see soft_cap
 };
 
 struct SampleArgs {
@@ -181,7 +203,10 @@ struct KernelTable {
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);
   void (*take_rows)(ThreadPool&, const TakeArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
-  void (*silu_and_mul)(ThreadPool&, const GateArgs&);
+  void (*gate)(ThreadPool&, const GateArgs&);
+  void (*add)(ThreadPool&, const AddArgs&);
+  void (*soft_cap)(ThreadPool&, float* x, int64_t count, float cap);
+  void (*divide)(ThreadPool&, float* x, int64_t count, float divisor);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
   void (*paged_attention)(ThreadPool&, const AttentionArgs&);
   void (*sample)(ThreadPool&, const SampleArgs&);

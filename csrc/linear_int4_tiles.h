@@ -4,6 +4,7 @@
 // rows.
 #pragma once
 
+#include "linear_blocks.h"
 #include "linear_tiles.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -176,6 +177,7 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
       if (args.rows > kFewNibbleRows) return linear_of_nibble_tiles(pool, args);
 #endif
       return linear_of_integers<NibbleWeight>(pool, args);
+    default: return linear_of_blocks(pool, args);
   }
 }
 

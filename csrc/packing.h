@@ -1,7 +1,7 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
-#include "linear_int4_tiles.h"
+#include "packing_blocks.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -122,6 +122,7 @@ inline void pack_weight(ThreadPool& pool, const PackArgs& args) {
     case DType::kFloat16: return pack_weight_of<f16>(pool, args);
     case DType::kInt8: return pack_int8_weight(pool, args);
     case DType::kInt4: return pack_int4_weight(pool, args);
+    default: return pack_block_weight(pool, args);
   }
 }
 
@@ -129,6 +130,7 @@ template <class W, class Out>
 void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const W* packed = static_cast<const W*>(args.packed);
   const int64_t k = args.k;
+  const Vec scale = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const W* panel = packed + args.ids[row] / kPanelColumns * panel_size<W>(k);
@@ -138,7 +140,7 @@ void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
         W values[kLanes] = {};
         const int64_t lanes = smaller(int64_t{kLanes}, k - i);
         for (int64_t j = 0; j < lanes; ++j) values[j] = panel[panel_offset<W>(column, i + j)];
-        store_first(out + i, load(values), lanes);
+        store_first(out + i, load(values) * scale, lanes);
       }
     }
   });
@@ -149,6 +151,7 @@ template <class Out>
 void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const ByteWeight weight(args.packed, args.n, args.k);
   const int64_t k = args.k, room = whole_vectors(k);
+  const Vec factor = splat(args.scale);
   pool.reserve_local(static_cast<size_t>(2 * room) * sizeof(float));
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last, int thread) {
     auto *values = static_cast<float*>(pool.local(thread)), *rotated = values + room;
@@ -159,7 +162,7 @@ void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; ++i) values[i] = column[i / 4 * kGroupBytes + i % 4];
       rotate_row(static_cast<const float*>(values), k, rotated);
-      for (int64_t i = 0; i < k; i += kLanes) store_first(out + i, load(rotated + i) * scale, k - i);
+      for (int64_t i = 0; i < k; i += kLanes) store_first(out + i, load(rotated + i) * scale * factor, k - i);
     }
   });
 }
@@ -175,6 +178,7 @@ template <class Out>
 void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const NibbleWeight weight(args.packed, args.int4, args.n, args.k);
   const int64_t k = args.k;
+  const Vec factor = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const uint8_t* group = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
@@ -193,7 +197,7 @@ void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
           for (int64_t j = 0; j < lanes; ++j) {
             values[j] = static_cast<float>((nibble_at(words, i + j) - kNibbleCenter) * multiple - zero);
           }
-          store_first(out + start + i, load(values) * unit, lanes);
+          store_first(out + start + i, load(values) * unit * factor, lanes);
         }
         group += weight.head_bytes + weight.group / kNibbleDepth * kNibbleBytes;
       }
@@ -209,6 +213,7 @@ void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
     case DType::kFloat16: return embedding_of<f16, Out>(pool, args);
     case DType::kInt8: return int8_embedding_of<Out>(pool, args);
     case DType::kInt4: return int4_embedding_of<Out>(pool, args);
+    default: return block_embedding_of<Out>(pool, args);
   }
 }
 

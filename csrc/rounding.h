@@ -181,8 +181,7 @@ inline void round_weight(ThreadPool& pool, const RoundArgs& args) {
     case DType::kFloat32: return round_weight_of<float>(pool, args);
     case DType::kBFloat16: return round_weight_of<bf16>(pool, args);
     case DType::kFloat16: return round_weight_of<f16>(pool, args);
-    case DType::kInt8:
-    case DType::kInt4: return;  // rounded already
+    default: return;  // rounded already
   }
 }
 

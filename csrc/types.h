@@ -5,7 +5,23 @@
 
 namespace octavo {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4 };
+// From kQ8_0 on weights in blocks of GGUF files (block_formats.h).
+enum class DType : int {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kInt8 = 3,
+  kInt4 = 4,
+  kQ8_0 = 5,
+  kQ4_0 = 6,
+  kQ4_1 = 7,
+  kQ5_0 = 8,
+  kQ5_1 = 9,
+  kQ4_K = 10,
+  kQ5_K = 11,
+  kQ6_K = 12,
+  kMXFP4 = 13,
+};
 
 // Storage only: arithmetic happens in float32 lanes.
 struct bf16 {

@@ -91,6 +91,22 @@ OCTAVO_INLINE __m256i add_nibble_products(__m256i sum, __m256i w, __m256i x) {
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
   return {add_nibble_products(sum.lo, w.lo, x.lo), add_nibble_products(sum.hi, w.hi, x.hi)};
 }
+// Each 32-bit lane: sum + the four products of its bytes; w is 0 .. 127, x is signed.
+OCTAVO_INLINE __m256i add_unsigned_products(__m256i sum, __m256i w, __m256i x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) {
+  return {add_unsigned_products(sum.lo, w.lo, x.lo), add_unsigned_products(sum.hi, w.hi, x.hi)};
+}
+// The four words in every 128 bits.
+OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const __m128i four = _mm_setr_epi32(static_cast<int>(a), static_cast<int>(b), static_cast<int>(c), static_cast<int>(d));
+  return {_mm256_broadcastsi128_si256(four), _mm256_broadcastsi128_si256(four)};
+}
+// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) {
+  return {_mm256_shuffle_epi8(table.lo, bytes.lo), _mm256_shuffle_epi8(table.hi, bytes.hi)};
+}
 // Each 32-bit lane: sum + the two products of its halves, which are signed.
 OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
   return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};

@@ -80,6 +80,14 @@ OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, x.v), _mm512_set1_epi16(1)))};
 #endif
 }
+// The same; w is unsigned with VNNI, and 0 .. 127 without.
+OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) { return add_nibble_products(sum, w, x); }
+// The four words in every 128 bits.
+OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return {_mm512_set4_epi32(static_cast<int>(d), static_cast<int>(c), static_cast<int>(b), static_cast<int>(a))};
+}
+// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) { return {_mm512_shuffle_epi8(table.v, bytes.v)}; }
 #if defined(OCTAVO_ISA_BF16)
 // Each lane: sum + the two products of its bfloat16.
 OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {

@@ -21,7 +21,7 @@ struct Mask {  // all bits of a lane set, or none
   int16lanes v;
 };
 
-OCTAVO_INLINE Vec splat(float x) { return {float16lanes{} + x}; }
+OCTAVO_INLINE Vec splat(float x) { return {x - float16lanes{}}; }  // a sum would make 0.0 of -0.0
 OCTAVO_INLINE IVec splat_int(uint32_t x) { return {uint16lanes{} + x}; }
 OCTAVO_INLINE IVec lane_numbers() { return {uint16lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}}; }
 
@@ -88,6 +88,22 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
 // The same; w is 0 .. 15, x is signed.
 constexpr bool kSumsNibblesInHalves = false;
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
+// The same; w is 0 .. 127.
+OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
+// The four words in every 128 bits.
+OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return {uint16lanes{a, b, c, d, a, b, c, d, a, b, c, d, a, b, c, d}};
+}
+// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) {
+  uint8_t from[64], at[64];
+  std::memcpy(from, &table.v, sizeof(from));
+  std::memcpy(at, &bytes.v, sizeof(at));
+  for (int i = 0; i < 64; ++i) at[i] = from[i / 16 * 16 + at[i]];
+  IVec r;
+  std::memcpy(&r.v, at, sizeof(r.v));
+  return r;
+}
 // Half kHalf of each lane, its sign extended.
 template <int kHalf>
 OCTAVO_INLINE int16lanes signed_word(IVec a) {

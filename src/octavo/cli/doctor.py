@@ -20,7 +20,7 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
-        help="A directory in Hugging Face layout or a hub id, for its shapes. Default: the built-in model.",
+        help="A directory in Hugging Face layout, a GGUF file or a hub id: its shapes. Default: the built-in model.",
         show_default=False,
     ),
 ]
@@ -69,12 +69,11 @@ def doctor(
         if each not in _PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")
     from octavo.assets import built_in_model_path  # what a command needs, when it runs
-    from octavo.models.model_path import resolve_model_path
-    from octavo.models.registry import read_architecture
+    from octavo.startup.checkpoint import open_checkpoint
     from octavo.worker.machine_report import examine
 
-    directory = built_in_model_path() if model is None else resolve_model_path(model, weights=False)
-    architecture = read_architecture(directory)
+    found = open_checkpoint(built_in_model_path() if model is None else model, weights=False)
+    architecture = found.read_architecture()
     report = examine(
         architecture,
         isa=isa,  # type: ignore[arg-type]  # checked above

@@ -65,7 +65,8 @@ class EngineOptions:
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A directory in Hugging Face layout or a hub id (owner/name). Default: the built-in model.",
+            help="A directory in Hugging Face layout, a GGUF file or a hub id (owner/name). Default: the built-in "
+            "model.",
             show_default=False,
         ),
     ] = None
@@ -116,6 +117,8 @@ class EngineOptions:
         if model is None:
             return BUILT_IN_MODEL
         path = Path(model).expanduser()
+        if path.is_file():
+            return path.resolve().stem
         return path.resolve().name if path.is_dir() else model
 
     def config(self) -> EngineConfig:

@@ -69,7 +69,7 @@ class PreemptionMode(StrEnum):
 class ModelConfig:
     """Which checkpoint, and how it is read.
 
-    model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
+    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
     quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
     them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
     four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds

@@ -67,9 +67,8 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
         """Read the tokenizer of a checkpoint. Raises `ModelError` where there is none that octavo reads."""
+        cls.check_directory(directory)
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(_explain_missing(directory))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
@@ -81,6 +80,12 @@ class Tokenizer:
             config |= read_json_object(directory / "special_tokens_map.json")
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
+
+    @staticmethod
+    def check_directory(directory: Path) -> None:
+        """Raise `ModelError` where a checkpoint has no tokenizer that octavo reads."""
+        if not (directory / "tokenizer.json").is_file():
+            raise ModelError(_explain_missing(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Return the token ids of a text; a text that begins with BOS does not get a second one.

@@ -4,6 +4,7 @@ Activations are rounded to int8 on the way, one scale per row, the largest magni
 scale per output feature (W8A8), both rotated before they are rounded (`octavo.kernels.rotation`), or int4 with one
 scale, and perhaps a zero point, per group of input features (W4A8).
 Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
+Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet activations that have a scale per 32 of a row.
 Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
 feature before it is used, so sums over all groups are, too: every backend gives the same bits.
 """
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.kernels.block_weight import GROUP_VALUES
 from octavo.kernels.rotation import rotate, rotation_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+    from octavo.kernels.block_weight import BlockWeight
 
 ROUNDING_VERSION = 3  # to be counted up when a weight is rounded to other values: weights kept on disk are old then
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
@@ -75,13 +79,15 @@ class Int4Weight:
 
     values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
     zeros uint8 or float16 [out_features, groups], each 0 .. 16, whole or not, or None where all are 8; group_size a
-    multiple of 32, or in_features or more.
+    multiple of 32, or in_features or more; order int32 [in_features]: which input feature column j meets (act-order of
+    GPTQ: those of a group stand apart), or None where column j meets feature j.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
     group_size: int
+    order: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -92,13 +98,15 @@ class Int4Weight:
     def nbytes(self) -> int:
         """Bytes that it takes packed, without padding: half a byte a value, two a scale or zero point, four a row."""
         groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
-        return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0]
+        order = 0 if self.order is None else self.order.nbytes
+        return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32, by the scales as they were given."""
+        """Return the weight that this stands for, in float32, by the scales as they were given: by input features."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
-        return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+        weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales as they are used.
@@ -127,7 +135,7 @@ class Int4Weight:
         """Return (float64 [out_features, in_features], float32 units [out_features]): the weight as it is used.
 
         Whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and `whole_offsets`; the weight is
-        these times the units.
+        these times the units. Columns stand as in `values`.
         """
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
@@ -140,12 +148,13 @@ class Int4Weight:
     def rows(self, index: slice | Tensor) -> Int4Weight:
         """Return some of its rows."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size)
+        return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size, self.order)
 
     def to(self, device: torch.device) -> Int4Weight:
         """Return it on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size)
+        order = None if self.order is None else self.order.to(device)
+        return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
 
 
 QuantizedWeight = Int8Weight | Int4Weight
@@ -161,7 +170,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is so many times itself
-    for part in _parts(weight):
+    for part in _parts(weight.shape):
         rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
     return values, scales
@@ -182,7 +191,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
     values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, num_groups, dtype=torch.bfloat16, device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.float16) if minima else None
-    for part in _parts(weight):
+    for part in _parts(weight.shape):
         wide = torch.nan_to_num(weight[part].float(), nan=0.0)
         padded = torch.nn.functional.pad(wide, (0, num_groups * group_size - in_features))
         is_there = torch.nn.functional.pad(torch.ones_like(wide), (0, padded.shape[1] - in_features))
@@ -246,7 +255,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Put weights of one kind and equal width below one another."""
+    """Put weights of one kind, width and order of columns below one another."""
     if len(weights) == 1:
         return weights[0]
     values = torch.cat([weight.values for weight in weights])
@@ -256,14 +265,21 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return Int8Weight(values, scales)
     groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
     if all(weight.zeros is None for weight in groups):
-        return Int4Weight(values, scales, None, first.group_size)
+        return Int4Weight(values, scales, None, first.group_size, first.order)
     is_whole = all(weight.zeros is None or weight.zeros.dtype == torch.uint8 for weight in groups)
     dtype = torch.uint8 if is_whole else torch.float16
     zeros = [
         torch.full_like(weight.scales, INT4_ZERO, dtype=dtype) if weight.zeros is None else weight.zeros.to(dtype)
         for weight in groups
     ]
-    return Int4Weight(values, scales, torch.cat(zeros), first.group_size)
+    return Int4Weight(values, scales, torch.cat(zeros), first.group_size, first.order)
+
+
+def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether weights meet input features in the same order: others cannot be fused."""
+    orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
+    first = orders[0] if orders else None
+    return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +316,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values, scales = quantize_rows(rotate(x))
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
-    for part in _parts(weight.values):
+    for part in _parts(weight.shape):
         # Whole numbers below 2^53 are exact; a sum of nothing but -0.0 becomes the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
@@ -313,18 +329,40 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
     The integers of the weight are those of `Int4Weight.whole_values`.
     """
-    values, row_scales = quantize_rows(x)
+    values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
-    for part in _parts(weight.values):
+    for part in _parts(weight.shape):
         whole, units = weight.rows(part).whole_values()
         scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units)
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
     return out
 
 
-def _parts(weight: Tensor) -> Iterator[slice]:
+def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
+    """Return x @ weight.T of rows that are rounded to int8 in groups of 32: float32 [rows, out_features].
+
+    That is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
+    (scale of x's group), each operation rounded once. Where a weight has two scales in 32, these are two terms.
+    """
+    rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
+    row_scales = scales.view(x.shape[0], -1, 1)
+    total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)
+    for part in _parts(weight.shape):
+        numbers = weight.select_rows(part).numbers()
+        num_groups, size = numbers.values.shape[1:]
+        whole = rounded.view(x.shape[0], num_groups, size)
+        for group in range(num_groups):
+            # Whole numbers below 2^24 are exact; a sum of nothing but -0.0 becomes the integers' 0.
+            term = (whole[:, group] @ numbers.values[:, group].T + 0.0) * numbers.scales[:, group]
+            if numbers.minima is not None:
+                term = term + (whole[:, group].sum(dim=1, keepdim=True) + 0.0) * numbers.minima[:, group]
+            total[:, part] += term * row_scales[:, group * size // GROUP_VALUES]
+    return total
+
+
+def _parts(shape: torch.Size) -> Iterator[slice]:
     """Yield slices of a weight's rows that hold so few values that they can be widened."""
-    rows = max(1, _VALUES_AT_ONCE // max(weight.shape[1], 1))
-    for first in range(0, weight.shape[0], rows):
+    rows = max(1, _VALUES_AT_ONCE // max(shape[1], 1))
+    for first in range(0, shape[0], rows):
         yield slice(first, first + rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import cache
@@ -11,25 +12,29 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
-from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
+from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_one_order
 from octavo.models.architecture import is_norm, rounded_bits
+from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
-from octavo.models.quantized_weights import READING_VERSION, read_quantized
+from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
-from octavo.models.rope import make_cos_sin
+from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm
     from octavo.models.weight_source import StoredTensors, WeightSource
+
+logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,7 +82,9 @@ def load_model(
     """
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
-    total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    norm_dtype = str(computed).removeprefix("torch.")
+    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size)
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
     packer = _Packer(
         source,
         files,
@@ -98,6 +105,7 @@ def load_model(
         weights=kept or packer,
         dtype=computed,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
+        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len, device)),
     )
     try:
         model = CausalLM(context)
@@ -118,10 +126,38 @@ def _open_source(
     The files hold all that the architecture needs.
     """
     if seed is not None:
-        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed), None
-    files = weights.open()
-    files.check(architecture.stored_tensors())
+        norm_mean = 1.0 - architecture.norm_offset
+        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean), None
+    files = open_tensors(weights, architecture, _TORCH_DTYPES[dtype])
     return files, files
+
+
+def _tell_of_small_floats(
+    architecture: Architecture, dtype: str, norm_dtype: str, quantization: str | None, group_size: int
+) -> None:
+    """Log what becomes of weights that are stored as small floats, and the memory that this takes."""
+    if architecture.stored_floats is None:
+        return
+    summary = architecture.stored_floats.summary
+    if quantization is not None:
+        logger.info(
+            "the weights are %s, expanded to %s and rounded to %s as they are read", summary, dtype, quantization
+        )
+        return
+    gigabytes = [
+        architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
+    ]
+    if architecture.block_bytes:
+        becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
+    else:
+        becomes, activations = f"expanded to {dtype} as it is read", "Activations are not rounded to so few bits"
+    logger.warning(
+        "the weights are %s, which is %s: they take %.1f GB (with quantization int8 %.1f, int4 %.1f). %s",
+        summary,
+        becomes,
+        *gigabytes,
+        activations,
+    )
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
@@ -157,17 +193,20 @@ class _Packer:
         self.source = source
         self.files = files  # None where the source has none
         self.stored = architecture.stored
+        self.unchecked_scales = [] if files is None else architecture.scale_names()
         self.kernels = kernels
         self.dtype = dtype
         self.quantization = quantization
         self.group_size = group_size
-        self.norm_dtype = norm_dtype
+        self.norm_offset = architecture.norm_offset
+        self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
 
     def linear(self, declared: Linear) -> PackedLinear:
+        self._check_scales()
         weight = self._weight(declared)
         fused_bias = None
         if declared.has_bias:
@@ -176,9 +215,18 @@ class _Packer:
             self._refuse_biases(declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
 
-    def _weight(self, declared: Linear) -> Sequence[Tensor] | QuantizedWeight:
+    def _check_scales(self) -> None:
+        """Look at the scales of all weights before the first is packed: not where packed ones were kept."""
+        names, self.unchecked_scales = self.unchecked_scales, []
+        if self.files is not None and names:
+            refuse_broken_scales(self.files, names)
+
+    def _weight(self, declared: Linear) -> WeightToPack:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
         names = declared.names
+        blocks = self._blocks(declared)
+        if blocks:
+            return blocks
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -186,7 +234,13 @@ class _Packer:
                 "computes them together and cannot mix them"
             )
         if covered:
-            return fuse_quantized([self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts])
+            parts = [self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts]
+            if not have_one_order(parts):
+                raise ModelError(
+                    f"{', '.join(names)} have their input features in different orders (g_idx); octavo computes them "
+                    "together, as they are quantized together where act-order is used"
+                )
+            return fuse_quantized(parts)
         tensors = [f"{name}.weight" for name in names]
         bits = rounded_bits(tensors[0], self.quantization)
         if bits is None:
@@ -195,6 +249,20 @@ class _Packer:
         if self.files is not None:
             self.files.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
+
+    def _blocks(self, declared: Linear) -> list[BlockWeight]:
+        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
+
+        So are those that are to be rounded again.
+        """
+        if self.files is None or self.quantization is not None:
+            return []
+        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
+        blocks = [each.to(self.device) for each in found if each is not None]
+        if not blocks or len(blocks) < len(declared.names):
+            return []
+        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
+        return blocks
 
     def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
@@ -218,7 +286,8 @@ class _Packer:
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
     def norm(self, declared: Norm) -> Tensor:
-        return self._fuse(list(declared.shapes.items()))
+        weight = self._fuse(list(declared.shapes.items()))
+        return weight.add_(self.norm_offset) if self.norm_offset else weight
 
     def skip(self, declared: Linear) -> None:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from octavo.kernels.block_weight import BlockWeight
     from octavo.models.stored_quantization import StoredTensor
 
 
@@ -24,6 +25,10 @@ class StoredTensors(Protocol):
 
     def find(self, name: str) -> Tensor | None:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
+        ...
+
+    def blocks(self, name: str) -> BlockWeight | None:
+        """Return a matrix that stands in blocks, which may alias a file's pages; None where it does not."""
         ...
 
     def tensor(self, name: str) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.errors import ModelError
 from octavo.models.model_path import resolve_model_path
+from octavo.models.weight_files import some
 from octavo.startup.folder_checkpoint import FolderCheckpoint
+from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from octavo.engine.chat_template import ChatTemplate
     from octavo.engine.embedding_config import EmbeddingConfig
@@ -40,6 +43,10 @@ class Checkpoint(Protocol):
         """Return what the model computes."""
         ...
 
+    def check_tokenizer(self) -> None:
+        """Raise what `read_tokenizer` would, as far as that can be seen at once: before anything is loaded."""
+        ...
+
     def read_tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
         ...
@@ -62,8 +69,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Find a checkpoint by its path or hub id. Raises `ModelError`.
+    """Find a checkpoint by its path or hub id; a file is a GGUF file. Raises `ModelError`.
 
     weights: False where only what stands beside them is read; then they are not downloaded.
     """
+    path = Path(model).expanduser()
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise ModelError(f"{path} is a folder of GGUF files; name one of them: {some([str(each) for each in files])}")
     return FolderCheckpoint(resolve_model_path(model, weights=weights))

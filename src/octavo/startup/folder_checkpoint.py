@@ -35,6 +35,10 @@ class FolderCheckpoint:
         """Read config.json as its family understands it."""
         return read_architecture(self.path)
 
+    def check_tokenizer(self) -> None:
+        """Raise where there is no tokenizer.json."""
+        Tokenizer.check_directory(self.path)
+
     def read_tokenizer(self) -> Tokenizer:
         """Read tokenizer.json and what explains it."""
         return Tokenizer.from_directory(self.path)

@@ -1,0 +1,395 @@
+// Matrix products of weights in the blocks of GGUF files (block_formats.h) and activations that are rounded to bytes on the way,
+// with a scale for each 32 consecutive k of a row. Sums of integers are exact, and what they make is added in float32 in the order
+// of k, so a result does not depend on the number of rows or the instruction set:
+//
+//   out = sum, k ascending, of (float(sum of x w) * scale [+ float(sum of x) * minimum]) * (scale of the row's group)  [+ bias]
+//
+// for every k that share a scale of the weight, each operation rounded once. A single row reads the panels as they stand in
+// memory. For more rows each piece of a panel is unpacked
+// once, into bytes and float32 scales in a cache, whatever its kind.
+#pragma once
+
+#include "block_formats.h"
+
+#if defined(OCTAVO_ISA_VNNI) && defined(__GNUC__) && !defined(__clang__)  // else GCC copies a tile's sums in its inner loop
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-coalesce-vars")
+#endif
+
+namespace octavo::OCTAVO_ISA {
+
+// Some rows as a product reads them: bytes, the scales of their groups, and the sums of what shares a scale of the weight, times
+// a factor.
+struct BlockTile {
+  uint8_t* bytes;  // [words][rows][4]
+  float* scales;   // [groups][rows]
+  int32_t* sums;   // [scales of a column][rows]
+};
+
+// f over all lanes, in every lane.
+template <class F>
+OCTAVO_INLINE IVec over_lanes(IVec a, const F& f) {
+  a = f(a, as_int(exchange_lanes<8>(as_float(a))));
+  a = f(a, as_int(exchange_lanes<4>(as_float(a))));
+  a = f(a, as_int(exchange_lanes<2>(as_float(a))));
+  return f(a, as_int(exchange_lanes<1>(as_float(a))));
+}
+
+OCTAVO_INLINE void store_lane(void* p, IVec a) {
+  uint32_t lanes[kLanes];
+  store_int(lanes, a);
+  std::memcpy(p, lanes, sizeof(lanes[0]));
+}
+
+// A group of a row as two vectors of whole numbers; its scale is stored. As in row_scale, it is NaN where a value is no number or
+// infinite.
+template <class X>
+OCTAVO_INLINE void round_group(const X* row, float* scale, IVec (&whole)[2]) {
+  const Vec values[2] = {load(row), load(row + kLanes)};
+  const auto magnitude = [](Vec a) { return as_int(a) & splat_int(0x7FFFFFFFu); };
+  const auto largest = [](IVec a, IVec b) { return max_signed(a, b); };
+  const Vec most = as_float(over_lanes(max_signed(magnitude(values[0]), magnitude(values[1])), largest));
+  const Mask is_finite = less(most, splat(__builtin_inff()));
+  store_lane(scale, as_int(select(is_finite, most / splat(127.0f), splat(__builtin_nanf("")))));
+  const Mask is_some = both(is_finite, less_equal(splat(kLeastMagnitude), most));
+  const Vec inverse = select(is_some, splat(127.0f) / most, splat(0.0f));
+  whole[0] = to_int(values[0] * inverse);
+  whole[1] = to_int(values[1] * inverse);
+}
+
+// `m` rows from `first` on, at most sixteen.
+template <class X>
+void round_block_rows(const LinearArgs& args, const BlockFormat& format, int64_t first, int64_t m, const BlockTile& tile) {
+  constexpr int64_t kTogether = 2 * kBlockGroup;
+  const X* const rows = static_cast<const X*>(args.x) + first * args.x_stride;
+  const bool has_halves = format.scale_group != kBlockGroup;
+  const int32_t factor = format.has_minima ? 1 : is_signed(format) ? 0 : -format.center;
+  const auto add = [](IVec a, IVec b) { return a + b; };
+  const auto store_sum = [&](int32_t* sum, IVec whole) {
+    store_lane(sum, over_lanes(whole, add));
+    *sum *= factor;
+  };
+  int32_t* sums = tile.sums;
+  for (int64_t i = 0; i < args.k; i += kTogether) {
+    const int64_t groups = smaller(args.k - i, kTogether) / kBlockGroup;
+    Vec words[kLanes];
+    for (int64_t r = 0; r < m; ++r) {
+      const X* row = rows + r * args.x_stride + i;
+      IVec parts[2][2] = {{splat_int(0), splat_int(0)}, {splat_int(0), splat_int(0)}};
+      for (int64_t g = 0; g < groups; ++g) {
+        round_group(row + g * kBlockGroup, tile.scales + (i / kBlockGroup + g) * m + r, parts[g]);
+        if (has_halves) {
+          store_sum(sums + 2 * g * m + r, parts[g][0]);
+          store_sum(sums + (2 * g + 1) * m + r, parts[g][1]);
+        } else {
+          store_sum(sums + g * m + r, parts[g][0] + parts[g][1]);
+        }
+      }
+      words[r] = as_float(pack_bytes({parts[0][0], parts[0][1], parts[1][0], parts[1][1]}));
+    }
+    sums += groups * format.scales_of_group() * m;
+    turn_rows(words, m, groups * kGroupWords, reinterpret_cast<float*>(tile.bytes + i * m));
+  }
+}
+
+// --- one row ------------------------------------------------------------------------------------------------------------
+
+template <class Out>
+OCTAVO_INLINE void write_block_sums(const LinearArgs& args, Vec (&sums)[kPanelVecs], int64_t first_column, char* out) {
+  OCTAVO_UNROLL
+  for (int v = 0; v < kPanelVecs; ++v) {
+    if (args.bias != nullptr) sums[v] = sums[v] + load(args.bias + first_column + v * kLanes);
+  }
+  store_columns(reinterpret_cast<Out*>(out), sums, args.n - first_column);
+}
+
+OCTAVO_INLINE void write_block_sums(const LinearArgs& args, Vec (&sums)[kPanelVecs], int64_t first_column, char* out) {
+  if (args.out_dtype == DType::kFloat32) {
+    write_block_sums<float>(args, sums, first_column, out);
+  } else {
+    write_block_sums<bf16>(args, sums, first_column, out);
+  }
+}
+
+// The sums of a vector of columns over a group of one row, as floats, added to the total. head, super: see BlockHead.
+template <DType kKind>
+OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const uint8_t* values, const IVec (&x)[kGroupWords],
+                             const int32_t* row_sums, Vec row_scale, Vec& total) {
+  constexpr BlockFormat kFormat = format_of(kKind);
+  constexpr int kLastLine = static_cast<int>(kFormat.scale_group / kNibbleDepth) - 1;  // of those that share a scale
+  constexpr bool kIsSigned = is_signed(kFormat);
+  const GroupValues<kFormat.values> group(values);
+  const auto first_sum_of = [&](int part) {
+    return kFormat.has_minima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[part]));
+  };
+  IVec sum = first_sum_of(0);
+  for_each_line([&](auto line) __attribute__((always_inline)) {
+    constexpr int kLine = line, kPart = kLine / (kLastLine + 1);
+    IVec lower, upper;
+    group.template line<kLine>(lower, upper);
+    sum = add_block_products<kIsSigned>(sum, lower, x[2 * kLine]);
+    sum = add_block_products<kIsSigned>(sum, upper, x[2 * kLine + 1]);
+    if constexpr (kLine % (kLastLine + 1) == kLastLine) {
+      Vec value = to_float(sum) * BlockHead<kKind>::scale(super, head, kPart);
+      if constexpr (kFormat.has_minima) {
+        value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[0]))) * BlockHead<kKind>::minimum(super, head);
+      }
+      total = total + value * row_scale;
+      if (kLine != 3) sum = first_sum_of(kPart + 1);
+    }
+  });
+}
+
+// P panels from `panel` on for one row.
+template <DType kKind, int P>
+void multiply_row(const LinearArgs& args, const BlockPanels& weight, const BlockTile& row, int64_t panel, Place out,
+                  Ahead ahead) {
+  constexpr BlockFormat kFormat = format_of(kKind);
+  constexpr int64_t kBytes = kFormat.group_bytes();
+  const uint8_t *w = weight.panel(panel), *super = w;
+  const int32_t* row_sums = row.sums;
+  Vec totals[P][kPanelVecs];
+  OCTAVO_UNROLL
+  for (int p = 0; p < P; ++p) {
+    OCTAVO_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) totals[p][v] = splat(0.0f);
+  }
+  ahead.ask_rows(P);
+  for (int64_t group = 0; group < weight.groups; ++group) {
+    if (kFormat.super_bytes() != 0 && group % kSuperGroups == 0) {
+      super = w;
+      w += kFormat.super_bytes();
+    }
+    IVec x[kGroupWords];
+    OCTAVO_UNROLL
+    for (int64_t word = 0; word < kGroupWords; ++word) x[word] = load_four(row.bytes + group * kBlockGroup + word * 4);
+    const Vec row_scale = splat(row.scales[group]);
+    OCTAVO_UNROLL
+    for (int p = 0; p < P; ++p) {
+      const int64_t other = p * weight.panel_bytes;
+      OCTAVO_UNROLL
+      for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch_l2(w + other + kPrefetchBytes + byte);
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) {
+        add_group<kKind>(super + other + v * kHalfColumns, w + other + v * kFormat.head_step(),
+                         w + other + kFormat.head_bytes() + v * 4 * kLanes, x, row_sums, row_scale, totals[p][v]);
+      }
+    }
+    OCTAVO_UNROLL
+    for (int64_t asked = 0; asked < kBytes; asked += Ahead::kAskedBytes) {
+      OCTAVO_UNROLL
+      for (int p = 0; p < P; ++p) ahead.ask(p);
+      ahead.step();
+    }
+    w += kBytes;
+    row_sums += kFormat.scales_of_group();
+  }
+  OCTAVO_UNROLL
+  for (int p = 0; p < P; ++p) {
+    write_block_sums(args, totals[p], (panel + p) * kPanelColumns, right_of(args, out, p).data);
+  }
+}
+
+// Panels at once: as many streams from memory as there are registers for.
+constexpr int kRowPanels = panels_at_once(1, kNibbleSums);
+
+template <DType kKind>
+void linear_of_block_row(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockTile& row) {
+  constexpr int64_t kAsks = (format_of(kKind).group_bytes() + Ahead::kAskedBytes - 1) / Ahead::kAskedBytes;  // of a group
+  const PanelMemory panels{reinterpret_cast<const char*>(weight.data), weight.panel_bytes, weight.groups * kAsks};
+  multiply_block(pool, args, BlockOfRows(0, 1, 1), panels, kRowPanels,
+                 [&](int64_t, int64_t first, int64_t count, Place out, const Ahead& ahead) {
+                   for_each_panel<kRowPanels>(args, count, out, ahead,
+                                              [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
+                                                multiply_row<kKind, at_once>(args, weight, row, first + panel, place, next);
+                                              });
+                 });
+}
+
+// --- more rows ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kPieceGroups = kSuperGroups;  // of a panel that are unpacked at a time: they stay in L1
+constexpr int64_t kPieceScales = 2 * kPieceGroups;  // of a column, at most
+
+// A piece of a panel: values as `GroupValues` gives them, scales and minima in float32.
+struct UnpackedPiece {
+  alignas(64) uint8_t values[kPieceGroups * kGroupWords][kNibbleBytes];
+  alignas(64) float scales[kPieceScales][kPanelColumns];
+  alignas(64) float minima[kPieceGroups][kPanelColumns];
+};
+
+// Unpacks `groups` groups from `w` on, where eight of them begin. Those of the next panel are `to_next` bytes further, and are
+// asked for meanwhile.
+template <DType kKind>
+void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPiece& out) {
+  constexpr BlockFormat kFormat = format_of(kKind);
+  constexpr int64_t kBytes = kFormat.group_bytes(), kParts = kFormat.scales_of_group();
+  const uint8_t* super = w;
+  w += kFormat.super_bytes();
+  for (int64_t group = 0; group < groups; ++group, w += kBytes) {
+    OCTAVO_UNROLL
+    for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch_l2(w + to_next + byte);
+    OCTAVO_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const uint8_t *vec_super = super + v * kHalfColumns, *head = w + v * kFormat.head_step();
+      const GroupValues<kFormat.values> from(w + kFormat.head_bytes() + v * 4 * kLanes);
+      for_each_line([&](auto line) __attribute__((always_inline)) {
+        IVec lower, upper;
+        from.template line<line>(lower, upper);
+        store_int(out.values[group * kGroupWords + 2 * line] + v * 4 * kLanes, lower);
+        store_int(out.values[group * kGroupWords + 2 * line + 1] + v * 4 * kLanes, upper);
+      });
+      OCTAVO_UNROLL
+      for (int64_t part = 0; part < kParts; ++part) {
+        store(out.scales[group * kParts + part] + v * kLanes, BlockHead<kKind>::scale(vec_super, head, part));
+      }
+      if constexpr (kFormat.has_minima) store(out.minima[group] + v * kLanes, BlockHead<kKind>::minimum(vec_super, head));
+    }
+  }
+}
+
+// What an unpacked panel is multiplied by: all that decides it of a format.
+enum class BlockForm { kPlain, kSigned, kHalves, kMinima };
+
+constexpr BlockForm form_of(const BlockFormat& format) {
+  return format.has_minima                   ? BlockForm::kMinima
+         : format.scale_group != kBlockGroup ? BlockForm::kHalves
+         : is_signed(format)                 ? BlockForm::kSigned
+                                             : BlockForm::kPlain;
+}
+
+// V vectors of columns, from vector `vec` on, of the `groups` groups of a piece, for the M rows of a tile from its group `first`
+// on: adds to the totals [M][32].
+template <BlockForm kForm, int M, int V>
+OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
+                              float* totals) {
+  constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1, kWords = kGroupWords / kParts;
+  const uint8_t *x = tile.bytes + first * kBlockGroup * M, *w = piece.values[0] + vec * 4 * kLanes;
+  const float* row_scales = tile.scales + first * M;
+  const int32_t* row_sums = tile.sums + first * kParts * M;
+  for (int64_t part = 0; part < groups * kParts; ++part) {
+    IVec sums[M][V];
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) {
+        sums[m][v] = kForm == BlockForm::kMinima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[m]));
+      }
+    }
+    const uint8_t* end = w + kWords * kNibbleBytes;
+    do {
+      IVec columns[V];
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) columns[v] = load_int(w + v * 4 * kLanes);
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        const IVec four = load_four(x + m * 4);
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) {
+          sums[m][v] = add_block_products<kForm == BlockForm::kSigned>(sums[m][v], columns[v], four);
+        }
+      }
+      x += M * 4;
+      w += kNibbleBytes;
+    } while (w != end);
+    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) {
+      const Vec scale = load(piece.scales[part] + (vec + v) * kLanes);
+      const Vec minimum = kForm == BlockForm::kMinima ? load(piece.minima[part] + (vec + v) * kLanes) : splat(0.0f);
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        Vec value = to_float(sums[m][v]) * scale;
+        if (kForm == BlockForm::kMinima) {
+          value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[m]))) * minimum;
+        }
+        float* total = totals + m * kPanelColumns + (vec + v) * kLanes;
+        store(total, load(total) + value * splat(row_scales[m]));
+      }
+    }
+    row_sums += M;
+    if (kForm != BlockForm::kHalves || part % 2 == 1) row_scales += M;
+  }
+}
+
+template <BlockForm kForm, int M>
+void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, float* totals) {
+  constexpr int V = vecs_at_once(M, kMostNibbleSums);
+  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, M, V>(piece, tile, first, groups, vec, totals);
+}
+
+// multiply_piece of a form for 1 .. kNibbleRows rows.
+template <BlockForm kForm>
+struct BlockFunctions {
+  decltype(&multiply_piece<kForm, 1>) of_rows[kNibbleRows + 1];
+  constexpr BlockFunctions() : BlockFunctions(std::make_integer_sequence<int, kNibbleRows>()) {}
+  template <int... I>
+  constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, I + 1>...} {}
+};
+
+// A block of rows times all panels. tile_at(i): its i-th tile.
+template <DType kKind, class TileAt>
+void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockOfRows& block,
+                         const TileAt& tile_at) {
+  static constexpr BlockFunctions<form_of(format_of(kKind))> kMultiply;
+  const int64_t panels = divide_up(args.n, kPanelColumns);
+  const auto totals_size = static_cast<size_t>(block.rows * kPanelColumns) * sizeof(float);
+  pool.reserve_local(sizeof(UnpackedPiece) + totals_size);
+  parallel_ahead(pool, panels, [&](int64_t panel, int64_t following, int thread) {
+    auto& piece = *static_cast<UnpackedPiece*>(pool.local(thread));
+    auto* totals = reinterpret_cast<float*>(&piece + 1);
+    std::memset(totals, 0, totals_size);
+    const int64_t to_next = (smaller(following, panels - 1) - panel) * weight.panel_bytes;  // what is here is asked for at the end
+    for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
+      const int64_t groups = smaller(kPieceGroups, weight.groups - first);
+      unpack_blocks<kKind>(weight.panel(panel) + weight.offset(first), groups, to_next, piece);
+      for (int64_t tile = 0; tile < block.tiles(); ++tile) {
+        float* out = totals + tile * block.tile_rows * kPanelColumns;
+        kMultiply.of_rows[block.rows_of(tile)](piece, tile_at(tile), first, groups, out);
+      }
+    }
+    Place out = place_of(args, block.first, panel * kPanelColumns);
+    for (int64_t row = 0; row < block.rows; ++row, out.data += out.row_bytes, totals += kPanelColumns) {
+      Vec sums[kPanelVecs];
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) sums[v] = load(totals + v * kLanes);
+      write_block_sums(args, sums, panel * kPanelColumns, out.data);
+    }
+  });
+}
+
+inline void linear_of_blocks(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows == 0) return;
+  const BlockPanels weight(args.weight, args.weight_dtype, args.k);
+  const int64_t numbers = weight.groups * (1 + weight.format.scales_of_group());  // scales and sums of a row
+  const int64_t most_rows = larger(int64_t{1}, kBlockBytes / larger(args.k, int64_t{1}) / kNibbleRows) * kNibbleRows;
+  const int64_t block_rows = rows_of_a_block(args.rows, most_rows, kNibbleRows);
+  auto* bytes = static_cast<uint8_t*>(pool.shared(static_cast<size_t>(block_rows * (args.k + numbers * 4))));
+  auto* scales = reinterpret_cast<float*>(bytes + block_rows * args.k);
+  auto* sums = reinterpret_cast<int32_t*>(scales + block_rows * weight.groups);
+  const auto round = args.x_dtype == DType::kFloat32 ? round_block_rows<float> : round_block_rows<bf16>;
+  for (int64_t first = 0; first < args.rows; first += block_rows) {
+    const BlockOfRows block(first, smaller(block_rows, args.rows - first), kNibbleRows);
+    const auto tile_at = [&](int64_t tile) {
+      const int64_t row = tile * block.tile_rows;
+      return BlockTile{bytes + row * args.k, scales + row * weight.groups,
+                       sums + row * weight.groups * weight.format.scales_of_group()};
+    };
+    parallel(pool, block.tiles(), [&](int64_t tile, int) {
+      round(args, weight.format, first + tile * block.tile_rows, block.rows_of(tile), tile_at(tile));
+    });
+    for_kind(args.weight_dtype, [&](auto kind) {
+      if (args.rows == 1) {
+        linear_of_block_row<kind>(pool, args, weight, tile_at(0));
+      } else {
+        multiply_block_rows<kind>(pool, args, weight, block, tile_at);
+      }
+    });
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA
+
+#if defined(OCTAVO_ISA_VNNI) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif

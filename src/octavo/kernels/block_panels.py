@@ -1,0 +1,76 @@
+"""Weights in blocks, packed: columns of one kind after the other, each in panels of its own (csrc/block_formats.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.block_weight import BlockKind, group_by_kind
+from octavo.kernels.interface import PackedLinear
+from octavo.kernels.panels import NO_INT4, PANEL_COLUMNS, PanelWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.cpu import CpuKernels
+
+KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # csrc/types.h
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPanels:
+    """Parts of a weight [out_features, in_features], each of one kind."""
+
+    panels: tuple[PanelWeight, ...]
+
+    @classmethod
+    def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
+        """Pack weights that stand one below the other."""
+        panels, first = [], 0
+        for group in group_by_kind(weights):
+            last = first + sum(weight.shape[0] for weight in group)
+            panels.append(_pack_kind(kernels, group, None if bias is None else bias[first:last]))
+            first = last
+        return cls(tuple(panels))
+
+    def parts(self) -> Iterator[tuple[PanelWeight, slice]]:
+        """Yield each part, and which columns of a result are its own."""
+        first = 0
+        for part in self.panels:
+            yield part, slice(first, first + part.out_features)
+            first += part.out_features
+
+    def vocabulary(self) -> PanelWeight:
+        """Return the one part of a weight that is read by row."""
+        (part,) = self.panels
+        return part
+
+    def as_linear(self) -> PackedLinear:
+        """Return what callers of the kernels see of it."""
+        linears = [part.as_linear() for part in self.panels]
+        out_features = sum(linear.out_features for linear in linears)
+        num_bytes = sum(linear.num_bytes for linear in linears)
+        return PackedLinear(out_features, linears[0].in_features, self, None, num_bytes)
+
+
+def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
+    kind, in_features = weights[0].kind, weights[0].in_features
+    parts = [weight.rows if weight.rows.stride(1) == 1 else weight.rows.contiguous() for weight in weights]
+    if any(len(part) % PANEL_COLUMNS != 0 for part in parts[:-1]):  # else each into its own panels
+        parts = [torch.cat(parts)]
+    out_features = sum(len(part) for part in parts)
+    panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
+    data = kernels.allocate(-(-out_features // PANEL_COLUMNS) * panel_bytes)
+    number, place = KIND_NUMBERS[kind], data.data_ptr()
+    for part in parts:
+        assert part.shape[1] == kind.row_bytes(in_features)
+        kernels.kernel_set.pack_weight(
+            part.data_ptr(), number, len(part), in_features, part.stride(0), 0, 0, 0, NO_INT4.group_size, place
+        )
+        place += len(part) // PANEL_COLUMNS * panel_bytes
+    return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)

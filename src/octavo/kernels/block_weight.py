@@ -1,0 +1,226 @@
+"""Weights in blocks of small integers, as GGUF files hold them: what they stand for, said once, in torch.
+
+A block holds the integers of 32 or 256 input features of one output feature, with their scales and perhaps minima.
+The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
+_SUPER_GROUPS = 8  # of a block of 256
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+
+
+class BlockKind(Enum):
+    """Layouts of blocks by the names of GGUF: (values a block, bytes a block, bytes of it in panels).
+
+    In panels scales and minima of six bits take eight (csrc/block_formats.h).
+    """
+
+    Q8_0 = "Q8_0", 32, 34, 34
+    Q4_0 = "Q4_0", 32, 18, 18
+    Q4_1 = "Q4_1", 32, 20, 20
+    Q5_0 = "Q5_0", 32, 22, 22
+    Q5_1 = "Q5_1", 32, 24, 24
+    Q4_K = "Q4_K", 256, 144, 148
+    Q5_K = "Q5_K", 256, 176, 180
+    Q6_K = "Q6_K", 256, 210, 210
+    MXFP4 = "MXFP4", 32, 17, 17
+
+    @property
+    def block_values(self) -> int:
+        """Values of a block."""
+        return self.value[1]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.value[2]
+
+    def packed_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a weight in panels, without padding."""
+        return out_features * in_features // self.block_values * self.value[3]
+
+    def row_bytes(self, in_features: int) -> int:
+        """Return the bytes of a row in a file. Raises `ValueError` where it is not made of whole blocks."""
+        if in_features % self.block_values != 0:
+            raise ValueError(f"{self.name} has blocks of {self.block_values} values, and rows of {in_features} do not")
+        return in_features // self.block_values * self.block_bytes
+
+
+class BlockValues(NamedTuple):
+    """Rows as numbers: values * scales + minima, for each group of 32 input features, or of 16 without minima.
+
+    values float32 [rows, groups, size], whole; scales and minima float32 [rows, groups], or no minima.
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """Return float32 [rows, groups * size], each operation rounded once."""
+        scaled = self.values * self.scales.unsqueeze(2)
+        return (scaled if self.minima is None else scaled + self.minima.unsqueeze(2)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file."""
+
+    kind: BlockKind
+    rows: Tensor
+    in_features: int
+
+    def __post_init__(self) -> None:
+        """Check that each row has the bytes of its blocks."""
+        expected = self.kind.row_bytes(self.in_features)
+        if self.rows.dtype != torch.uint8 or self.rows.dim() != 2 or self.rows.shape[1] != expected:
+            raise ValueError(
+                f"{self.in_features} values of {self.kind.name} take uint8 rows of {expected} bytes, got "
+                f"{self.rows.dtype} {list(self.rows.shape)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return torch.Size((self.rows.shape[0], self.in_features))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes packed, without padding."""
+        return self.kind.packed_bytes(*self.shape)
+
+    def numbers(self) -> BlockValues:
+        """Return what the blocks hold."""
+        blocks = self.rows.reshape(self.rows.numel() // self.kind.block_bytes, self.kind.block_bytes)
+        values, scales, minima = _READERS[self.kind](blocks)
+        out_features, groups = self.shape[0], self.in_features // self.kind.block_values * scales.shape[1]
+        return BlockValues(
+            values.float().reshape(out_features, groups, self.in_features // groups),
+            scales.view(out_features, groups),
+            None if minima is None else minima.view(out_features, groups),
+        )
+
+    def dequantize(self) -> Tensor:
+        """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
+        return self.numbers().dequantize()
+
+    def select_rows(self, index: slice | Tensor) -> BlockWeight:
+        """Return some of its rows."""
+        return BlockWeight(self.kind, self.rows[index], self.in_features)
+
+    def to(self, device: torch.device) -> BlockWeight:
+        """Return it on a device."""
+        return BlockWeight(self.kind, self.rows.to(device), self.in_features)
+
+
+def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
+    """Return weights that are to stand one below the other, neighbours of one kind together."""
+    groups: list[list[BlockWeight]] = []
+    for weight in weights:
+        if groups and groups[-1][0].kind is weight.kind:
+            groups[-1].append(weight)
+        else:
+            groups.append([weight])
+    return groups
+
+
+_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima of blocks
+
+
+def _float16(data: Tensor) -> Tensor:
+    """Return float32 [blocks, 1] of two bytes each."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor, together: int = 16) -> Tensor:
+    """Return the lower halves of so many bytes, then their upper ones, and so on: uint8 [blocks, 2 * bytes]."""
+    parts = data.view(len(data), data.shape[1] // together, 1, together)
+    return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """Return bit i of four bytes as 16 or 0: uint8 [blocks, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
+
+
+def _read_q8_0(blocks: Tensor) -> _Numbers:
+    return blocks[:, 2:].contiguous().view(torch.int8), _float16(blocks[:, :2]), None
+
+
+def _read_q4_0(blocks: Tensor) -> _Numbers:
+    return _nibbles(blocks[:, 2:].contiguous()).float() - 8, _float16(blocks[:, :2]), None
+
+
+def _read_q4_1(blocks: Tensor) -> _Numbers:
+    return _nibbles(blocks[:, 4:].contiguous()), _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
+
+
+def _read_q5_0(blocks: Tensor) -> _Numbers:
+    values = _nibbles(blocks[:, 6:].contiguous()) | _fifth_bits(blocks[:, 2:6])
+    return values.float() - 16, _float16(blocks[:, :2]), None
+
+
+def _read_q5_1(blocks: Tensor) -> _Numbers:
+    values = _nibbles(blocks[:, 8:].contiguous()) | _fifth_bits(blocks[:, 4:8])
+    return values, _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 scales and minima [blocks, 8] of Q4_K and Q5_K: two float16 times integers of 6 bits."""
+    scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
+    whole_minima = torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1).to(torch.int8)
+    return _float16(blocks[:, :2]) * whole_scales.float(), _float16(blocks[:, 2:4]) * (-whole_minima).float()
+
+
+def _read_q4_k(blocks: Tensor) -> _Numbers:
+    return _nibbles(blocks[:, 16:].contiguous(), GROUP_VALUES), *_scales_and_minima(blocks)
+
+
+def _read_q5_k(blocks: Tensor) -> _Numbers:
+    shifts = torch.arange(_SUPER_GROUPS, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
+    fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
+    return _nibbles(blocks[:, 48:].contiguous(), GROUP_VALUES) | fifth.flatten(1), *_scales_and_minima(blocks)
+
+
+def _read_q6_k(blocks: Tensor) -> _Numbers:
+    lower = _nibbles(blocks[:, :128].contiguous(), 64)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
+    upper = ((blocks[:, 128:192].view(len(blocks), 2, 1, GROUP_VALUES) >> shifts) & 3) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (lower | upper.flatten(1)).float() - 32, _float16(blocks[:, 208:]) * scales, None
+
+
+def _read_mxfp4(blocks: Tensor) -> _Numbers:
+    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
+    exponents = blocks[:, :1].int()
+    tiny = 0x00200000 << exponents.clamp(max=1)  # the bits of 2^-128 and 2^-127
+    scales = torch.where(exponents < 2, tiny, (exponents - 1) << 23).view(torch.float32)
+    return table[_nibbles(blocks[:, 1:].contiguous()).long()], scales, None
+
+
+_READERS: dict[BlockKind, Callable[[Tensor], _Numbers]] = {
+    BlockKind.Q8_0: _read_q8_0,
+    BlockKind.Q4_0: _read_q4_0,
+    BlockKind.Q4_1: _read_q4_1,
+    BlockKind.Q5_0: _read_q5_0,
+    BlockKind.Q5_1: _read_q5_1,
+    BlockKind.Q4_K: _read_q4_k,
+    BlockKind.Q5_K: _read_q5_k,
+    BlockKind.Q6_K: _read_q6_k,
+    BlockKind.MXFP4: _read_mxfp4,
+}

@@ -1,0 +1,393 @@
+"""What a GGUF file says of its model, as the keys of config.json: then the family's own file reads them. No torch here.
+
+`_FAMILIES` is all that is known of families: what llama.cpp calls them, and how it keeps them where Hugging Face's
+layout has it otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+from octavo.models.gguf_file import TensorType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.models.gguf_file import GGUFFile
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+_FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
+# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
+# takes more in memory.
+BLOCK_KINDS = {
+    TensorType.Q8_0: 0,
+    TensorType.Q4_0: 0,
+    TensorType.Q4_1: 0,
+    TensorType.Q5_0: 0,
+    TensorType.Q5_1: 0,
+    TensorType.Q4_K: 4,
+    TensorType.Q5_K: 4,
+    TensorType.Q6_K: 0,
+    TensorType.MXFP4: 0,
+}
+# Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
+_NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
+# Llama 3.1 and its successors: of low_freq_factor, high_freq_factor, original_max_position_embeddings.
+_LLAMA3 = (1.0, 4.0, 8192)
+_GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
+_SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
+_MAX_FLOAT32 = 3.4e38
+_GELU = "gelu_pytorch_tanh"
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """How one of llama.cpp's architectures is kept.
+
+    name               the class in `architectures` of config.json
+    model_type         as config.json has it
+    read               returns the family's own keys
+    names              parts of a layer that Hugging Face's layout calls otherwise than Llama's
+    rotates_pairs      rows of q and k stand so that neighbours are rotated together, not halves of a head
+    norms_around_one   norms hold the factor, where Hugging Face's layout has its distance from 1
+    """
+
+    name: str
+    model_type: str
+    read: Callable[[GGUFFields], dict[str, Any]] = lambda _: {}
+    names: dict[str, str] = field(default_factory=dict)
+    rotates_pairs: bool = False
+    norms_around_one: bool = False
+
+
+class GGUFFields:
+    """The keys of a file under its architecture's name."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        prefix = f"{architecture}."
+        values: dict[str, Any] = {
+            key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
+        }
+        for key, value in values.items():
+            if isinstance(value, list) and value and all(each == value[0] for each in value):
+                values[key] = value[0]  # of each layer, but all are alike
+        self.values = ConfigFile(file.path, values, prefix)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number; a missing one without a default is an error."""
+        return self.values.count(key) if default is None else self.values.count(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above zero, by its shortest name: 1e-05 for 9.999999747378752e-06."""
+        found = self.values.number(key) if default is None else self.values.number(key, default)
+        if found > _MAX_FLOAT32:
+            raise self.values.error(key, f"must be at most {_MAX_FLOAT32:g}")
+        return float(str(np.float32(found)))
+
+    def optional(self, key: str) -> float | None:
+        """Return a number above zero; None where there is none, or zero."""
+        return self.number(key) if self.values.values.get(key) else None
+
+    def has(self, tensor: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return tensor in self.file.tensors
+
+    @property
+    def num_layers(self) -> int:
+        """Layers: as many as there are tensors of, so that nothing is made for others."""
+        count = self.count("block_count")
+        there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
+        if count != len(there):
+            raise self.values.error("block_count", f"there are tensors of {len(there)} layers")
+        return count
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head: of keys and values alike."""
+        heads = self.count("attention.head_count")
+        usual = max(1, self.count("embedding_length") // heads)
+        width = self.count("attention.key_length", usual)
+        if self.count("attention.value_length", width) != width:
+            raise self.values.error("attention.value_length", f"keys have a width of {width}; octavo needs both alike")
+        return width
+
+    def window(self) -> int | None:
+        """Tokens that layers with a sliding window see; None where there is no window."""
+        return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
+
+    def layer_types(self, window: int | None, period: int) -> list[str]:
+        """Return which layers see the window only: as the file says, else all but the last of each `period`."""
+        key, num_layers = "attention.sliding_window_pattern", self.num_layers
+        self.values.mark(key)
+        pattern = self.values.values.get(key, period)
+        if isinstance(pattern, bool):
+            pattern = [pattern] * num_layers
+        elif isinstance(pattern, int):
+            pattern = [(layer + 1) % max(pattern, 1) != 0 for layer in range(num_layers)]
+        if not isinstance(pattern, list) or len(pattern) != num_layers:
+            raise self.values.error(key, f"must be of {num_layers} layers")
+        return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
+
+    def factors(self, tensor: str) -> list[float]:
+        """Return the numbers of a tensor that stretches the rotary embedding. Raises `ModelError`."""
+        stored = self.file.tensors[tensor]
+        if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
+            raise ModelError(
+                f"{stored.path}: {tensor} is {stored.type.name} {list(stored.shape)}; numbers of F32 are expected, at "
+                f"most {self.head_dim}"
+            )
+        found = np.fromfile(stored.path, np.dtype("<f4"), stored.shape[0], offset=stored.offset)
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise ModelError(f"{stored.path}: {tensor} holds what is no number above zero")
+        return [float(str(each)) for each in found]
+
+
+def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
+    """Return the architecture's name and what is known of it. Raises `ModelError` for one that is not known."""
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise ModelError(f"{file.path}: general.architecture = {architecture!r}; of GGUF files octavo reads {known}")
+    return architecture, _FAMILIES[architecture]
+
+
+def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """Return what config.json would say. Raises `ModelError` for what is missing, or would give wrong tokens."""
+    architecture, family = find_gguf_family(file)
+    if EMBEDDING not in file.tensors:
+        raise ModelError(f"{file.path}: there is no tensor {EMBEDDING}; the file holds a vocabulary alone, or a part")
+    fields = GGUFFields(file, architecture)
+    heads, head_dim = fields.count("attention.head_count"), fields.head_dim
+    config = {
+        "architectures": [family.name],
+        "model_type": family.model_type,
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "hidden_size": fields.count("embedding_length"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_hidden_layers": fields.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": fields.count("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "attention_bias": fields.has("blk.0.attn_q.bias"),
+        "mlp_bias": fields.has("blk.0.ffn_up.bias"),
+        "rope_parameters": _read_rope(fields),
+        "is_causal": fields.values.flag("attention.causal", default=True),
+        "dtype": _read_dtype(file),
+    }
+    rotated = fields.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+    config |= family.read(fields)
+    _refuse_unread(fields, family.name)
+    return config
+
+
+def _refuse_unread(fields: GGUFFields, name: str) -> None:
+    """Raise for a key that says something and that nobody read."""
+    for key in fields.values.unread():
+        if key not in _NOT_READ and fields.values.values[key]:
+            raise fields.values.error(key, f"octavo does not compute this of {name}, and would give wrong tokens")
+
+
+def _read_dtype(file: GGUFFile) -> str:
+    """Return what the model computes in: what all its matrices are exact in.
+
+    Those in blocks are multiplied as they are, whatever this is; in blocks of other kinds they are expanded to float32.
+    """
+    kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    others = kinds - BLOCK_KINDS.keys()
+    if len(others) == 1 and others in (kinds, {TensorType.BF16}):
+        return _FLOATS.get(others.pop(), "float32")
+    return "float32" if others else "bfloat16"
+
+
+def _read_rope(fields: GGUFFields) -> dict[str, Any]:
+    """Return `rope_parameters`."""
+    theta = fields.number("rope.freq_base", 10_000.0)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = fields.values.text("rope.scaling.type", "linear")  # as llama.cpp takes a factor without a kind
+    factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
+    original = fields.optional("rope.scaling.original_context_length")
+    if fields.has(ROPE_FREQUENCIES):
+        return rope | _read_llama3(fields, theta)
+    if fields.has(LONG_FACTORS):
+        rope |= {"rope_type": "longrope", "long_factor": fields.factors(LONG_FACTORS)}
+        rope |= {"short_factor": fields.factors(SHORT_FACTORS)} if fields.has(SHORT_FACTORS) else {}
+        given = {
+            "original_max_position_embeddings": original,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
+        }
+        return rope | {key: value for key, value in given.items() if value is not None}
+    if factor == 1.0 or kind == "none":
+        return rope
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        given = {
+            "original_max_position_embeddings": original,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
+            "beta_fast": fields.optional("rope.scaling.yarn_beta_fast"),
+            "beta_slow": fields.optional("rope.scaling.yarn_beta_slow"),
+        }
+        rope |= {key: value for key, value in given.items() if value is not None}
+    return rope
+
+
+def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
+    """Return Llama 3's way to stretch, of which a file holds the result: by how much each frequency is divided."""
+    stored = fields.factors(ROPE_FREQUENCIES)
+    low, high, original = _LLAMA3
+    factor = max(stored)
+    computed = []
+    for index in range(len(stored)):
+        wavelength = 2 * math.pi * theta ** (index / len(stored))
+        share = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        computed.append(1 / ((1 - share) / factor + share))
+    if not np.allclose(stored, computed, rtol=1e-5):
+        raise ModelError(
+            f"{fields.file.path}: {ROPE_FREQUENCIES} is not what Llama 3 gives with original_max_position_embeddings = "
+            f"{original} and factor = {factor:g}; octavo does not compute another rotary embedding"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _read_gemma2(fields: GGUFFields) -> dict[str, Any]:
+    window = fields.count("attention.sliding_window", 4096)
+    is_27b = fields.num_layers == _GEMMA2_27B_LAYERS
+    return {
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "sliding_window": window,
+        "layer_types": fields.layer_types(window, _GEMMA2_PERIOD),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _gemma_scalar(fields, is_27b=is_27b),
+    }
+
+
+def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
+    window = fields.window()
+    local = fields.number("rope.freq_base_swa", _GEMMA_LOCAL_THETA)
+    keys: dict[str, Any] = {
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "layer_types": fields.layer_types(window, _GEMMA3_PERIOD),
+        "rope_parameters": {
+            "full_attention": _read_rope(fields),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        "query_pre_attn_scalar": _gemma_scalar(fields, is_27b=fields.num_layers == _GEMMA3_27B_LAYERS),
+        "sliding_window": window,
+    }
+    cap = fields.optional("final_logit_softcapping")
+    return keys | ({} if cap is None else {"final_logit_softcapping": cap})
+
+
+def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
+    """Return what queries are scaled by, which no file says: the largest ones of Gemma 2 and 3 are an exception."""
+    return fields.count("embedding_length") // fields.count("attention.head_count") if is_27b else fields.head_dim
+
+
+def _read_phi3(fields: GGUFFields) -> dict[str, Any]:
+    keys: dict[str, Any] = {"sliding_window": fields.window()}
+    original = fields.optional("rope.scaling.original_context_length")
+    return keys | ({} if original is None else {"original_max_position_embeddings": int(original)})
+
+
+def _read_granite(fields: GGUFFields) -> dict[str, Any]:
+    given = {
+        "logits_scaling": fields.number("logit_scale"),
+        "residual_multiplier": fields.optional("residual_scale"),
+        "embedding_multiplier": fields.optional("embedding_scale"),
+        "attention_multiplier": fields.optional("attention.scale"),
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _read_smollm3(fields: GGUFFields) -> dict[str, Any]:
+    return {"no_rope_layers": [int((layer + 1) % _SMOLLM3_ROPE_PERIOD != 0) for layer in range(fields.num_layers)]}
+
+
+def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
+    window = fields.window()
+    if window is None:
+        return {}
+    full = _read_rope(fields)
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", full["rope_theta"])}
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": fields.layer_types(window, _OLMO3_PERIOD),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
+    """Return the keys of Ministral 3; without scaled queries the file is one of Mistral."""
+    beta = fields.optional("attention.temperature_scale")
+    mscale = fields.optional("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        return {"sliding_window": None}
+    scales = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": mscale}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "sliding_window": None,
+        "rope_parameters": _read_rope(fields) | {key: value for key, value in scales.items() if value is not None},
+    }
+
+
+def _read_gemma(_: GGUFFields) -> dict[str, Any]:
+    return {"hidden_act": _GELU, "hidden_activation": _GELU}
+
+
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GLM_NAMES = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_FAMILIES = {
+    "llama": GGUFFamily("LlamaForCausalLM", "llama", rotates_pairs=True),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
+    "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
+    "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
+    "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
+    "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
+    "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", names=_GLM_NAMES),
+}

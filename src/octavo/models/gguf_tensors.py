@@ -1,0 +1,172 @@
+"""Tensors of GGUF files through a memory map: numbers as they are, integers in blocks as what they mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.models.gguf_config import BLOCK_KINDS
+from octavo.models.gguf_file import TensorType
+from octavo.models.weight_files import some
+from octavo.runtime.process_memory import forget_pages, return_free_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from octavo.models.gguf_file import StoredArray
+    from octavo.models.gguf_weights import GGUFWeights
+    from octavo.models.stored_quantization import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+_RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
+_FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
+_BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
+_EXPANDED_AT_ONCE = 1 << 22  # values
+
+
+class GGUFTensors:
+    """The tensors of GGUF files by their names in Hugging Face's layout: `octavo.models.weight_source.StoredTensors`.
+
+    The files stay mapped while this or a tensor from it lives.
+    """
+
+    __slots__ = ("_handed_out", "_mapped", "_names", "_weights")
+
+    def __init__(self, weights: GGUFWeights) -> None:
+        self._weights = weights
+        self._names = weights.names()
+        self._mapped = {path: _map(path) for path in weights.weight_files()}
+        self._handed_out: dict[Path, list[tuple[int, int]]] = {}
+
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Raise unless the files hold exactly the tensors of `expected`, in types that can be read."""
+        path = self._weights.path
+        missing = [name for name, each in expected.items() if not each.is_optional and name not in self._names]
+        if missing:
+            raise ModelError(f"{path}: {some(missing)} missing, which this architecture needs; download it again")
+        if unknown := [stored for name, stored in self._names.items() if name not in expected]:
+            raise ModelError(f"{path}: octavo would ignore {some(unknown)} and give wrong tokens")
+        for name, (shape, _, _) in expected.items():
+            if name not in self._names:
+                continue
+            stored = self._weights.file.tensors[self._names[name]]
+            if stored.shape != shape:
+                raise ModelError(
+                    f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata asks for "
+                    f"{list(shape)}"
+                )
+        self._check_types()
+
+    def _check_types(self) -> None:
+        """Say what kinds of blocks there are that are expanded; the package that does so must be there."""
+        names = list(self._names.values())
+        rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
+        if not rare:
+            return
+        kinds = ", ".join(sorted({each.type.name for each in rare}))
+        if find_spec("gguf") is None:
+            raise ModelError(
+                f"{self._weights.path}: weights of {kinds} are expanded with the package gguf: pip install "
+                "'octavo[gguf]', or take a file of another type, Q4_K_M say"
+            )
+        logger.warning(
+            "%s holds weights of %s, which octavo does not multiply as they are: %d MB become %d MB of float32; with "
+            "--dtype bfloat16 half of that, rounded; a file of another type, Q4_K_M say, is smaller and faster",
+            self._weights.path,
+            kinds,
+            sum(each.num_bytes for each in rare) // 10**6,
+            sum(4 * math.prod(each.shape) for each in rare) // 10**6,
+        )
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        return self.tensor(name) if name in self._names else None
+
+    def blocks(self, name: str) -> BlockWeight | None:
+        """Return a matrix in blocks as it stands in the file, its rows in the order of Hugging Face's layout."""
+        own = self._names[name]
+        stored = self._weights.file.tensors[own]
+        if stored.type not in _BLOCKS or len(stored.shape) != 2:
+            return None
+        out_features, in_features = stored.shape
+        weight = BlockWeight(_BLOCKS[stored.type], self._bytes(stored).view(out_features, -1), in_features)
+        heads = self._weights.heads_of_pairs(own)
+        return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the numbers of a tensor: float32 where they are integers in blocks, else of its own type."""
+        own = self._names[name]
+        stored = self._weights.file.tensors[own]
+        data = self._bytes(stored)
+        if stored.type in _FLOATS:
+            numbers = data.view(_FLOATS[stored.type]).view(stored.shape)
+        else:
+            numbers = _expand(stored, data.view(-1, stored.type.block_bytes)).view(stored.shape)
+        heads = self._weights.heads_of_pairs(own)
+        if heads is not None:
+            numbers = numbers[halves_of_heads(heads, stored.shape[0])]
+        if self._weights.norms_around_one and name.endswith("norm.weight"):
+            numbers = numbers.float() - 1
+        return numbers
+
+    def release(self) -> None:
+        """Let go of the pages of what was handed out: a tensor read again is read anew."""
+        for path, parts in self._handed_out.items():
+            forget_pages(path, parts)
+        self._handed_out.clear()
+        return_free_memory()
+
+    def _bytes(self, stored: StoredArray) -> Tensor:
+        """Return uint8 that alias the file."""
+        mapped = self._mapped[stored.path][stored.offset : stored.offset + stored.num_bytes]
+        if sum(num_bytes for parts in self._handed_out.values() for _, num_bytes in parts) >= _RESIDENT_BYTES:
+            self.release()
+        self._handed_out.setdefault(stored.path, []).append((mapped.data_ptr(), mapped.nbytes))
+        return mapped
+
+
+def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
+    """Return, for each row in the order of Hugging Face's layout, where a file of llama.cpp has it.
+
+    Such a file has rows that are rotated together beside each other, the layout in the two halves of a head.
+    """
+    return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _map(path: Path) -> Tensor:
+    try:
+        with path.open("rb") as file:
+            # Private and writable as torch wants it, though nobody writes.
+            return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error})") from error
+
+
+def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
+    """Return float32 of all values of blocks [blocks, bytes]."""
+    values = stored.type.block_values
+    numbers = torch.empty(len(blocks), values)
+    step = max(1, _EXPANDED_AT_ONCE // values)
+    for first in range(0, len(blocks), step):
+        part = slice(first, first + step)
+        numbers[part] = _expand_blocks(stored.type, blocks[part])
+    return numbers
+
+
+def _expand_blocks(kind: TensorType, blocks: Tensor) -> Tensor:
+    if kind in _BLOCKS:
+        return BlockWeight(_BLOCKS[kind], blocks, kind.block_values).dequantize()
+    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional, and slow to import
+
+    return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind.name]))

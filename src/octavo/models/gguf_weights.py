@@ -1,0 +1,105 @@
+"""The weights of a GGUF file by the names of Hugging Face's layout. No torch until they are opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.models.gguf_config import (
+    BLOCK_KINDS,
+    EMBEDDING,
+    HEAD,
+    LONG_FACTORS,
+    ROPE_FREQUENCIES,
+    SHORT_FACTORS,
+    GGUFFields,
+    find_gguf_family,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.models.gguf_file import GGUFFile
+    from octavo.models.weight_source import StoredTensors
+
+_MODEL_NAMES = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the configuration
+
+
+class GGUFWeights:
+    """The weights in a GGUF file, or in several of one model.
+
+    norms_around_one: see `octavo.models.gguf_config.GGUFFamily`.
+    """
+
+    __slots__ = ("_pairs", "file", "norms_around_one", "path")
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.path = file.path
+        architecture, family = find_gguf_family(file)
+        self.norms_around_one = family.norms_around_one
+        self._pairs: dict[str, int] = {}
+        if family.rotates_pairs:
+            fields = GGUFFields(file, architecture)
+            heads = fields.count("attention.head_count")
+            self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
+
+    def weight_files(self) -> list[Path]:
+        """Return the file, or all of them."""
+        return list(self.file.paths)
+
+    def config_files(self) -> list[Path]:
+        """Return none: what says how weights are to be read stands in the same file."""
+        return []
+
+    def open(self) -> StoredTensors:
+        """Map the files."""
+        from octavo.models.gguf_tensors import GGUFTensors  # noqa: PLC0415 - only who loads weights needs it
+
+        return GGUFTensors(self)
+
+    def names(self) -> dict[str, str]:
+        """Return the name in the file by the one of Hugging Face's layout. What has no other name keeps its own."""
+        family = find_gguf_family(self.file)[1]
+        parts = _LAYER_NAMES | family.names
+        return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
+
+    def block_bytes(self) -> dict[str, int]:
+        """Return the bytes in memory of each matrix in blocks, by the name in Hugging Face's layout."""
+        sizes: dict[str, int] = {}
+        for name, own in self.names().items():
+            stored = self.file.tensors[own]
+            if stored.type in BLOCK_KINDS and len(stored.shape) == 2:
+                num_blocks = stored.num_bytes // stored.type.block_bytes
+                sizes[name] = stored.num_bytes + num_blocks * BLOCK_KINDS[stored.type]
+        return sizes
+
+    def heads_of_pairs(self, name: str) -> int | None:
+        """Return how many heads a tensor of the file has whose rows stand in rotated pairs; None where they do not."""
+        part = name.split(".")[-2] if name.count(".") else ""
+        return self._pairs.get(part)
+
+
+def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    match name.split("."):
+        case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}.{kind}"
+    return _MODEL_NAMES.get(name, name)

@@ -1,0 +1,105 @@
+"""A checkpoint that is a GGUF file, or several of one model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.chat_template import ChatTemplate
+from octavo.engine.embedding_config import EmbeddingConfig
+from octavo.engine.generation_config import GenerationDefaults
+from octavo.engine.gguf_tokenizer import GGUFVocabulary
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+from octavo.models.gguf_config import find_gguf_family, read_gguf_config
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_weights import GGUFWeights
+from octavo.models.registry import architecture_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from octavo.engine.tokenizer import Tokenizer
+    from octavo.models.architecture import Architecture
+
+_TEMPLATE = "tokenizer.chat_template"
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_POOLING = {0: "last", 1: "mean", 3: "last"}  # none is named, or one by llama.cpp's numbers
+
+
+class GGUFCheckpoint:
+    """An `octavo.startup.checkpoint.Checkpoint` of what stands in a GGUF file."""
+
+    __slots__ = ("file", "path", "vocabulary", "weights")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile.read(path)
+        self.weights = GGUFWeights(self.file)
+        self.vocabulary = GGUFVocabulary(path, self.file.metadata)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return what config.json would say."""
+        return read_gguf_config(self.file)
+
+    def read_architecture(self) -> Architecture:
+        """Let the family read the metadata."""
+        config = self.read_config()
+        if config["vocab_size"] < self.vocabulary.size:
+            raise ModelError(
+                f"{self.path}: tokenizer.ggml.tokens has {self.vocabulary.size} tokens, but the embedding only "
+                f"{config['vocab_size']} rows"
+            )
+        return replace(architecture_of(ConfigFile(self.path, config)), block_bytes=self.weights.block_bytes())
+
+    def check_tokenizer(self) -> None:
+        """Raise where the metadata describe none of a kind that is known."""
+        self.vocabulary.check()
+
+    def read_tokenizer(self) -> Tokenizer:
+        """Build the tokenizer that the metadata describes."""
+        return self.vocabulary.build()
+
+    def stored_tokenizer(self) -> bytes | None:
+        """Return a hash over what the metadata says of the tokenizer."""
+        said = sorted((key, value) for key, value in self.file.metadata.items() if key.startswith("tokenizer.ggml."))
+        return hashlib.sha256(repr(said).encode()).digest()
+
+    def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+        """Return the templates in the metadata."""
+        texts = {
+            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
+            for key, value in self.file.metadata.items()
+            if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+        }
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise ModelError(f"{self.path}: {_TEMPLATE} ({name}) must be a string")
+        return ChatTemplate({name: str(text) for name, text in texts.items()}, special_tokens) if texts else None
+
+    def read_generation_defaults(self) -> GenerationDefaults:
+        """Return `general.sampling.*`, and the tokens that end an answer."""
+        fields = ConfigFile(self.path, self.file.metadata, "")
+        sampling: dict[str, float | int] = {}
+        for key, name in _SAMPLING_KEYS.items():
+            full = f"general.sampling.{key}"
+            if fields.has(full):
+                value = fields.number(full, above=-1.0)
+                sampling[name] = int(value) if name == "top_k" else value
+        return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
+
+    def read_embedding_config(self) -> EmbeddingConfig:
+        """Return how states become an embedding, where the metadata says it."""
+        key = f"{find_gguf_family(self.file)[0]}.pooling_type"
+        kind = self.file.metadata.get(key, 0)
+        if not isinstance(kind, int) or kind not in _POOLING:
+            return EmbeddingConfig(problem=f"{key} = {kind!r}; octavo takes the last state or the mean")
+        return EmbeddingConfig(_POOLING[kind])

@@ -1,0 +1,188 @@
+"""Tokenizers rebuilt from metadata: ids of SentencePiece itself, of merged bytes, added tokens, and what is refused."""
+
+import io
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from gguf_files import byte_vocabulary
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from octavo.engine.gguf_pre_tokenizers import _QWEN2, PRE_TOKENIZERS
+from octavo.engine.gguf_tokenizer import GGUFVocabulary
+from octavo.errors import ModelError
+
+PATH = Path("model.gguf")
+CORPUS = Path(sentencepiece.__file__).read_text(encoding="utf-8").splitlines()[:600]
+CORPUS += [
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.", "Съешь же ещё этих мягких французских булок.",
+]  # fmt: skip
+ALPHABET = "abcdeehllo wwrld  \n\t.,!?'0123456789äöüßжя日本語\U0001f600\u0301\u2581<>|_"
+
+
+def texts(count=300, seed=0):
+    rng = random.Random(seed)
+    made = ["".join(rng.choices(ALPHABET, k=rng.randrange(30))) for _ in range(count)]
+    return [*made, *CORPUS[:60], "", " ", "  a", "hello world", "<s> a</s>b"]
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A small model of SentencePiece's merges, with the tokens of bytes."""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=600, model_type="bpe", byte_fallback=True,
+        character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        split_by_whitespace=False, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    return SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def metadata_of(pieces, **changes):
+    """As llama.cpp's conversion writes it (_create_vocab_sentencepiece)."""
+    types = []
+    for id_ in range(pieces.vocab_size()):
+        kinds = ((pieces.is_unknown, 2), (pieces.is_control, 3), (pieces.is_unused, 5), (pieces.is_byte, 6))
+        types.append(next((kind for is_so, kind in kinds if is_so(id_)), 1))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [pieces.id_to_piece(id_) for id_ in range(pieces.vocab_size())],
+        "tokenizer.ggml.scores": [pieces.get_score(id_) for id_ in range(pieces.vocab_size())],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": pieces.bos_id(),
+        "tokenizer.ggml.eos_token_id": pieces.eos_id(),
+        "tokenizer.ggml.unknown_token_id": pieces.unk_id(),
+    } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def build(metadata):
+    return GGUFVocabulary(PATH, metadata).build()
+
+
+def test_scores_merge_as_sentencepiece_does(pieces):
+    tokenizer = build(metadata_of(pieces))
+    plain = [text for text in texts() if not any(each in text for each in ("<s>", "</s>", "<unk>", "\u2581"))]
+    assert sum(len(text) > 5 for text in plain) > 200
+    for text in plain:
+        ids = pieces.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.encode(text) == [pieces.bos_id(), *ids], text
+        assert tokenizer.decode(ids) == text, text
+    assert len({len(pieces.encode(text)) for text in plain}) > 10
+
+
+def test_spaces_in_front_as_the_file_says(pieces):
+    without = build(metadata_of(pieces, add_space_prefix=False, add_bos_token=False, add_eos_token=True))
+    assert without.encode("a") == [pieces.piece_to_id("a"), pieces.eos_id()]
+    assert without.decode(without.encode(" a", add_special_tokens=False)) == " a"
+
+
+def test_special_tokens_are_found_in_texts_and_user_defined_ones_kept(pieces):
+    metadata = metadata_of(pieces)
+    metadata["tokenizer.ggml.tokens"][5], metadata["tokenizer.ggml.token_type"][5] = "<tool>", 4
+    tokenizer = build(metadata)
+    assert tokenizer.encode("<tool>x</s>", add_special_tokens=False)[0] == 5
+    assert tokenizer.encode("<tool>x</s>", add_special_tokens=False)[-1] == pieces.eos_id()
+    assert tokenizer.is_special(pieces.eos_id())
+    assert not tokenizer.is_special(5)
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (pieces.bos_id(), pieces.eos_id())
+
+
+def test_spaces_behind_phi_3s_tokens_belong_to_them(pieces):
+    metadata = metadata_of(pieces)
+    metadata["tokenizer.ggml.tokens"][5], metadata["tokenizer.ggml.token_type"][5] = "<|end|>", 3
+    kept = build(metadata).encode("<|end|>  a", add_special_tokens=False)
+    taken = build({**metadata, "general.name": "Phi3"}).encode("<|end|>  a", add_special_tokens=False)
+    assert taken == [5, *pieces.encode("a")]
+    assert kept == [5, *pieces.encode("  a")]
+
+
+def test_merged_bytes_are_those_of_the_library():
+    backend = Backend(models.BPE())
+    cut = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    tokenizer = build(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        }
+    )
+    for text in texts():
+        assert tokenizer.encode(text) == backend.encode(text).ids, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_what_ends_an_answer_is_named_or_known_by_its_text():
+    metadata = byte_vocabulary(288)
+    assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)  # <|endoftext|>, and <|im_end|> by its text
+    metadata["tokenizer.ggml.token_type"][2] = 4
+    metadata["tokenizer.ggml.eot_token_id"] = 3
+    metadata["tokenizer.ggml.eom_token_id"] = 4096  # outside
+    assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 3)
+
+
+def test_a_vocabulary_alike_in_every_kind_of_cut():
+    """Each known kind builds, and takes apart what it puts together again."""
+    for name in PRE_TOKENIZERS:
+        tokenizer = build(byte_vocabulary(288) | {"tokenizer.ggml.pre": name, "tokenizer.ggml.eos_token_id": None})
+        for text in texts(20):
+            assert (
+                tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False).removeprefix("<|endoftext|>")
+                == text
+            )
+
+
+def test_llama_3s_pieces_that_are_tokens_need_no_merges():
+    metadata = byte_vocabulary(288)
+    unmerged = metadata["tokenizer.ggml.tokens"].index("Ġw")
+    metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"][:3]
+    assert unmerged not in build(metadata).encode("a w")
+    assert unmerged in build(metadata | {"tokenizer.ggml.pre": "llama-bpe"}).encode("a w")
+
+
+def test_a_file_that_does_not_say_how_to_cut_is_told(caplog):
+    metadata = byte_vocabulary(288)
+    del metadata["tokenizer.ggml.pre"]
+    with caplog.at_level(logging.WARNING):
+        assert build(metadata).decode(build(metadata).encode("hello 12")) == "hello 12"
+    assert "does not say how its tokenizer cuts texts (tokenizer.ggml.pre)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, r"tokenizer.ggml.model = None: octavo builds the kinds gpt2, llama"),
+        ({"model": "rwkv"}, r"tokenizer.ggml.model = 'rwkv'"),
+        ({"model": 3}, r"tokenizer.ggml.model = 3: must be of type str"),
+        ({"pre": "kimi-k2"}, r"tokenizer.ggml.pre = 'kimi-k2': octavo knows default|tokenizer.ggml.pre = 'kimi-k2'"),
+        ({"tokens": []}, "tokenizer.ggml.tokens = .*must be a list of strs"),
+        ({"tokens": ["a", 2]}, "tokenizer.ggml.tokens"),
+        ({"tokens": ["a"] * 288}, "tokenizer.ggml.tokens = .*: some stand there twice"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type = .1.: has 1 entries, but there are 288 tokens"),
+        ({"merges": ["no such"]}, r"tokenizer.ggml.\*: no tokenizer can be built of them"),
+        ({"merges": None}, r"tokenizer.ggml.merges = None: must be a list"),
+        ({"bos_token_id": "0"}, "tokenizer.ggml.bos_token_id = '0': must be of type int"),
+        ({"model": "llama"}, r"tokenizer.ggml.scores = None: must be a list of floats"),
+        ({"model": "llama", "scores": [0.0]}, r"tokenizer.ggml.scores = .0.0.: has 1 entries"),
+    ],
+)
+def test_what_cannot_be_built_is_named(changes, message):
+    metadata = byte_vocabulary(288) | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    with pytest.raises(ModelError, match=message) as caught:
+        build(metadata)
+    assert str(caught.value).startswith("model.gguf: ")

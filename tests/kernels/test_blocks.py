@@ -1,0 +1,181 @@
+"""Weights in GGUF's blocks times int8 activations in groups of 32: the same bits everywhere, for every kind."""
+
+import pytest
+import torch
+from block_weights import random_blocks
+from kernel_backends import ISAS, compiled_kernels
+from test_int4 import memory_before_a_guard
+from test_quantized import assert_same_bits, random
+
+from octavo.kernels.block_weight import BlockKind
+from octavo.kernels.reference import ReferenceKernels
+
+KINDS = list(BlockKind)
+FLOATS = [torch.float32, torch.bfloat16]
+
+
+def depth_of(kind, depth):
+    """Return the next depth that is made of whole blocks."""
+    return -(-depth // kind.block_values) * kind.block_values
+
+
+def reference(x, weights, bias=None, **options):
+    return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weights, bias), **options)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("shape", [(1, 32, 1), (1, 544, 160), (2, 96, 37), (9, 544, 33), (70, 288, 65)], ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, kind, x_dtype, shape):
+    rows, depth, width = shape
+    depth = depth_of(kind, depth)
+    x = random(generator, rows, depth, dtype=x_dtype) * 10
+    weights, bias = [random_blocks(generator, kind, width, depth)], random(generator, width)
+    for biases in (bias, None):
+        packed = compiled.pack_linear(weights, biases)
+        for float32_out in (True, False):
+            result = compiled.linear(x, packed, float32_out=float32_out)
+            assert_same_bits(result, reference(x, weights, biases, float32_out=float32_out))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_computes_what_the_weight_stands_for(generator, kind):
+    x, weight = random(generator, 20, 512), random_blocks(generator, kind, 50, 512)
+    exact = x.double() @ weight.dequantize().double().T
+    error = (reference(x, [weight]).double() - exact).norm() / exact.norm()
+    assert error < 0.01  # the rounding of activations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, kind):
+    packed = compiled.pack_linear([random_blocks(generator, kind, 96, 256)], random(generator, 96))
+    x = random(generator, 70, 256, dtype=torch.bfloat16)
+    x[0] *= 3
+    alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(70)])
+    for rows in (*range(2, 16), 24, 25, 37, 70):
+        assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
+    assert torch.equal(compiled.linear(x[57:], packed, float32_out=True), alone[57:])
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_more_rows_than_are_multiplied_together(fastest, generator, rows):
+    """Blocks of rows are as many as stay in a cache."""
+    weights = [random_blocks(generator, BlockKind.Q4_K, 33, 65536)]
+    x = random(generator, rows, 65536)
+    assert torch.equal(fastest.linear(x, fastest.pack_linear(weights)), reference(x, weights))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_do_not_change_a_bit(isa, generator):
+    weights, x = [random_blocks(generator, BlockKind.Q5_K, 300, 256)], random(generator, 40, 256)
+    for rows in (1, 40):
+        results = [
+            k.linear(x[:rows], k.pack_linear(weights)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))
+        ]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_sums_of_either_sign_do_not_overflow(compiled, kind, rows):
+    """Every byte of the values is the same, activations are of one sign or of both."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.full((6, 256), 5.0)
+    x[1] = -5.0
+    x[2, ::2] = -5.0
+    x[3, ::2] = 0.0
+    for byte in (0x00, 0xFF, 0x0F, 0xF0, 0x7F, 0x80, 0x81):
+        weight = random_blocks(generator, kind, 33, 256)
+        heads = {BlockKind.Q6_K: slice(192, 210)}.get(kind, slice(0, 16 if kind.block_values == 256 else 4))
+        if kind is BlockKind.MXFP4:
+            heads = slice(0, 1)
+        blocks = weight.rows.view(-1, kind.block_bytes)
+        kept = blocks[:, heads].clone()
+        blocks.fill_(byte)
+        blocks[:, heads] = kept
+        for first in range(0, 6, rows):
+            some = x[first : first + rows]
+            assert torch.equal(compiled.linear(some, compiled.pack_linear([weight])), reference(some, [weight]))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
+    x = random(generator, 40, 256)
+    x[1] = 0
+    x[2] *= 1e-35
+    x[3, 5] = torch.nan
+    x[4, 255] = torch.inf
+    weights = [random_blocks(generator, BlockKind.Q4_1, 33, 256)]
+    packed = kernels.pack_linear(weights)
+    result = torch.cat([kernels.linear(some, packed) for some in x.split(rows)])
+    assert_same_bits(result, reference(x, weights))
+    assert result.isnan().all(dim=1).nonzero().flatten().tolist() == [3, 4]
+    assert torch.equal(result.isnan().any(dim=1), result.isnan().all(dim=1))
+    assert not result[1:3].any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_parts_of_several_kinds_are_columns_of_one_product(kernels, generator, rows):
+    widths = [(BlockKind.Q4_K, 64), (BlockKind.Q4_K, 33), (BlockKind.Q6_K, 33), (BlockKind.Q8_0, 5)]
+    weights = [random_blocks(generator, kind, width, 512) for kind, width in widths]
+    x, bias = random(generator, rows, 512, dtype=torch.bfloat16), random(generator, 135)
+    packed = kernels.pack_linear(weights, bias)
+    assert (packed.out_features, packed.in_features) == (135, 512)
+    expected = [reference(x, [w], b) for w, b in zip(weights, bias.split([64, 33, 33, 5]), strict=True)]
+    assert_same_bits(kernels.linear(x, packed), torch.cat(expected, dim=1))
+    gates = kernels.pack_linear([weights[0], random_blocks(generator, BlockKind.Q5_0, 64, 512)])
+    assert torch.equal(kernels.gated_linear(x, gates), kernels.silu_and_mul(kernels.linear(x, gates)))
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_gives_the_rows_that_the_weight_stands_for(kernels, generator, kind, out_dtype):
+    weight = random_blocks(generator, kind, 77, depth_of(kind, 96))
+    ids = torch.cat([torch.randperm(77, generator=generator), torch.tensor([76, 0, 0])])
+    packed = kernels.pack_linear([weight])
+    assert_same_bits(kernels.embedding(ids, packed, out_dtype), weight.dequantize()[ids].to(out_dtype))
+    assert kernels.embedding(ids[:0], packed, out_dtype).shape == (0, weight.in_features)
+
+
+def test_every_exponent_of_mxfp4(kernels, generator):
+    weight = random_blocks(generator, BlockKind.MXFP4, 256, 32)
+    weight.rows[:, 0] = torch.arange(256)
+    rows = kernels.embedding(torch.arange(256), kernels.pack_linear([weight]), torch.float32)
+    assert_same_bits(rows, weight.dequantize())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_in_memory_are_nearly_those_of_the_file(fastest, generator, kind):
+    weight = random_blocks(generator, kind, 96, 512)
+    assert fastest.pack_linear([weight]).num_bytes == weight.nbytes
+    assert weight.rows.nbytes <= weight.nbytes <= 1.03 * weight.rows.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_behind_weight_or_result_is_touched(compiled, generator, kind, rows):
+    weights = [random_blocks(generator, kind, 33, 256)]
+    x = random(generator, rows, 256)
+    with memory_before_a_guard() as allocate:
+        compiled.allocate = allocate
+        try:
+            packed = compiled.pack_linear(weights)
+        finally:
+            del compiled.allocate
+        memory = torch.full((rows + 20, 33), 7.0)
+        compiled.linear(x, packed, out=memory[:rows])
+        embedded = compiled.embedding(torch.tensor([0, 32]), packed, torch.float32)
+        del packed
+    assert torch.equal(memory[:rows], reference(x, weights))
+    assert (memory[rows:] == 7).all()
+    assert torch.equal(embedded, weights[0].dequantize()[[0, 32]])
+
+
+def test_weights_in_a_file_are_packed_where_they_stand(fastest, generator):
+    """Rows may be views, and what is packed keeps nothing of them."""
+    weight = random_blocks(generator, BlockKind.Q4_K, 128, 256)
+    packed = fastest.pack_linear([weight.select_rows(slice(32, 96)), weight.select_rows(slice(96, 128))])
+    expected = weight.dequantize()[32:]
+    weight.rows.zero_()
+    assert torch.equal(fastest.embedding(torch.arange(96), packed, torch.float32), expected)

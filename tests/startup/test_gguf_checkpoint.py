@@ -1,0 +1,194 @@
+"""A GGUF file in place of a folder: the same answers, and a hostile one is an error and nothing else."""
+
+import json
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+from gguf_files import byte_vocabulary, write_gguf
+from kernels_available import COMPILED
+
+from octavo import LLM, ModelConfig, ModelError, SamplingParams
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.startup.checkpoint import open_checkpoint
+from octavo.startup.gguf_checkpoint import GGUFCheckpoint
+from octavo.startup.launch import ServedModel, make_processors
+
+PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6][:count]} for count in (1, 5, 8)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "folder"
+    return write_checkpoint(directory, tiny_config("LlamaForCausalLM", vocab_size=288), std=0.1)
+
+
+@pytest.fixture
+def path(folder, tmp_path):
+    return write_gguf(folder, tmp_path / "model.gguf")
+
+
+def tokens_of(model, **options):
+    llm = LLM(str(model), skip_tokenizer_init=True, max_model_len=64, **options)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def test_float_weights_give_the_tokens_of_the_folder(folder, path):
+    expected = tokens_of(folder)
+    assert len({tuple(each) for each in expected}) == 3
+    assert tokens_of(path) == expected
+
+
+def test_split_files_and_half_floats_too(folder, tmp_path):
+    whole = write_gguf(folder, tmp_path / "whole.gguf", kind="BF16")
+    split = write_gguf(folder, tmp_path / "split.gguf", kind="BF16", splits=3)
+    assert open_checkpoint(whole).read_architecture().dtype == "bfloat16"
+    assert tokens_of(whole) == tokens_of(split)
+
+
+def test_text_comes_and_goes(path):
+    llm = LLM(str(path), max_model_len=64)
+    (output,) = llm.chat([{"role": "user", "content": "hello wörld"}], GREEDY, use_tqdm=False)
+    vocabulary = byte_vocabulary(288)["tokenizer.ggml.tokens"]
+    prompt = [vocabulary[id_] for id_ in output.prompt_token_ids]
+    assert (prompt[0], prompt[-1]) == ("<|im_start|>", "<|im_end|>")
+    assert "hell" in prompt
+    assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids)
+
+
+def test_what_the_metadata_say_of_serving(folder, tmp_path):
+    changes = {
+        "general.sampling.temp": 0.5, "general.sampling.top_k": 20, "llama.pooling_type": 1,
+        "tokenizer.ggml.bos_token_id": 3, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_templates": ["tool_use"],
+    }  # fmt: skip
+    checkpoint = GGUFCheckpoint(write_gguf(folder, tmp_path / "model.gguf", changes=changes))
+    defaults = checkpoint.read_generation_defaults()
+    assert (defaults.sampling, defaults.eos_token_ids) == ({"temperature": 0.5, "top_k": 20}, (0, 2))
+    assert checkpoint.read_embedding_config().pooling == "mean"
+    tokenizer = checkpoint.read_tokenizer()
+    assert tokenizer.encode("x")[0] == 3
+    template = checkpoint.read_chat_template(tokenizer.special_tokens)
+    assert sorted(template.templates) == ["default", "tool_use"]
+    assert template.render([{"role": "user", "content": "?"}]) == "<|im_start|>?<|im_end|>"
+    assert checkpoint.stored_tokenizer() == GGUFCheckpoint(checkpoint.path).stored_tokenizer()
+    other = write_gguf(folder, tmp_path / "other.gguf", changes={"tokenizer.ggml.eos_token_id": 2})
+    assert checkpoint.stored_tokenizer() != GGUFCheckpoint(other).stored_tokenizer()
+    rank = write_gguf(folder, tmp_path / "rank.gguf", changes={"llama.pooling_type": 4})
+    assert "llama.pooling_type = 4" in GGUFCheckpoint(rank).read_embedding_config().problem
+    config = ModelConfig(model=str(checkpoint.path))
+    inputs, _ = make_processors(config, ServedModel.find(config))
+    assert inputs.model_info.eos_token_ids == frozenset({0, 2})
+    assert (inputs.model_info.model_type, inputs.model_info.architectures) == ("llama", ("LlamaForCausalLM",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5'"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre = 'kimi-k2'"),
+        ({"tokenizer.ggml.tokens": [str(number) for number in range(300)], "tokenizer.ggml.token_type": [1] * 300},
+         "tokenizer.ggml.tokens has 300 tokens, but the embedding only 288 rows"),
+    ],
+)  # fmt: skip
+def test_unknown_tokenizers_are_told_before_weights_are_touched(folder, tmp_path, changes, message):
+    path = write_gguf(folder, tmp_path / "model.gguf", changes=changes)
+    with pytest.raises(ModelError, match=message):
+        ServedModel.find(ModelConfig(model=str(path)))
+
+
+def test_a_tokenizer_can_be_another_checkpoints(folder, path, tmp_path):
+    unknown = write_gguf(folder, tmp_path / "unknown.gguf", changes={"tokenizer.ggml.model": "t5"})
+    served = ServedModel.find(ModelConfig(model=str(unknown), tokenizer=str(path)))
+    assert served.text.read_tokenizer().vocab_size == 288
+    assert ServedModel.find(ModelConfig(model=str(unknown), skip_tokenizer_init=True)).architecture.vocab_size == 288
+
+
+def test_of_a_folder_of_files_one_is_to_be_named(path):
+    with pytest.raises(ModelError, match=rf"is a folder of GGUF files; name one of them: {path}"):
+        open_checkpoint(path.parent)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("a text")
+    with pytest.raises(ModelError, match=r"notes.txt: this is no GGUF file .*give a .gguf file or a directory"):
+        open_checkpoint(tmp_path / "notes.txt")
+
+
+@pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
+def test_rounded_weights_are_kept_for_the_next_start(folder, path, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.models.packed_cache.LEAST_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = tokens_of(path, quantization="int8")
+    (kept,) = (tmp_path / "cache").rglob("*.packed.safetensors")
+    written = kept.stat().st_ino
+    assert tokens_of(path, quantization="int8") == first
+    assert kept.stat().st_ino == written
+    other = write_checkpoint(tmp_path / "other", tiny_config("LlamaForCausalLM", vocab_size=288), std=0.1, seed=1)
+    write_gguf(other, path)
+    assert tokens_of(path, quantization="int8") != first
+
+
+def exercise(path: Path) -> None:
+    """Read all that is read of a file before memory is taken for its weights, and the weights."""
+    checkpoint = GGUFCheckpoint(path)
+    architecture = checkpoint.read_architecture()
+    tokenizer = checkpoint.read_tokenizer()
+    tokenizer.decode(tokenizer.encode("hello <|im_end|> 12 ü"))
+    checkpoint.read_chat_template(tokenizer.special_tokens)
+    checkpoint.read_generation_defaults()
+    checkpoint.read_embedding_config()
+    tensors = checkpoint.weights.open()
+    tensors.check(architecture.stored_tensors())
+    for name in architecture.tensor_shapes():
+        tensors.tensor(name)
+
+
+def mutated(content: bytearray, header: int, rng: random.Random) -> bytes:
+    """Change a few places, mostly of the header: bits, numbers at the limits, pieces moved, left out or doubled."""
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at = rng.randrange(header if rng.random() < 0.97 else len(content))
+        match rng.randrange(6):
+            case 0:
+                content[at] ^= 1 << rng.randrange(8)
+            case 1:
+                content[at : at + 4] = rng.choice([0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]).to_bytes(4, "little")
+            case 2:
+                limits = [0, 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**64 - 1]
+                content[at : at + 8] = rng.choice(limits).to_bytes(8, "little")
+            case 3:
+                del content[at : at + rng.randrange(1, 64)]
+            case 4:
+                content[at:at] = content[at : at + rng.randrange(1, 64)]
+            case _:
+                other = rng.randrange(header)
+                content[at : at + 16] = content[other : other + 16]
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)  # fmt: skip
+def test_hostile_files_are_an_error_and_nothing_else(count, tmp_path):
+    config = tiny_config("LlamaForCausalLM", vocab_size=272, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    folder = write_checkpoint(tmp_path / "folder", config | {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}})  # fmt: skip
+    files = [write_gguf(folder, tmp_path / f"{kind}.gguf", kind=kind).read_bytes() for kind in ("F32", "Q8_0")]
+    headers = [content.index(b"output_norm.weight") for content in files]
+    exercise(tmp_path / "Q8_0.gguf")
+    path, rng, refused = tmp_path / "mutant.gguf", random.Random(json.dumps(count)), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(count):
+            which = rng.randrange(2)
+            path.write_bytes(mutated(bytearray(files[which]), headers[which] + 64, rng))
+            try:
+                exercise(path)
+            except ModelError:
+                refused += 1
+    assert count // 2 < refused < count  # else it is not the file's inside that is tried
+    shutil.rmtree(folder)
