@@ -158,21 +158,20 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Say what there is that makes text of tokens, and prompts of conversations."""
-    from octavo.server.answers.tool_formats import find_tool_format
+    """Say what there is that makes text of tokens, and prompts of conversations, and how answers are read."""
+    from octavo.config import ModelConfig
+    from octavo.server.answers.answer_form import AnswerStyle
+    from octavo.startup.launch import ServedModel, make_processors
 
+    served = ServedModel(checkpoint, checkpoint, architecture, architecture.max_context_tokens)
     try:
+        inputs, _ = make_processors(ModelConfig(model=str(checkpoint.path)), served)
         tokenizer = checkpoint.read_tokenizer()
-        template = checkpoint.read_chat_template(tokenizer.special_tokens)
     except OctavoError as error:
         return {"tokenizer": f"none: {error}"}
     found = {"tokenizer": f"{tokenizer.vocab_size:,} tokens"}
     if tokenizer.vocab_size > architecture.vocab_size:
         found["tokenizer"] += f", more than the {architecture.vocab_size:,} rows of the embedding"
-    if template is None:
+    if not inputs.has_chat_template:
         return found | {"chat template": "none; --raw and /v1/completions need none"}
-    tools = find_tool_format("auto", template.templates.values(), lambda _: None)
-    return found | {
-        "chat template": ", ".join(sorted(template.templates)),
-        "tool calls": "in no format that octavo reads" if tools is None else tools.name,
-    }
+    return found | {"chat template": "found", "answers": AnswerStyle.find("auto", "auto", inputs).summary}
