@@ -6,9 +6,8 @@
 // on its neighbours. Sums of bfloat16 differ in their last bits from those of other instruction sets; those of int8 are
 // integers and do not, and what is made of them is the expression of linear_int8.h.
 //
-// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes
-// activation(gate) * up alone:
-// the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
+// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes activation(gate) * up
+// alone: the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
 #pragma once
 
 #include "linear_int4.h"
@@ -193,8 +192,8 @@ class PanelOrder {
   const int64_t half_;
 };
 
-// The second half of a gated product: activation(gate) * up of up to 32 rows and columns, some rows at a step of the next tiles. All
-// rows at once, between two products, cost as much as writing both and reading them again.
+// The second half of a gated product: activation(gate) * up of up to 32 rows and columns, some rows at a step of the next
+// tiles. All rows at once, between two products, cost as much as writing both and reading them again.
 class Gates {
  public:
   explicit Gates(Activation activation) : activation_(activation) {}
