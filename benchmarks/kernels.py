@@ -18,6 +18,7 @@ import torch
 from onednn import OneDnnKernels
 
 from octavo.kernels import AttentionBatch, SamplingRows
+from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
@@ -100,6 +101,27 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
                     return kernels.linear(x, packed[i % len(packed)], float32_out=wide)
 
                 yield case(f"{name} {layer} x{rows}", kernels, call, 2 * rows * depth * width, stored.nbytes)
+
+
+def block_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
+    """The product of gate and up of weights in GGUF's blocks. only: as in `linear_cases`."""
+    depth, width = 1024, 2 * INTERMEDIATE  # a multiple of 256
+    for kind in BlockKind:
+        wanted = [rows for rows in (1, 8, 32, 512) if only in f"{kind.name} x{rows}"]
+        if not wanted:
+            continue
+        # bytes below 120 are finite numbers as halves of float16
+        data = torch.randint(0, 120, (width, kind.row_bytes(depth)), dtype=torch.uint8)
+        weight = BlockWeight(kind, data, depth)
+        copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // weight.nbytes)
+        packed = [kernels.pack_linear([weight]) for _ in range(copies)]
+        for rows in wanted:
+            x = torch.randn(rows, depth, dtype=torch.bfloat16)
+
+            def call(i: int, x=x, packed=packed) -> object:  # noqa: ANN001
+                return kernels.linear(x, packed[i % len(packed)])
+
+            yield case(f"{kind.name} x{rows}", kernels, call, 2 * rows * depth * width, weight.nbytes)
 
 
 def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
@@ -212,6 +234,12 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
         def gate(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
             return kernels.gate(gate_up)
 
+        def gelu(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
+            return kernels.gate(gate_up, "gelu_tanh")
+
+        def add(_: int, x=x, residual=residual) -> object:  # noqa: ANN001
+            return kernels.add(x, residual)
+
         def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1])
@@ -221,7 +249,9 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1], interleaved=True)
 
         yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
+        yield case(f"add x{rows}", kernels, add, 0, 3 * x.nbytes)
         yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
+        yield case(f"gate, gelu_tanh x{rows}", kernels, gelu, 0, 1.5 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
         yield case(f"rope_and_write_kv, interleaved x{rows}", kernels, pairs, 0, 2 * qkv.nbytes)
 
@@ -232,6 +262,11 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
                "top_p=0.9": (1.0, 0, 0.9, 0.0), "all filters": (0.7, 50, 0.9, 0.05)}  # fmt: skip
     for rows in (1, 32):
         logits = torch.randn(rows, VOCAB) * 3
+
+        def cap(_: int, logits=logits) -> object:  # noqa: ANN001
+            return kernels.soft_cap(logits, 30.0)
+
+        yield case(f"soft_cap x{rows}", kernels, cap, 0, 2 * logits.nbytes)
         for name, (temperature, top_k, top_p, min_p) in filters.items():
             ones = torch.ones(rows)
             arguments = SamplingRows(
@@ -297,7 +332,8 @@ def main() -> None:
         backends.append(ReferenceKernels())
     groups = (attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
-    cases += [c for group in (linear_cases, gated_cases) for kernels in backends for c in group(kernels, options.only)]
+    products = (linear_cases, block_cases, gated_cases)
+    cases += [c for group in products for kernels in backends for c in group(kernels, options.only)]
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:

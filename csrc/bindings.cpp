@@ -134,7 +134,7 @@ void check_gated(const KernelTable& table, const LinearArgs& args) {
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
                        int64_t n, int64_t k, Address bias, Address out, int64_t out_stride, int out_dtype, bool gated,
-                       int activation, int64_t group_size, bool has_zeros) {
+                       int activation, int64_t group_size, bool has_zeros, Address order) {
   return {at<void>(x),
           DType(x_dtype),
           x_stride,
@@ -149,7 +149,8 @@ LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, A
           DType(out_dtype),
           gated,
           Activation(activation),
-          {group_size, has_zeros}};
+          {group_size, has_zeros},
+          at<int32_t>(order)};
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,

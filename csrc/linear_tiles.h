@@ -145,12 +145,13 @@ struct ByteTiles {
 
   bool packs(const LinearArgs&) const { return true; }
   static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
-  // rotated: room for the row, or null where it stays as it is.
+  // made: room for a row.
   template <class X>
-  static void pack_row_of(const X* row, int64_t k, int64_t steps, char* out, float* scale, float* rotated) {
-    if (rotated == nullptr) return round_row(row, k, steps, out, scale);
-    rotate_row(row, k, rotated);
-    round_row(static_cast<const float*>(rotated), k, steps, out, scale);
+  static void pack_row_of(const LinearArgs& args, const X* row, int64_t steps, char* out, float* scale, float* made) {
+    const bool is_rotated = args.weight_dtype == DType::kInt8;
+    if (!makes_rows(args, is_rotated)) return round_row(row, args.k, steps, out, scale);
+    make_row(args, is_rotated, row, made);
+    round_row(static_cast<const float*>(made), args.k, steps, out, scale);
   }
   template <class X>
   static void round_row(const X* x, int64_t k, int64_t steps, char* out, float* scale) {
@@ -166,11 +167,11 @@ struct ByteTiles {
     }
   }
   static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float* scale, void* room) {
-    float* rotated = args.weight_dtype == DType::kInt8 ? static_cast<float*>(room) : nullptr;
+    float* made = static_cast<float*>(room);
     if (args.x_dtype == DType::kFloat32) {
-      pack_row_of(static_cast<const float*>(args.x) + row * args.x_stride, args.k, steps, out, scale, rotated);
+      pack_row_of(args, static_cast<const float*>(args.x) + row * args.x_stride, steps, out, scale, made);
     } else {
-      pack_row_of(static_cast<const bf16*>(args.x) + row * args.x_stride, args.k, steps, out, scale, rotated);
+      pack_row_of(args, static_cast<const bf16*>(args.x) + row * args.x_stride, steps, out, scale, made);
     }
   }
   void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t rows, int64_t panel, Place out) const {

@@ -1,6 +1,7 @@
 // Activations for the products of integers: rows of signed bytes with one float32 scale each, found on the way.
 //
-// Rows that meet an int8 weight are rotated first (rotation.h). A row's scale is its largest magnitude / 127, and its values are
+// Rows that meet an int8 weight are rotated first (rotation.h); columns that meet an int4 weight may have to be put into its
+// order. A row's scale is its largest magnitude / 127, and its values are
 // rounded to the nearest even multiple. A row with a value that is no number, or infinite, gets the scale NaN: what is computed
 // from it is NaN.
 #pragma once
@@ -123,31 +124,54 @@ void round_rows(const X* rows, int64_t stride, int64_t k, const ByteLayout& layo
   }
 }
 
-// `m` rows from row tile.first on, at most sixteen. rotated: room for m rows of whole vectors, where the layout rotates them.
+// The columns of a row in the order in which a weight meets them, as float32; out: whole vectors.
 template <class X>
-void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* rotated) {
+void take_columns(const X* row, const int32_t* order, int64_t k, float* out) {
+  for (int64_t i = 0; i < k; i += kLanes) {
+    X some[kLanes] = {};
+    for (int64_t j = 0; j < smaller(int64_t{kLanes}, k - i); ++j) some[j] = row[order[i + j]];
+    store(out + i, load(some));
+  }
+}
+
+// Whether rows are made anew before they are rounded: rotated, or in another order of columns.
+inline bool makes_rows(const LinearArgs& args, bool rotated) { return rotated || args.order != nullptr; }
+
+template <class X>
+void make_row(const LinearArgs& args, bool rotated, const X* row, float* out) {
+  if (rotated) {
+    rotate_row(row, args.k, out);
+  } else {
+    take_columns(row, args.order, args.k, out);
+  }
+}
+
+// `m` rows from row tile.first on, at most sixteen. made: room for m rows of whole vectors, where they are made anew.
+template <class X>
+void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* made) {
   const X* const rows = static_cast<const X*>(args.x) + tile.first * args.x_stride;
-  const int64_t rotated_stride = whole_vectors(args.k);
+  const int64_t made_stride = whole_vectors(args.k);
+  const bool are_made = makes_rows(args, layout.rotated);
   float inverse[kLanes];
   for (int64_t r = 0; r < m; ++r) {
     const X* row = rows + r * args.x_stride;
-    if (layout.rotated) rotate_row(row, args.k, rotated + r * rotated_stride);
-    const RowScale found = layout.rotated ? row_scale(rotated + r * rotated_stride, args.k) : row_scale(row, args.k);
+    if (are_made) make_row(args, layout.rotated, row, made + r * made_stride);
+    const RowScale found = are_made ? row_scale(made + r * made_stride, args.k) : row_scale(row, args.k);
     tile.scales[r] = found.scale;
     inverse[r] = found.inverse;
   }
-  if (layout.rotated) {
-    round_rows(rotated, rotated_stride, args.k, layout, inverse, m, tile);
+  if (are_made) {
+    round_rows(made, made_stride, args.k, layout, inverse, m, tile);
   } else {
     round_rows(rows, args.x_stride, args.k, layout, inverse, m, tile);
   }
 }
 
-inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* rotated) {
+inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* made) {
   if (args.x_dtype == DType::kFloat32) {
-    quantize_rows_of<float>(args, layout, m, tile, rotated);
+    quantize_rows_of<float>(args, layout, m, tile, made);
   } else {
-    quantize_rows_of<bf16>(args, layout, m, tile, rotated);
+    quantize_rows_of<bf16>(args, layout, m, tile, made);
   }
 }
 
@@ -190,7 +214,9 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
       const int64_t row = tile * block.tile_rows;
       return ByteTile{bytes + row * row_bytes, scales + row, sums + row * layout.groups, first + row};
     };
-    if (layout.rotated) pool.reserve_local(static_cast<size_t>(block.tile_rows * whole_vectors(args.k)) * sizeof(float));
+    if (makes_rows(args, layout.rotated)) {
+      pool.reserve_local(static_cast<size_t>(block.tile_rows * whole_vectors(args.k)) * sizeof(float));
+    }
     parallel(pool, block.tiles(), [&](int64_t tile, int thread) {
       quantize_rows(args, layout, block.rows_of(tile), tile_at(tile), static_cast<float*>(pool.local(thread)));
     });

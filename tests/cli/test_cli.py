@@ -599,7 +599,7 @@ def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["good"]["size_bytes"] == 2048
     shown = run("models", str(tmp_path)).stdout
     assert "2.0 KiB" in shown
-    assert "GPT9  (not served)" in shown
+    assert "GPT9  (refused)" in shown
 
 
 def test_models_tells_why_one_of_a_known_architecture_is_not_served(
@@ -613,13 +613,14 @@ def test_models_tells_why_one_of_a_known_architecture_is_not_served(
     found = {each["name"]: each for each in json.loads(run("models", str(tmp_path), "--json").stdout)["checkpoints"]}
     assert [found[name]["problem"] for name in ("octavo-demo (built in)", "good")] == ["", ""]
     assert found["odd"]["is_known"]
-    problem = "quantization_config.quant_method = 'bitsandbytes': octavo reads compressed-tensors, gptq, awq"
-    assert found["odd"]["problem"] == problem
+    problem = found["odd"]["problem"]
+    assert problem.startswith("quantization_config.quant_method = 'bitsandbytes': octavo does not read")
+    assert [found[name]["verdict"] for name in ("odd", "good")] == ["refused", "runs"]
     lines = [line.strip() for line in run("models", str(tmp_path)).stdout.splitlines()]
     of_odd = next(number for number, line in enumerate(lines) if line.startswith("odd "))
-    assert "LlamaForCausalLM  (not served)" in lines[of_odd]
+    assert "LlamaForCausalLM  (refused)" in lines[of_odd]
     assert lines[of_odd + 1] == problem
-    assert not any("not served" in line for line in lines if line.startswith("good "))
+    assert not any("refused" in line for line in lines if line.startswith("good "))
 
 
 def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

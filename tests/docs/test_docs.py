@@ -19,6 +19,9 @@ from types import ModuleType
 import pytest
 import typer
 
+from octavo.models.family_parts import family_parts
+from octavo.models.registry import FAMILIES
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "octavo"
@@ -343,7 +346,7 @@ def test_the_guide_for_models_names_all_that_run():
     from octavo.models.text_part import TEXT_PARTS
 
     rows = table(section((DOCS / "your_own_model.md").read_text(encoding="utf-8"), "What runs"))
-    named = {name for runs, _ in rows for name in re.findall(r"`(\w+For\w+)`", runs)}
+    named = {name for runs, *_ in rows for name in re.findall(r"`(\w+For\w+)`", runs)}
     assert named == {*FAMILIES, *TEXT_PARTS}
 
 
@@ -527,3 +530,24 @@ def test_the_kv_bytes_of_the_questions():
     figure = f"{architecture.kv_layout.bytes_per_token('bfloat16'):,}"
     for page in (DOCS / "questions.md", DOCS / "zh" / "questions.md"):
         assert figure in page.read_text(encoding="utf-8")
+
+
+# --- what runs
+
+
+def test_the_table_of_architectures_is_that_of_the_registry():
+    """The expected rows stand in the failure, to be copied."""
+    expected = []
+    for name in sorted(FAMILIES):
+        always, optional = family_parts(name)
+        expected.append(f"| `{name}` | {', '.join(always)} | {', '.join(optional)} |")
+    lines = (DOCS / "your_own_model.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if re.match(r"\| `\w+ForCausalLM` \|", line)] == expected, "\n".join(expected)
+
+
+def test_the_readme_names_every_family():
+    """By its own name, however that is spelled: Gemma 2, Phi-3."""
+    rows = table(section((ROOT / "README.md").read_text(encoding="utf-8"), "What works, and what does not yet"))
+    works = re.sub(r"\W", "", " ".join(row[0] for row in rows)).lower()
+    missing = [name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() not in works]
+    assert not missing, f"README's table of what works does not name {missing}"

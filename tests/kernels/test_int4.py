@@ -76,6 +76,23 @@ def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
     torch.testing.assert_close(rows, weight.dequantize(), rtol=2e-3, atol=atol)
 
 
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
+    """Integers are summed up, so the bits are those of input features that stand in the weight's order."""
+    rows, depth, width, group_size = shape
+    x = random(generator, rows, depth, dtype=x_dtype) * 10
+    order = torch.randperm(depth, generator=generator)
+    weight = weight_of(generator, width, depth, group_size)
+    packed = compiled.pack_linear(replace(weight, order=order.int()))
+    expected = reference(x[:, order], weight)
+    assert_same_bits(compiled.linear(x, packed), expected)
+    assert_same_bits(reference(x, replace(weight, order=order.int())), expected)
+    assert_same_bits(compiled.linear(x, compiled.restore_linear(compiled.keep_linear(packed))), expected)
+    assert packed.num_bytes == compiled.pack_linear(weight).num_bytes + 4 * depth
+
+
 def test_the_reference_computes_what_the_weight_stands_for(generator):
     x, weight = random(generator, 20, 256), weight_of(generator, 50, 256, 64)
     exact = x.double() @ weight.dequantize().double().T

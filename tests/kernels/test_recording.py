@@ -9,7 +9,7 @@ import torch
 from kernel_backends import ISAS, compiled_kernels
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
-from octavo.kernels.quantization import quantize_int8
+from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -124,6 +124,20 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
         for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
+
+
+def test_columns_in_an_order_of_their_own_are_recorded(tmp_path, compiled, generator):
+    model = load(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.1), compiled, "bfloat16", "int4")
+    for layer in model.layers:
+        weight = quantize_int4(torch.randn(64, 160, generator=generator))
+        order = torch.randperm(160, generator=generator)
+        layer.mlp.down = compiled.pack_linear(replace(weight, order=order.int()))
+    plain, recorded = Cache(model), Cache(model)
+    with torch.inference_mode():
+        ids, batch = step_of([4, 2], generator, [0, 0])
+        _, again = compiled.record_forward(lambda *step: model.forward(*step, recorded), ids, batch, MAX_TOKENS)
+        ids, batch = step_of([5, 1, 3], generator, [0] * 3)
+        assert torch.equal(again(ids, batch), model.forward(ids, batch, plain))
 
 
 def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator):

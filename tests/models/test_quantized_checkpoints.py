@@ -62,7 +62,8 @@ def weight_of(model, module):
         "down": (layer.mlp.down, ("down_proj",)),
     }[{"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "down_proj": "down"}.get(part, "gate_up")]
     weight = fused.storage
-    wide = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+    weights = weight if isinstance(weight, list) else [weight]
+    wide = torch.cat([each if isinstance(each, torch.Tensor) else each.dequantize() for each in weights])
     shapes = model.architecture.tensor_shapes()
     prefix = module.rpartition(".")[0]
     sizes = [shapes[f"{prefix}.{name}.weight"][0] for name in names]
@@ -297,16 +298,17 @@ def test_a_scale_that_is_no_number_is_refused(precision, broken, tmp_path):
     name = next(name for name in tensors if name.endswith("down_proj.weight_scale"))
     tensors[name][3, 0] = broken
     save_file(tensors, path)
-    with pytest.raises(ModelError, match=r"down_proj: a scale of its weights is infinite or no number"):
+    with pytest.raises(ModelError, match=r"down_proj\.weight_scale holds a scale that is infinite or no"):
         load(tmp_path / "rounded")
 
 
 def test_bytes_of_quantized_checkpoints(tmp_path, generator):
     gptq_checkpoint(tmp_path / "gptq", generator)
+    reordered_checkpoint(tmp_path / "reordered", generator)
     source = plain_checkpoint(tmp_path / "plain")
     for precision in ("int8", "int4"):
         quantize_checkpoint(source, tmp_path / precision, precision)
-    for name in ("gptq", "int8", "int4"):
+    for name in ("gptq", "reordered", "int8", "int4"):
         for quantization in (None, "int8", "int4", "int4_all"):
             model = load(tmp_path / name, dtype="bfloat16", quantization=quantization)
             linears = [model.embed_tokens, model.lm_head]
@@ -332,7 +334,21 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "fp8"}, ["quant_method = 'fp8'", "compressed-tensors, gptq, awq"]),
+        ({"quant_method": "other"}, ["quant_method = 'other'", "compressed-tensors, gptq, awq, fp8"]),
+        (
+            {"load_in_4bit": True},
+            ["quant_method = None", "bitsandbytes", "dequantize().save_pretrained", "--quantization"],
+        ),
+        ({"quant_method": "bitsandbytes"}, ["quant_method = 'bitsandbytes'", "pip install transformers bitsandbytes"]),
+        *(
+            (
+                {"quant_method": method},
+                [f"quant_method = {method!r}", f"layout of {name};", "--quantization int8 or int4"],
+            )
+            for method, name in (("exl2", "EXL2"), ("hqq", "HQQ"), ("aqlm", "AQLM"), ("quanto", "quanto"))
+        ),
+        ({"quant_method": "torchao"}, ["quant_method = 'torchao'", "layout of torchao;"]),
+        ({"quant_method": "auto-round"}, ["auto-round", "auto_gptq"]),
         ({"quant_method": "gptq", "bits": 8}, ["bits = 8"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, ["group_size = 16", "multiple of 32"]),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
@@ -350,7 +366,11 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version = 'gemv'"]),
         ({"quant_method": "awq", "w_bit": 3}, ["w_bit = 3"]),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["format = 'float-quantized'"]),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, ["format = 'gemv'", "--quantization int8 or int4"]),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            ["format = 'nvfp4-pack-quantized'", "mxfp4-pack-quantized", "--quantization int8 or int4"],
+        ),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, ["config_groups"]),
     ],
 )
@@ -369,7 +389,6 @@ def test_unknown_formats_are_refused_by_name(config, words, tmp_path):
         (("config_groups", "group_0", "weights", "type"), "float", ["type = 'float'"]),
         (("config_groups", "group_0", "weights", "strategy"), "tensor", ["weights", "per channel"]),
         (("config_groups", "group_0", "weights", "symmetric"), False, ["weights", "symmetric"]),
-        (("config_groups", "group_0", "weights", "actorder"), "group", ["actorder = 'group'"]),
         (("config_groups", "group_0", "input_activations", "dynamic"), False, ["input_activations", "on the way"]),
         (("config_groups", "group_0", "input_activations"), None, ["input_activations"]),
         (("config_groups", "group_0", "targets"), ["re:.*q_proj"], ["targets"]),
@@ -397,13 +416,93 @@ def test_schemes_that_octavo_does_not_compute_are_refused_by_name(keys, value, w
         assert word in str(caught.value)
 
 
-def test_reordered_input_features_are_refused(tmp_path, generator):
-    gptq_checkpoint(tmp_path, generator)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[f"{MODULE}.g_idx"] = tensors[f"{MODULE}.g_idx"].flip(0)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"down_proj\.g_idx reorders"):
+def reordered_checkpoint(path, generator):
+    """As GPTQModel writes act-order: rows stand in their order, and g_idx says the group of each."""
+    gptq_checkpoint(path, generator, desc_act=True)
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    # The place of each feature by its importance, and so its group.
+    groups_of = {size: (torch.randperm(size, generator=generator) // 32).int() for size in (64, 160)}
+    for module in [name.removesuffix(".g_idx") for name in tensors if name.endswith(".g_idx")]:
+        groups = tensors[f"{module}.g_idx"] = groups_of[len(tensors[f"{module}.g_idx"])].clone()
+        scales = tensors[f"{module}.scales"].float()[groups.long()].T
+        values = unpack_nibbles(tensors[f"{module}.qweight"], dim=0).T
+        zeros = unpack_nibbles(tensors[f"{module}.qzeros"], dim=1)[groups.long()].T + 1
+        meant[module] = (values.float() - zeros) * scales
+    save_file(tensors, path / "model.safetensors")
+    return tensors, meant
+
+
+def test_act_order_is_read_as_it_is_meant(tmp_path, generator):
+    _, meant = reordered_checkpoint(tmp_path, generator)
+    model = load(tmp_path)
+    assert model.layers[0].mlp.down.storage.order is not None
+    for module, expected in meant.items():
+        torch.testing.assert_close(weight_of(model, module), expected, rtol=0, atol=0)
+
+
+def test_tokens_of_act_order_are_those_of_a_model_whose_features_stand_in_order(tmp_path, generator, prompt_logits):
+    """The hidden features of an MLP have no order of their own: what makes them can be turned instead."""
+    tensors, _ = reordered_checkpoint(tmp_path / "reordered", generator)
+    before = prompt_logits(load(tmp_path / "reordered"), PROMPT)
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp"
+        order = tensors[f"{mlp}.down_proj.g_idx"].argsort(stable=True)
+        down = unpack_nibbles(tensors[f"{mlp}.down_proj.qweight"], dim=0)
+        tensors[f"{mlp}.down_proj.qweight"] = pack_words(down[order], 0)
+        tensors[f"{mlp}.down_proj.g_idx"] = (torch.arange(160) // 32).int()
+        for name in ("gate_proj", "up_proj"):
+            for tensor, dim in (("qweight", 0), ("qzeros", 1)):
+                values = unpack_nibbles(tensors[f"{mlp}.{name}.{tensor}"], dim=dim)[:, order]
+                tensors[f"{mlp}.{name}.{tensor}"] = pack_words(values, dim)
+            tensors[f"{mlp}.{name}.scales"] = tensors[f"{mlp}.{name}.scales"][:, order]
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "reordered/model.safetensors")
+    model = load(tmp_path / "reordered")
+    assert model.layers[0].mlp.down.storage.order is None
+    assert torch.equal(prompt_logits(model, PROMPT), before)
+
+
+def test_orders_that_differ_are_refused(tmp_path, generator):
+    tensors, _ = reordered_checkpoint(tmp_path, generator)
+    name = "model.layers.1.mlp.up_proj.g_idx"
+    save_file(tensors | {name: tensors[name].flip(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"gate_proj, .*up_proj have .* in different orders \(g_idx\)"):
         load(tmp_path)
+    save_file(tensors | {name: torch.zeros_like(tensors[name])}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"up_proj\.g_idx gives .* not of group_size = 32"):
+        load(tmp_path)
+
+
+def test_act_order_of_compressed_tensors(tmp_path, generator):
+    """As its versions up to 0.12 read it: columns stand in their order, weight_g_idx gives the group of each."""
+    path = plain_checkpoint(tmp_path)
+    scheme = scheme_of(4, 32, symmetric=True)
+    scheme.weights.actorder = "group"
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    for module in linear_names(tensors):
+        weight = tensors.pop(f"{module}.weight")
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+        places = order.argsort()
+        scales = (torch.rand(weight.shape[0], weight.shape[1] // 32, generator=generator) + 0.5) * 0.04
+        compressed = PackedQuantizationCompressor.compress({"weight": weight[:, order], "weight_scale": scales}, scheme)
+        meant[module] = PackedQuantizationCompressor.decompress(dict(compressed), scheme)["weight"][:, places]
+        values = unpack_nibbles(compressed["weight_packed"], dim=1)[:, : weight.shape[1]]
+        compressed["weight_packed"] = pack_words(values[:, places], 1)
+        compressed["weight_g_idx"] = (places // 32).int()
+        tensors |= {f"{module}.{name}": tensor for name, tensor in compressed.items()}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+        "ignore": ["lm_head"],
+    }
+    rewrite(path, tensors, config)
+    model = load(path)
+    for module, expected in meant.items():
+        torch.testing.assert_close(weight_of(model, module), expected, rtol=1e-6, atol=0)
+    name = f"{MODULE}.weight_g_idx"
+    save_file({key: value for key, value in tensors.items() if key != name}, path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj\.weight_g_idx missing"):
+        load(path)
 
 
 def test_act_order_that_changes_nothing_is_read(tmp_path, generator):

@@ -25,7 +25,11 @@ class Octavo(LazyGroup):
         LazyCommand("serve", "octavo.cli.serve", "Serve a model through the OpenAI API."),
         LazyCommand("route", "octavo.cli.route", "Put many servers behind one address."),
         LazyCommand("keys", "octavo.cli.keys", "Make, change and list API keys for `octavo serve --api-keys FILE`."),
-        LazyCommand("models", "octavo.cli.models", "List the architectures octavo knows, and checkpoints found here."),
+        LazyCommand(
+            "models",
+            "octavo.cli.models",
+            "List the architectures octavo knows and checkpoints found here, or look closer at one.",
+        ),
         LazyCommand(
             "doctor",
             "octavo.cli.doctor",

@@ -1,75 +1,123 @@
-"""`octavo models`: what can be run here. Reads config files, and no more of weights than their headers."""
+"""`octavo models`: what can be run here. Reads what describes checkpoints, and no weights."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.cli.command import command
+from octavo.cli.model_report import ModelReport, look_closer, report_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Directories = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="DIR", help="Look for checkpoints in these directories, too.", show_default=False),
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL|DIR",
+        help="Say of a checkpoint (its path, or a hub id) whether it runs; or look for some below a directory.",
+        show_default=False,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAX_DEPTH = 3  # folders below a given directory that are searched
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One that was found. `architecture` is what its config.json says; `size_bytes` counts its weights.
+@command("octavo models", "octavo models ./my-checkpoint", "octavo models ~/checkpoints --json")
+def models(names: Models = None, json_: Json = False) -> None:
+    """List the architectures octavo knows and checkpoints found here, or look closer at one.
 
-    is_known: whether octavo has the architecture. problem: why it is not served all the same; empty where it is.
+    A checkpoint runs, runs in part, or is refused. An architecture is listed with the parts that it has besides those
+    of any decoder; in brackets stand those that it has where a config.json asks for them.
     """
-
-    name: str
-    architecture: str
-    is_known: bool
-    problem: str
-    size_bytes: int
-    path: str
-
-
-@command("octavo models", "octavo models ~/checkpoints --json")
-def models(directories: Directories = None, json_: Json = False) -> None:
-    """List the architectures octavo knows, and checkpoints found here."""
-    from octavo.models.registry import FAMILIES  # only this command
-
-    found = [*_built_in(), *_in_hub_cache()]
-    for directory in directories or []:
-        found += _below(directory.expanduser())
+    searched = [Path(name).expanduser() for name in names or [] if _is_searched(name)]
+    closer = [look_closer(name) for name in names or [] if not _is_searched(name)]
+    listed: list[ModelReport] = []
+    families = {}
+    if searched or not closer:
+        families = _families()
+        listed = [*_built_in(), *_in_hub_cache(), *(each for directory in searched for each in _below(directory))]
     if json_:
-        typer.echo(json.dumps({"architectures": sorted(FAMILIES), "checkpoints": [asdict(each) for each in found]}))
+        typer.echo(json.dumps(families | {"checkpoints": [each.as_json() for each in (*closer, *listed)]}))
         return
+    for report in closer:
+        _show_closer(report)
+    if families:
+        _show_families(families["parts"], families["text_parts"])
+        _show(listed)
+
+
+def _is_searched(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.is_dir() and not (path / "config.json").is_file()
+
+
+def _families() -> dict[str, Any]:
+    from octavo.models.family_parts import family_parts
+    from octavo.models.registry import FAMILIES
+    from octavo.models.text_part import TEXT_PARTS
+
+    parts = {name: family_parts(name) for name in sorted(FAMILIES)}
+    return {
+        "architectures": list(parts),
+        "parts": {name: {"always": always, "optional": optional} for name, (always, optional) in parts.items()},
+        "text_parts": {name: sorted(kinds.values()) for name, kinds in sorted(TEXT_PARTS.items())},
+    }
+
+
+def _show_families(parts: dict[str, dict[str, list[str]]], text_parts: dict[str, list[str]]) -> None:
     typer.secho("architectures", bold=True)
-    for name in sorted(FAMILIES):
-        typer.echo(f"  {name}")
+    width = max(map(len, parts))
+    for name, each in parts.items():
+        optional = f" ({', '.join(each['optional'])})" if each["optional"] else ""
+        typer.echo(f"  {name:{width}}  {', '.join(each['always'])}{optional}")
+    for name, served in text_parts.items():
+        typer.echo(f"  {name}: its text part, as {' or '.join(served)}; no images")
+
+
+def _show(found: list[ModelReport]) -> None:
     typer.secho("checkpoints", bold=True)
     if not found:
         typer.echo("  none; give a directory to look in, or a hub id to any command")
     width = max((len(each.name) for each in found), default=0)
     for each in found:
-        state = "  (not served)" if each.problem else ""
-        typer.echo(f"  {each.name:{width}}  {show_size(each.size_bytes):>8}  {each.architecture}{state}  {each.path}")
-        if each.problem:
-            typer.echo(f"  {'':{width}}  {each.problem}")
+        size = show_size(each.size_bytes)
+        typer.echo(f"  {each.name:{width}}  {size:>8}  {each.architecture}  ({each.verdict})  {each.path}")
+        for line in [each.problem] if each.problem else [f"without {part}" for part in each.left_out]:
+            typer.echo(f"  {'':{width}}  {line}")
 
 
-def _built_in() -> Iterator[Checkpoint]:
+def _show_closer(report: ModelReport) -> None:
+    typer.secho(f"{report.name}: {report.verdict}", bold=True)
+    lines = {"because": report.problem, "left out": "; ".join(report.left_out), "architecture": report.architecture}
+    if (details := report.details) is not None:
+        lines |= {
+            "size": f"{details.parameters:,} parameters in {details.layers} layers, "
+            f"up to {details.max_context_tokens:,} tokens",
+            "parts": ", ".join(details.parts),
+            "stored as": details.stored_as,
+            "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
+            "KV of a token": show_size(details.kv_bytes_per_token),
+            **details.text,
+        }
+    for key, text in lines.items():
+        if text:
+            typer.echo(f"  {key:14}{text}")
+
+
+def _built_in() -> Iterator[ModelReport]:
     directory = built_in_model_path()
     if (directory / "config.json").is_file():
-        yield _read(directory, f"{BUILT_IN_MODEL} (built in)")
+        yield report_on(directory, f"{BUILT_IN_MODEL} (built in)")
 
 
-def _in_hub_cache() -> Iterator[Checkpoint]:
+def _in_hub_cache() -> Iterator[ModelReport]:
     """Snapshots that huggingface_hub keeps; none where it is not installed."""
     try:
         from huggingface_hub import scan_cache_dir  # optional
@@ -85,37 +133,21 @@ def _in_hub_cache() -> Iterator[Checkpoint]:
             continue
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         if (newest.snapshot_path / "config.json").is_file():
-            yield _read(newest.snapshot_path, repository.repo_id)
+            yield report_on(newest.snapshot_path, repository.repo_id)
 
 
-def _below(directory: Path) -> Iterator[Checkpoint]:
-    """Checkpoints in a directory, itself included."""
-    if not directory.is_dir():
-        raise typer.BadParameter(f"{directory} is no directory")
-    patterns = ["/".join(["*"] * depth + ["config.json"]) for depth in range(_MAX_DEPTH + 1)]
-    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
+def _below(directory: Path) -> Iterator[ModelReport]:
+    """Checkpoints in folders below a directory, and GGUF files: of one in several files the first."""
+
+    def find(name: str) -> list[Path]:
+        return sorted(path for depth in range(_MAX_DEPTH + 1) for path in directory.glob("*/" * depth + name))
+
+    for path in find("config.json"):
         if any(path.parent.glob("*.safetensors")):
-            yield _read(path.parent, path.parent.resolve().name)
-
-
-def _read(directory: Path, name: str) -> Checkpoint:
-    from octavo.errors import ModelError
-    from octavo.models.config_file import ConfigFile
-    from octavo.models.registry import FAMILIES, read_architecture
-
-    try:
-        names = ConfigFile.read(directory / "config.json").values.get("architectures")
-    except ModelError:
-        names = None
-    known = [each for each in names if each in FAMILIES] if isinstance(names, list) else []
-    architecture = str((known or names or ["unknown"])[0]) if isinstance(names, list) else "unknown"
-    problem = ""
-    try:
-        read_architecture(directory)
-    except ModelError as error:
-        problem = str(error).removeprefix(f"{directory / 'config.json'}: ")
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return Checkpoint(name, architecture, bool(known), problem, size, str(directory))
+            yield report_on(path.parent, path.parent.resolve().name)
+    for path in find("*.gguf"):
+        if (part := _PART.search(path.name)) is None or int(part[1]) == 1:
+            yield report_on(path, path.name)
 
 
 def show_size(num_bytes: int) -> str:

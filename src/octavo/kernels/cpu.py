@@ -103,7 +103,7 @@ class CpuKernels:
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
-        return f"panels 3{who.get(self.isa, '')}"
+        return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second.
@@ -179,13 +179,14 @@ class CpuKernels:
             "dtype_number": storage.dtype_number,
             "group_size": storage.int4.group_size,
             "has_zeros": int(storage.int4.has_zeros),
+            "has_order": int(storage.int4.has_order),
         }
         return KeptLinear(storage.data, storage.bias, numbers)
 
     def restore_linear(self, kept: KeptLinear) -> PackedLinear:
         """Return a weight of panels that were kept."""
         numbers = kept.numbers
-        int4 = Int4Format(numbers["group_size"], bool(numbers["has_zeros"]))
+        int4 = Int4Format(numbers["group_size"], bool(numbers["has_zeros"]), bool(numbers["has_order"]))
         shape = (numbers["out_features"], numbers["in_features"])
         if kept.data.nbytes != packed_bytes(numbers["dtype_number"], *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
@@ -243,7 +244,8 @@ class CpuKernels:
             x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
             weight.dtype_number, weight.out_features, weight.in_features,
             0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), out.stride(0),
-            DTYPE_NUMBERS[out.dtype], gated_by is not None, ACTIVATION_NUMBERS[gated_by or "silu"], *weight.int4,
+            DTYPE_NUMBERS[out.dtype], gated_by is not None, ACTIVATION_NUMBERS[gated_by or "silu"],
+            weight.int4.group_size, weight.int4.has_zeros, weight.order_address,
         )  # fmt: skip
         return out
 
@@ -279,10 +281,12 @@ class CpuKernels:
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
         assert token_ids.is_contiguous()
+        assert not storage.int4.has_order
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(
             token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
-            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], scale, *storage.int4,
+            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], scale, storage.int4.group_size,
+            storage.int4.has_zeros,
         )  # fmt: skip
         return out
 

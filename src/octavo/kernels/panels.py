@@ -23,9 +23,12 @@ PANEL_COLUMNS = 32  # as in csrc/kernels.h
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise."""
+    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise.
 
-    data: Tensor  # uint8
+    data: uint8; behind the panels the order of an int4 weight's columns, if it has one: int32 [in_features].
+    """
+
+    data: Tensor
     dtype_number: int
     int4: Int4Format
     bias: Tensor | None
@@ -45,25 +48,27 @@ class PanelWeight:
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
             parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
-        scales = multiples = offsets = None
+        scales = multiples = offsets = order = None
         int4 = NO_INT4
         if isinstance(weight, Int8Weight):
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
-            int4 = Int4Format.of(weight)
+            int4, order = Int4Format.of(weight), weight.order
             multiples, scales = weight.whole_scales()  # which the kernels call units
             offsets = weight.whole_offsets(multiples)
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         number = DTYPE_NUMBERS[parts[0].dtype]
         data = kernels.allocate(packed_bytes(number, out_features, in_features, int4))
-        first = 0
+        if order is not None:
+            data[-4 * in_features :].view(torch.int32).copy_(order)
+        first, panels = 0, int4._replace(has_order=False)
         for part in parts:
             values = part.detach() if part.stride(1) == 1 else part.detach().contiguous()
             assert (values.dtype, values.shape[1]) == (parts[0].dtype, in_features)
             kernels.kernel_set.pack_weight(
                 values.data_ptr(), number, values.shape[0], in_features, values.stride(0),
                 *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, offsets)),
-                int4.group_size, data.data_ptr() + packed_bytes(number, first, in_features, int4),
+                int4.group_size, data.data_ptr() + packed_bytes(number, first, in_features, panels),
             )  # fmt: skip
             first += values.shape[0]
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
@@ -82,19 +87,28 @@ class PanelWeight:
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
+    @property
+    def order_address(self) -> int:
+        """Where the order of columns stands, or 0."""
+        return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features if self.int4.has_order else 0
+
 
 class Int4Format(NamedTuple):
-    """How the kernels are told of an int4 weight (csrc/kernels.h)."""
+    """How the kernels are told of an int4 weight (csrc/kernels.h).
+
+    has_order: its columns meet input features in an order of their own, which the kernels are given beside it.
+    """
 
     group_size: int
     has_zeros: bool
+    has_order: bool = False
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
         """Return that of a weight; a group is no longer than its rows."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
-        return cls(group_size, weight.zeros is not None)
+        return cls(group_size, weight.zeros is not None, weight.order is not None)
 
 
 NO_INT4 = Int4Format(0, has_zeros=False)
@@ -106,7 +120,8 @@ def packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: I
     dtype = next(dtype for dtype, number in DTYPE_NUMBERS.items() if number == dtype_number)
     if dtype == torch.uint8:
         groups = -(-in_features // int4.group_size)
-        return columns * (-(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4)  # and a float32 unit
+        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a float32 unit
+        return columns * of_column + (4 * in_features if int4.has_order else 0)
     if dtype == torch.int8:
         return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
     together = 2 if dtype == torch.bfloat16 else 1

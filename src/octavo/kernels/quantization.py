@@ -79,13 +79,15 @@ class Int4Weight:
 
     values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
     zeros uint8 or float16 [out_features, groups], each 0 .. 16, whole or not, or None where all are 8; group_size a
-    multiple of 32, or in_features or more.
+    multiple of 32, or in_features or more; order int32 [in_features]: which input feature column j meets (act-order of
+    GPTQ: those of a group stand apart), or None where column j meets feature j.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
     group_size: int
+    order: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -96,13 +98,15 @@ class Int4Weight:
     def nbytes(self) -> int:
         """Bytes that it takes packed, without padding: half a byte a value, two a scale or zero point, four a row."""
         groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
-        return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0]
+        order = 0 if self.order is None else self.order.nbytes
+        return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32, by the scales as they were given."""
+        """Return the weight that this stands for, in float32, by the scales as they were given: by input features."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
-        return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+        weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales as they are used.
@@ -131,7 +135,7 @@ class Int4Weight:
         """Return (float64 [out_features, in_features], float32 units [out_features]): the weight as it is used.
 
         Whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and `whole_offsets`; the weight is
-        these times the units.
+        these times the units. Columns stand as in `values`.
         """
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
@@ -144,12 +148,13 @@ class Int4Weight:
     def rows(self, index: slice | Tensor) -> Int4Weight:
         """Return some of its rows."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size)
+        return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size, self.order)
 
     def to(self, device: torch.device) -> Int4Weight:
         """Return it on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size)
+        order = None if self.order is None else self.order.to(device)
+        return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
 
 
 QuantizedWeight = Int8Weight | Int4Weight
@@ -250,7 +255,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Put weights of one kind and equal width below one another."""
+    """Put weights of one kind, width and order of columns below one another."""
     if len(weights) == 1:
         return weights[0]
     values = torch.cat([weight.values for weight in weights])
@@ -260,14 +265,21 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return Int8Weight(values, scales)
     groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
     if all(weight.zeros is None for weight in groups):
-        return Int4Weight(values, scales, None, first.group_size)
+        return Int4Weight(values, scales, None, first.group_size, first.order)
     is_whole = all(weight.zeros is None or weight.zeros.dtype == torch.uint8 for weight in groups)
     dtype = torch.uint8 if is_whole else torch.float16
     zeros = [
         torch.full_like(weight.scales, INT4_ZERO, dtype=dtype) if weight.zeros is None else weight.zeros.to(dtype)
         for weight in groups
     ]
-    return Int4Weight(values, scales, torch.cat(zeros), first.group_size)
+    return Int4Weight(values, scales, torch.cat(zeros), first.group_size, first.order)
+
+
+def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether weights meet input features in the same order: others cannot be fused."""
+    orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
+    first = orders[0] if orders else None
+    return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,7 +329,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
     The integers of the weight are those of `Int4Weight.whole_values`.
     """
-    values, row_scales = quantize_rows(x)
+    values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):

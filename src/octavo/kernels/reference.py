@@ -112,6 +112,7 @@ class ReferenceKernels:
             (vocabulary,) = weight
             rows: Tensor = vocabulary.select_rows(token_ids).dequantize()
         elif isinstance(weight, Int4Weight):
+            assert weight.order is None
             whole, units = weight.rows(token_ids).whole_values()
             rows = whole.float() * units.unsqueeze(1)
         elif isinstance(weight, Int8Weight):
@@ -297,7 +298,7 @@ def _attend(
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
     if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+        scores.div_(softcap).tanh_().mul_(softcap)
     kv_positions = torch.arange(keys.shape[0], device=q.device)
     seen = kv_positions <= positions.unsqueeze(1)
     if window is not None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.declared import Linear, Norm, in_order
 from octavo.models.kv_layout import KVLayout
-from octavo.models.stored_quantization import StoredQuantization, StoredTensor, read_stored_quantization
+from octavo.models.quantization_config import read_quantization_config
+from octavo.models.stored_floats import StoredFloats
+from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +42,8 @@ class Architecture:
     dtype               of the checkpoint as its config says ("float32", "bfloat16" or "float16")
     eos_token_ids       as config.json says; generation_config.json and the tokenizer may add to them
     stored              how weights are stored that are integers already, or None
-    block_bytes         bytes in memory of each matrix that stands in blocks of a GGUF file, by its tensor's name
+    stored_floats       how weights are stored that are floats of 8 or 4 bits, or None
+    block_bytes         bytes in memory of each matrix that is multiplied in GGUF's blocks, by its tensor's name
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
     embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
     norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
@@ -60,6 +63,7 @@ class Architecture:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantization | None = None
+    stored_floats: StoredFloats | None = None
     block_bytes: Mapping[str, int] = field(default_factory=dict)
     has_head: bool = True
     embedding_scale: float = 1.0
@@ -105,14 +109,14 @@ class Architecture:
         """Bytes of all weights in `dtype`; norm weights in `norm_dtype` (the activations') or, with an offset, float32.
 
         quantization, group_size: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte
-        a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and
-        four for the unit of each row.
+        a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, four
+        for the unit of each row, and four for each input feature if these may stand in another order.
         """
-        total = 0
+        in_blocks = {} if quantization else self._kept_blocks()
+        total = self._order_bytes() + sum(in_blocks.values())
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         for name, shape in self.tensor_shapes().items():
-            if quantization is None and name in self.block_bytes:
-                total += self.block_bytes[name]
+            if name in in_blocks:
                 continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
@@ -122,6 +126,19 @@ class Architecture:
             else:
                 total += math.prod(shape) * DTYPE_BYTES[norm_dtype if is_norm(name) else dtype]
         return total
+
+    def _order_bytes(self) -> int:
+        if self.stored is None or not self.stored.may_reorder:
+            return 0
+        linears = (each for each in in_order(self.tensors()) if isinstance(each, Linear))
+        return sum(4 * each.in_features for each in linears if self.stored.covers(each.names[0]))
+
+    def _kept_blocks(self) -> dict[str, int]:
+        """Return `block_bytes` of what stays in blocks: parts beside floats in one product are expanded."""
+        linears = [each for each in in_order(self.tensors()) if isinstance(each, Linear)]
+        products = [[f"{name}.weight" for name in linear.names] for linear in linears]
+        kept = [names for names in products if all(name in self.block_bytes for name in names)]
+        return {name: self.block_bytes[name] for names in kept for name in names}
 
     def _rounding(
         self, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
@@ -153,13 +170,18 @@ class Architecture:
         """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
+    def scale_names(self) -> list[str]:
+        """Names of the tensors in the files that are scales of quantized weights."""
+        return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
+
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Name and form of every tensor in the files: as `tensor_shapes`, or as the integers are stored."""
+        """Name and form of every tensor in the files: as `tensor_shapes`, or as quantized ones are stored."""
         tensors: dict[str, StoredTensor] = {}
+        stored = self.stored or self.stored_floats
         for name, shape in self.tensor_shapes().items():
             module = name.removesuffix(".weight")
-            if len(shape) == 2 and self.stored is not None and self.stored.covers(module):
-                tensors |= self.stored.tensors(module, *shape)
+            if len(shape) == 2 and stored is not None and stored.covers(module):
+                tensors |= stored.tensors(module, *shape)
             else:
                 tensors[name] = StoredTensor(shape)  # a bias that is needed, even if integers come with optional ones
         return tensors
@@ -187,7 +209,8 @@ def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
     """Read what all families share. Raises `ModelError` for what is missing or out of range."""
-    return Architecture(
+    stored = read_quantization_config(config)
+    architecture = Architecture(
         name=name,
         vocab_size=config.count("vocab_size"),
         hidden_size=config.count("hidden_size"),
@@ -198,8 +221,12 @@ def read_decoder(
         dtype=_read_dtype(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
         eos_token_ids=config.token_ids("eos_token_id"),
-        stored=read_stored_quantization(config),
+        stored=stored if isinstance(stored, StoredQuantization) else None,
+        stored_floats=stored if isinstance(stored, StoredFloats) else None,
     )
+    if architecture.stored_floats is None:
+        return architecture
+    return replace(architecture, block_bytes=architecture.stored_floats.block_bytes(architecture.tensor_shapes()))
 
 
 def _read_dtype(config: ConfigFile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,8 @@ class CheckpointFiles:
                 continue
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
-            if tuple(stored.get_shape()) != shape:
-                found = list(stored.get_shape())
+            found = list(stored.get_shape())
+            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}; "
                     "the two belong to different models"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import cache
@@ -11,11 +12,12 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
-from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
+from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_one_order
 from octavo.models.architecture import is_norm, rounded_bits
+from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
-from octavo.models.quantized_weights import READING_VERSION, read_quantized
+from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm
     from octavo.models.weight_source import StoredTensors, WeightSource
+
+logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,7 +82,9 @@ def load_model(
     """
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
-    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    norm_dtype = str(computed).removeprefix("torch.")
+    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size)
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
     packer = _Packer(
         source,
         files,
@@ -122,9 +128,36 @@ def _open_source(
     if seed is not None:
         norm_mean = 1.0 - architecture.norm_offset
         return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean), None
-    files = weights.open()
-    files.check(architecture.stored_tensors())
+    files = open_tensors(weights, architecture, _TORCH_DTYPES[dtype])
     return files, files
+
+
+def _tell_of_small_floats(
+    architecture: Architecture, dtype: str, norm_dtype: str, quantization: str | None, group_size: int
+) -> None:
+    """Log what becomes of weights that are stored as small floats, and the memory that this takes."""
+    if architecture.stored_floats is None:
+        return
+    summary = architecture.stored_floats.summary
+    if quantization is not None:
+        logger.info(
+            "the weights are %s, expanded to %s and rounded to %s as they are read", summary, dtype, quantization
+        )
+        return
+    gigabytes = [
+        architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
+    ]
+    if architecture.block_bytes:
+        becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
+    else:
+        becomes, activations = f"expanded to {dtype} as it is read", "Activations are not rounded to so few bits"
+    logger.warning(
+        "the weights are %s, which is %s: they take %.1f GB (with quantization int8 %.1f, int4 %.1f). %s",
+        summary,
+        becomes,
+        *gigabytes,
+        activations,
+    )
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
@@ -160,6 +193,7 @@ class _Packer:
         self.source = source
         self.files = files  # None where the source has none
         self.stored = architecture.stored
+        self.unchecked_scales = [] if files is None else architecture.scale_names()
         self.kernels = kernels
         self.dtype = dtype
         self.quantization = quantization
@@ -172,6 +206,7 @@ class _Packer:
         self.progress = progress or (lambda _done, _total: None)
 
     def linear(self, declared: Linear) -> PackedLinear:
+        self._check_scales()
         weight = self._weight(declared)
         fused_bias = None
         if declared.has_bias:
@@ -179,6 +214,12 @@ class _Packer:
         elif self.stored is not None:
             self._refuse_biases(declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
+
+    def _check_scales(self) -> None:
+        """Look at the scales of all weights before the first is packed: not where packed ones were kept."""
+        names, self.unchecked_scales = self.unchecked_scales, []
+        if self.files is not None and names:
+            refuse_broken_scales(self.files, names)
 
     def _weight(self, declared: Linear) -> WeightToPack:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
@@ -193,7 +234,13 @@ class _Packer:
                 "computes them together and cannot mix them"
             )
         if covered:
-            return fuse_quantized([self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts])
+            parts = [self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts]
+            if not have_one_order(parts):
+                raise ModelError(
+                    f"{', '.join(names)} have their input features in different orders (g_idx); octavo computes them "
+                    "together, as they are quantized together where act-order is used"
+                )
+            return fuse_quantized(parts)
         tensors = [f"{name}.weight" for name in names]
         bits = rounded_bits(tensors[0], self.quantization)
         if bits is None:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -19,11 +20,12 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import GROUP_MULTIPLE
 from octavo.models.architecture import is_vocabulary
-from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
-from octavo.models.quantized_weights import describe_stored, stored_tensors
+from octavo.models.float_weights import open_tensors
+from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
 from octavo.models.text_part import text_part
+from octavo.models.weight_source import FolderWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_source import StoredTensors
 
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
@@ -62,9 +65,10 @@ def quantize_checkpoint(
         raise ModelError(f"group_size is of int4; int8 has one scale for each output feature, got {group_size}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ModelError(f"{destination} exists already; name a new directory")
-    files = CheckpointFiles(source)
-    files.check(architecture.stored_tensors())
+    files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
+    refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
+    config.pop("compression_config", None)  # an older name of the same
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
     try:
         # Beside or inside the destination, so that what is finished need only be renamed; config.json comes last.
@@ -85,7 +89,7 @@ def quantize_checkpoint(
 
 def _write_weights(
     architecture: Architecture,
-    files: CheckpointFiles,
+    files: StoredTensors,
     directory: Path,
     precision: str,
     group_size: int,

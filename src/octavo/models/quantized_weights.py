@@ -18,11 +18,12 @@ from octavo.kernels.quantization import (
 from octavo.models.stored_quantization import StoredLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from octavo.models.stored_quantization import StoredQuantization
+    from octavo.models.weight_source import StoredTensors
 
 READING_VERSION = (
     2  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
@@ -55,12 +56,11 @@ def read_quantized(
 
     if stored.layout == StoredLayout.INT8:
         scales = required("weight_scale").flatten().to(torch.float32, copy=True)
-        _refuse_infinite(module, scales)
         values = required("weight")
         rows = max(1, _VALUES_AT_ONCE // values.shape[1])
         parts = [slice(first, first + rows) for first in range(0, len(values), rows)]
         return fuse_quantized([round_weight(values[part].float() * scales[part].unsqueeze(1), 8) for part in parts])
-    _refuse_reordered(stored, module, tensor)
+    order = _read_order(stored, module, tensor)
     out_features, in_features = shape
     zeros: Tensor | None = None
     match stored.layout:
@@ -82,24 +82,40 @@ def read_quantized(
         zeros = None
     size = stored.group_size or in_features
     scales = scales.float() if scales.dtype == torch.float64 else scales.clone(memory_format=torch.contiguous_format)
-    _refuse_infinite(module, scales)
-    return Int4Weight(values.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), size)
+    if order is not None:
+        values = values[:, order.long()]
+    return Int4Weight(
+        values.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), size, order
+    )
 
 
-def _refuse_infinite(module: str, scales: Tensor) -> None:
-    """Raise where a scale is no finite number: every token would come out of NaN."""
-    if not bool(scales.isfinite().all()):
-        raise ModelError(f"{module}: a scale of its weights is infinite or no number; the checkpoint is broken")
+def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
+    """Raise `ModelError` for a scale that is no finite number: every token would come out of NaN."""
+    for name in names:
+        scales = files.find(name)
+        if scales is None:
+            continue
+        if scales.dtype == torch.uint8:  # exponents: 255 stands for no number
+            scales = scales.view(torch.float8_e8m0fnu)
+        if not bool(scales.float().isfinite().all()):
+            raise ModelError(f"{name} holds a scale that is infinite or no number; the checkpoint is broken")
+    files.release()
 
 
-def _refuse_reordered(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> None:
-    """Raise where input features are not in their order."""
+def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
+    """Return the input features by group, those of one in ascending order, or None where they stand so already."""
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
-    index = None if name is None else tensor(f"{module}.{name}")
-    if index is not None:
-        expected = torch.arange(len(index)) // (stored.group_size or len(index))
-        if not torch.equal(index.long(), expected):
-            raise ModelError(f"{module}.{name} reorders input features (act-order), which octavo does not compute yet")
+    group_of = None if name is None else tensor(f"{module}.{name}")
+    if group_of is None or bool((group_of == -1).all()):  # compressed-tensors' word for none
+        return None
+    ordered, order = group_of.long().sort(stable=True)
+    expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
+    if not torch.equal(ordered, expected):
+        raise ModelError(
+            f"{module}.{name} gives groups to input features that are not of group_size = {stored.group_size} each; "
+            "the checkpoint is broken"
+        )
+    return None if torch.equal(group_of.long(), expected) else order.int()
 
 
 def _in_order(values: Tensor) -> Tensor:

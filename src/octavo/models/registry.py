@@ -35,6 +35,9 @@ FAMILIES = {
 }
 
 
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before a file could show that there are none
+
+
 class Family(Protocol):
     """What the module of a family offers."""
 
@@ -58,6 +61,8 @@ def read_architecture(directory: Path) -> Architecture:
 
 def architecture_of(config: ConfigFile) -> Architecture:
     """Let the family that `architectures` names read the keys. Raises `ModelError` for what octavo cannot serve."""
+    if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
+        raise config.error(_LAYERS, f"octavo computes at most {_MOST_LAYERS}")
     names = config.values.get("architectures")
     known = ", ".join([*FAMILIES, *TEXT_PARTS])
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -1,0 +1,184 @@
+"""Whether a checkpoint runs, and as what: read from what describes it, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from octavo.errors import ModelError, OctavoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.models.architecture import Architecture
+    from octavo.startup.checkpoint import Checkpoint
+
+_PRECISIONS = (None, "int8", "int4", "int4_all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDetails:
+    """What a checkpoint computes, what that takes, and what stands beside the weights.
+
+    memory_bytes: of weights, by the precision that they are loaded in. text: what was found, by what it is for.
+    """
+
+    parameters: int
+    layers: int
+    max_context_tokens: int
+    parts: list[str]
+    stored_as: str
+    memory_bytes: dict[str, int]
+    kv_bytes_per_token: int
+    text: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """A checkpoint. `architecture` is what its configuration says; `size_bytes` counts its files of weights.
+
+    is_known: whether octavo has the architecture. problem: why it is refused all the same; empty where it is not.
+    left_out: what of it is not served. details: None where nobody looked closer, or it is refused.
+    """
+
+    name: str
+    architecture: str
+    is_known: bool
+    problem: str
+    left_out: tuple[str, ...]
+    size_bytes: int
+    path: str
+    details: ModelDetails | None = None
+
+    @property
+    def verdict(self) -> Literal["runs", "runs in part", "refused"]:
+        """Whether it runs."""
+        return "refused" if self.problem else "runs in part" if self.left_out else "runs"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+class _Described(Protocol):
+    """As much of an `octavo.startup.checkpoint.Checkpoint` as a report needs."""
+
+    def read_config(self) -> dict[str, Any]: ...
+    def read_architecture(self) -> Architecture: ...
+
+
+class _Folder:
+    """One whose config.json is read without what reads tokenizers and templates."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read_config(self) -> dict[str, Any]:
+        from octavo.models.config_file import ConfigFile  # when a command asks for it
+
+        return ConfigFile.read(self.path / "config.json").values
+
+    def read_architecture(self) -> Architecture:
+        from octavo.models.registry import read_architecture
+
+        return read_architecture(self.path)
+
+
+def report_on(path: Path, name: str) -> ModelReport:
+    """Read what describes the checkpoint in a directory or a file, but not its tokenizer and template."""
+
+    def opened() -> _Described:
+        return _open(path) if path.is_file() else _Folder(path)
+
+    return _report(path, name, opened)
+
+
+def look_closer(model: str) -> ModelReport:
+    """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
+    path, opened = Path(model).expanduser(), cache(partial(_open, model))
+    report = _report(path if path.exists() else opened().path, model, opened)
+    return report if report.problem else replace(report, details=_details(opened()))
+
+
+def _open(model: str | Path) -> Checkpoint:
+    from octavo.startup.checkpoint import open_checkpoint
+
+    return open_checkpoint(model, weights=False)
+
+
+def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelReport:
+    from octavo.models.registry import FAMILIES
+    from octavo.models.text_part import TEXT_PARTS
+
+    names, problem = None, ""
+    left_out: tuple[str, ...] = ()
+    try:
+        described = opened()
+        names = described.read_config().get("architectures")
+        left_out = _left_out(described.read_architecture())
+    except ModelError as error:
+        problem = str(error).removeprefix(f"{path / 'config.json'}: ").removeprefix(f"{path}: ")
+    known = [each for each in names if each in FAMILIES or each in TEXT_PARTS] if isinstance(names, list) else []
+    return ModelReport(
+        name=name,
+        architecture=str((known or names or ["unknown"])[0]) if isinstance(names, list) else "unknown",
+        is_known=bool(known),
+        problem=problem,
+        left_out=left_out,
+        size_bytes=sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors"))),
+        path=str(path),
+    )
+
+
+def _left_out(architecture: Architecture) -> tuple[str, ...]:
+    left_out = [] if architecture.has_head else ["tokens: it has no lm_head, and gives embeddings"]
+    if architecture.text_part_of is not None:
+        left_out.append(f"images: {architecture.text_part_of} reads them, and octavo its text part alone")
+    return tuple(left_out)
+
+
+def _details(checkpoint: Checkpoint) -> ModelDetails:
+    from octavo.models.family_parts import parts_of
+
+    architecture = checkpoint.read_architecture()
+    dtype, num_layers = architecture.dtype, len(architecture.layers)
+    stored = architecture.stored or architecture.stored_floats
+    return ModelDetails(
+        parameters=architecture.num_parameters,
+        layers=num_layers,
+        max_context_tokens=architecture.max_context_tokens,
+        parts=[part.describe(num_layers) for part in parts_of(architecture)],
+        stored_as=dtype if stored is None else stored.summary,
+        memory_bytes={each or dtype: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
+        kv_bytes_per_token=architecture.kv_layout.bytes_per_token(dtype),
+        text=_look_at_text(checkpoint, architecture),
+    )
+
+
+def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
+    """Say what there is that makes text of tokens, and prompts of conversations."""
+    from octavo.server.answers.known_formats import find_tool_format
+    from octavo.server.answers.reasoning_forms import find_reasoning_form
+    from octavo.server.answers.template_probe import TemplateProbe
+
+    try:
+        tokenizer = checkpoint.read_tokenizer()
+        template = checkpoint.read_chat_template(tokenizer.special_tokens)
+    except OctavoError as error:
+        return {"tokenizer": f"none: {error}"}
+    found = {"tokenizer": f"{tokenizer.vocab_size:,} tokens"}
+    if tokenizer.vocab_size > architecture.vocab_size:
+        found["tokenizer"] += f", more than the {architecture.vocab_size:,} rows of the embedding"
+    if template is None:
+        return found | {"chat template": "none; --raw and /v1/completions need none"}
+    probe, sources = TemplateProbe.of(template.render), [*template.templates.values()]
+    tools = find_tool_format("auto", sources, probe.call, lambda _: None)
+    reasoning = find_reasoning_form("auto", [*sources, *probe.texts])
+    untold = "" if tools is None or probe.shows_tools else "; the chat template tells the model of no tools"
+    return found | {
+        "chat template": ", ".join(sorted(template.templates)),
+        "tool calls": "in no format that octavo reads" if tools is None else tools.name + untold,
+        "reasoning": "none that is split off" if reasoning is None else reasoning.name,
+    }

@@ -1,0 +1,133 @@
+"""What an architecture is made of, in words: read from its description, and listed nowhere. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+from octavo.models.registry import architecture_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.models.architecture import Architecture
+    from octavo.models.decoder_layer import LayerConfig
+
+# What every family needs of a config.json; with as many layers as patterns of layers repeat within.
+_SAMPLE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+# What a config.json may ask for beside that. A family that does not know a key does not read it, or refuses it.
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
+    {"embedding_multiplier": 2.0},
+    {"residual_multiplier": 0.5},
+    {"attention_multiplier": 0.5},
+    {"logits_scaling": 2.0},
+    {"attn_logit_softcapping": 9.0},
+    {"final_logit_softcapping": 9.0},
+    {"partial_rotary_factor": 0.5},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
+    {"tie_word_embeddings": True},
+)
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # how files hold it
+_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # others are its numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that an architecture has besides the plain decoder.
+
+    value: how much of it, in words, or "". num_layers: those that have it, or None where that is no question.
+    """
+
+    name: str
+    value: str = ""
+    num_layers: int | None = None
+
+    def describe(self, num_layers: int) -> str:
+        """Return it in words, of an architecture of so many layers."""
+        said = f"{self.name} {self.value}".strip()
+        return said if self.num_layers in (None, num_layers) else f"{said} in {self.num_layers} of {num_layers} layers"
+
+
+def parts_of(architecture: Architecture) -> list[Part]:
+    """Return what differs from the plain decoder: full attention of equal heads, two norms, SiLU, no biases."""
+    counts: dict[Part, int] = {}
+    for layer in architecture.layers:
+        for part in dict.fromkeys(_layer_parts(layer)):
+            counts[part] = counts.get(part, 0) + 1
+    parts = [dataclasses.replace(part, num_layers=count) for part, count in counts.items()]
+    if architecture.tie_word_embeddings:
+        parts.append(Part("tied embeddings"))
+    return [*parts, *_changed("", architecture)]
+
+
+def family_parts(name: str) -> tuple[list[str], list[str]]:
+    """Return the names of the parts that a family has by default, and of those that it has where it is asked for them.
+
+    name: one of `octavo.models.registry.FAMILIES`.
+    """
+    sample = _SAMPLE | {"architectures": [name]}
+    try:
+        always = _names_of(sample | _ROPE)
+        sample |= _ROPE
+    except ModelError:  # this family has a rotary embedding for each type of layer, by default one that others have
+        always = _names_of(sample)
+    optional: dict[str, None] = {}
+    for keys in _OPTIONS:
+        with suppress(ModelError):  # this family refuses the key
+            optional |= dict.fromkeys(part for part in _names_of(sample | keys) if part not in always)
+    return always, list(optional)
+
+
+def _names_of(config: dict[str, Any]) -> list[str]:
+    architecture = architecture_of(ConfigFile(Path("config.json"), config))
+    return list(dict.fromkeys(part.name for part in parts_of(architecture)))
+
+
+def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
+    attention = layer.attention
+    if attention.num_kv_heads < attention.num_heads:
+        yield Part("grouped-query attention")
+    yield from _changed("attention", attention)
+    if attention.rope is None:
+        yield Part("no rotary embedding")
+    else:
+        leave_out = frozenset(each.name for each in dataclasses.fields(attention.rope)) - _OF_KIND
+        yield from _changed("rope", attention.rope, leave_out)
+    yield from _changed("MLP", layer.mlp)
+    places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
+    if places != ["before_attention", "before_mlp"]:
+        yield Part(f"norms {' and '.join(map(_words, places))}")
+    yield from _changed("", layer)
+
+
+def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:
+    """Yield the fields of a description that have a default and another value."""
+    for each in dataclasses.fields(described):
+        value = getattr(described, each.name)
+        if each.default is dataclasses.MISSING or each.name in leave_out or value == each.default:
+            continue
+        name = f"{prefix} {_words(each.name)}".strip()
+        yield Part(name, "" if value is True else f"{value:g}" if isinstance(value, int | float) else str(value))
+
+
+def _words(name: str) -> str:
+    return "scaling" if name == "kind" else name.replace("_", " ").replace("mlp", "MLP")

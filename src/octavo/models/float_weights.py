@@ -1,0 +1,118 @@
+"""Weights of small floats as checkpoints store them, expanded as they are read: FP8 and MXFP4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.models.stored_floats import MXFP4_GROUP, FloatLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from octavo.models.architecture import Architecture
+    from octavo.models.stored_floats import StoredFloats
+    from octavo.models.stored_quantization import StoredTensor
+    from octavo.models.weight_source import StoredTensors, WeightSource
+
+_VALUES_AT_ONCE = 1 << 22  # in float32
+# OCP Microscaling Formats 1.0, section 5.3.3: what the four bits of an E2M1 mean.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch.dtype) -> StoredTensors:
+    """Open the files, which hold all that the architecture needs; small floats in them come out as `dtype`."""
+    files = weights.open()
+    files.check(architecture.stored_tensors())
+    stored = architecture.stored_floats
+    return files if stored is None else ExpandedFloats(files, stored, dtype)
+
+
+class ExpandedFloats:
+    """The `StoredTensors` of a checkpoint of small floats: each weight is one of `dtype`, all else is as it stands."""
+
+    def __init__(self, files: StoredTensors, stored: StoredFloats, dtype: torch.dtype) -> None:
+        self.files = files
+        self.stored = stored
+        self.dtype = dtype
+
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        self.files.check(expected)
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        expanded = self._expanded(name)
+        return self.files.find(name) if expanded is None else expanded
+
+    def blocks(self, name: str) -> BlockWeight | None:
+        """Return a matrix of MXFP4 in GGUF's blocks, which are multiplied as they are; None for any other."""
+        module = name.removesuffix(".weight")
+        if self.stored.bits != 4 or (values := self.files.find(f"{module}.{self.stored.values_name}")) is None:
+            return None
+        (scale_name,) = self.stored.scale_names
+        return as_blocks(values.flatten(1), self.files.tensor(f"{module}.{scale_name}"))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor: a weight that is expanded is new, others may alias a file's pages."""
+        expanded = self._expanded(name)
+        return self.files.tensor(name) if expanded is None else expanded
+
+    def release(self) -> None:
+        """Let go of the pages of what was read."""
+        self.files.release()
+
+    def _expanded(self, name: str) -> Tensor | None:
+        module = name.removesuffix(".weight")
+        values = None if module == name else self.files.find(f"{module}.{self.stored.values_name}")
+        if values is None or values.dtype not in {torch.float8_e4m3fn, torch.uint8}:
+            return None
+        found = (self.files.find(f"{module}.{name}") for name in self.stored.scale_names)
+        scales = next((each for each in found if each is not None), None)
+        if scales is None:
+            raise ModelError(f"{module} has no scale: {' or '.join(self.stored.scale_names)} is missing")
+        return expand(self.stored, values, scales, self.dtype)
+
+
+def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out_features, in_features] in `dtype`: values times scales in float32, rounded once."""
+    flat = values.flatten(1)
+    out_features, in_features = len(flat), flat.shape[1] * (1 if stored.layout is FloatLayout.FP8 else 2)
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    scales = scales.float().view(stored.scale_shape(out_features, in_features))
+    rows_of_block, columns_of_block = stored.block
+    expanded = torch.empty(out_features, in_features, dtype=dtype)
+    step = max(1, _VALUES_AT_ONCE // in_features)
+    for first in range(0, out_features, step):
+        part = slice(first, min(first + step, out_features))
+        of_rows = torch.arange(part.start, part.stop) // (rows_of_block or out_features)
+        factors = scales[of_rows]
+        if columns_of_block is not None:
+            factors = factors.repeat_interleave(columns_of_block, dim=1)[:, :in_features]
+        expanded[part] = _decoded(flat[part]) * factors
+    return expanded
+
+
+def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
+    """Return the same MXFP4 in GGUF's order: its exponent before a group, whose second half stands in upper bits.
+
+    values uint8 [out_features, in_features / 2], each two neighbours; exponents uint8 [out_features, groups].
+    """
+    pairs = values.reshape(len(values), -1, MXFP4_GROUP // 2)
+    nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)
+    lower, upper = nibbles.chunk(2, dim=2)
+    rows = torch.cat((exponents.unsqueeze(2), lower | upper << 4), dim=2).flatten(1)
+    return BlockWeight(BlockKind.MXFP4, rows, 2 * values.shape[1])
+
+
+def _decoded(values: Tensor) -> Tensor:
+    """Return float32 of FP8, or of two E2M1 a byte, the lower bits first."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.float()
+    pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
+    return pairs[values.int()].flatten(1)

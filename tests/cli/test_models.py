@@ -1,0 +1,173 @@
+"""`octavo models`: what it says of families and of checkpoints, whatever these hold."""
+
+import json
+import shutil
+
+import pytest
+from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from octavo.assets import built_in_model_path
+from octavo.cli import app
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import FAMILIES, read_architecture
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["models", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def report(path):
+    [found] = json.loads(run(path, "--json"))["checkpoints"]
+    return found
+
+
+@pytest.fixture
+def built_in(tmp_path):
+    """A copy of the built-in model, to be changed."""
+    return shutil.copytree(built_in_model_path(), tmp_path / "model")
+
+
+def change(path, **keys):
+    config = json.loads((path / "config.json").read_text()) | keys
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_every_family_is_listed_with_its_parts(monkeypatch):
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    listed = json.loads(run("--json"))
+    assert listed["architectures"] == sorted(FAMILIES)
+    assert listed["parts"].keys() == FAMILIES.keys()
+    assert listed["parts"]["Qwen2ForCausalLM"]["always"] == ["grouped-query attention", "attention qkv bias"]
+    assert "attention qk norm" in listed["parts"]["Qwen3ForCausalLM"]["always"]
+    assert "attention window" in listed["parts"]["Qwen2ForCausalLM"]["optional"]
+    shown = run()
+    for name in FAMILIES:
+        assert f"  {name} " in shown
+
+
+def test_one_that_runs_is_told_whole(built_in):
+    found = report(built_in)
+    architecture = read_architecture(built_in)
+    assert (found["verdict"], found["problem"], found["left_out"]) == ("runs", "", [])
+    details = found["details"]
+    assert details["parameters"] == architecture.num_parameters
+    assert details["parts"] == ["grouped-query attention", "attention qk norm head", "tied embeddings"]
+    assert details["memory_bytes"] == {
+        name: architecture.weight_bytes(architecture.dtype, None, None if name == architecture.dtype else name)
+        for name in (architecture.dtype, "int8", "int4", "int4_all")
+    }
+    assert details["text"]["chat template"] == "default"
+    assert "tokens" in details["text"]["tokenizer"]
+    shown = run(built_in)
+    assert f"{built_in}: runs\n" in shown
+    assert f"{architecture.num_parameters:,} parameters" in shown
+    assert "architectures\n" not in shown
+
+
+def test_layers_that_differ_are_counted(tmp_path):
+    config = tiny_config(
+        "Qwen2ForCausalLM", num_hidden_layers=6, sliding_window=37, use_sliding_window=True, max_window_layers=4
+    )
+    parts = report(write_checkpoint(tmp_path, config))["details"]["parts"]
+    assert parts == ["grouped-query attention", "attention qkv bias", "attention window 37 in 2 of 6 layers"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [("<tool_call>{{ tools }}", "hermes"), ("{{ tools }}", "in no format that octavo reads")],
+)
+def test_the_format_of_calls_is_told(marks, expected, built_in):
+    (built_in / "chat_template.jinja").write_text(marks)
+    assert report(built_in)["details"]["text"]["tool calls"] == expected
+
+
+def test_what_stands_beside_the_weights_may_be_missing(built_in):
+    (built_in / "chat_template.jinja").unlink()
+    assert report(built_in)["details"]["text"]["chat template"].startswith("none")
+    (built_in / "tokenizer.json").unlink()
+    found = report(built_in)
+    assert found["verdict"] == "runs"
+    assert found["details"]["text"]["tokenizer"].startswith("none: ")
+
+
+def test_a_model_of_embeddings_runs_in_part(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM"))
+    tensors = {
+        n.removeprefix("model."): t for n, t in load_file(path / "model.safetensors").items() if "lm_head" not in n
+    }
+    save_file(tensors, path / "model.safetensors")
+    found = report(path)
+    assert found["verdict"] == "runs in part"
+    assert "gives embeddings" in found["left_out"][0]
+    assert "left out      tokens: it has no lm_head" in run(path)
+
+
+def test_the_text_part_of_a_model_of_images_runs_in_part(tmp_path):
+    text = tiny_config("Gemma3ForCausalLM")
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    write_checkpoint(tmp_path, text)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = report(tmp_path)
+    assert (found["verdict"], found["architecture"]) == ("runs in part", "Gemma3ForConditionalGeneration")
+    assert found["is_known"]
+    assert found["left_out"] == ["images: Gemma3ForConditionalGeneration reads them, and octavo its text part alone"]
+
+
+def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    (tmp_path / "below").mkdir()
+    write_gguf(
+        write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM")), tmp_path / "below" / "whole.gguf"
+    )
+    shutil.rmtree(tmp_path / "folder")
+    (tmp_path / "below" / "cut.gguf").write_bytes(b"GGUF")
+    (tmp_path / "below" / "whole-00002-of-00002.gguf").write_bytes(b"only the first of several files is listed")
+    found = {each["name"]: each for each in json.loads(run(tmp_path, "--json"))["checkpoints"]}
+    assert found.keys() == {"octavo-demo (built in)", "whole.gguf", "cut.gguf"}
+    assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"architectures": ["GPT9"]}, "architectures = ['GPT9']: unknown architecture"),
+        ({"num_attention_heads": 7}, "num_key_value_heads = 2: must divide num_attention_heads = 7"),
+        ({"hidden_size": "many"}, "hidden_size = 'many': must be a whole number"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers = 1073741824: octavo computes at most"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config.quant_method = 'exl2'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ],
+)
+def test_one_that_is_refused_names_the_key(keys, problem, built_in):
+    found = report(change(built_in, **keys))
+    assert found["verdict"] == "refused"
+    assert found["problem"].startswith(problem)
+    assert found["details"] is None
+    assert f"because       {problem}" in run(built_in)
+
+
+def test_small_floats_and_integers_are_told(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="bfloat16"))
+    change(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    details = report(path)["details"]
+    assert details["stored_as"] == "FP8 with a scale per 128 x 128 values"
+    assert details["memory_bytes"]["bfloat16"] == 2 * details["parameters"]
+    change(path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True})
+    assert report(path)["details"]["stored_as"] == "int4 (gptq) with a scale per 32 values of a row, act-order"
+
+
+def test_weights_are_not_read(built_in):
+    for path in built_in.glob("*.safetensors"):
+        path.write_bytes(b"no weights")
+    assert report(built_in)["verdict"] == "runs"
+
+
+def test_none_is_an_error(tmp_path):
+    result = CliRunner().invoke(app, ["models", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "does not exist" in result.stderr
