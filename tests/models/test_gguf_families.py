@@ -5,7 +5,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from transformers_cases import CASES, TIED, WINDOW, YARN, heads, longrope
+from transformers_cases import CASES, MORE_CASES, TIED, WINDOW, YARN, heads, longrope
 
 from octavo.models.config_file import ConfigFile
 from octavo.models.gguf_config import _FAMILIES, LONG_FACTORS, SHORT_FACTORS, GGUFFields, read_gguf_config
@@ -15,7 +15,7 @@ from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
 
 PATH = Path("model.gguf")
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
 ARCHITECTURES = {
     "Llama": "llama", "Mistral": "mistral3", "Ministral3": "mistral3", "Qwen2": "qwen2", "Qwen3": "qwen3",
     "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",

