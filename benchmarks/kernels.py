@@ -232,15 +232,20 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
             return kernels.add_rms_norm(x, residual, weight, 1e-6)
 
         def gate(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
-            return kernels.silu_and_mul(gate_up)
+            return kernels.gate(gate_up)
 
         def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1])
 
+        def pairs(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
+            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1], interleaved=True)
+
         yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
-        yield case(f"silu_and_mul x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
+        yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
+        yield case(f"rope_and_write_kv, interleaved x{rows}", kernels, pairs, 0, 2 * qkv.nbytes)
 
 
 def sampling_cases(kernels: Kernels) -> Iterator[Case]:
@@ -260,6 +265,11 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
                 return kernels.sample(logits, arguments)
 
             yield case(f"sample {name} x{rows}", kernels, call, 0, logits.nbytes)
+
+        def divide(_: int, logits=logits) -> object:  # noqa: ANN001
+            return kernels.divide(logits, 1.0)
+
+        yield case(f"divide logits x{rows}", kernels, divide, 0, 2 * logits.nbytes)
 
         def top(_: int, logits=logits) -> object:  # noqa: ANN001
             return kernels.top_tokens(logits, 20)

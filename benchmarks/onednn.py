@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.interface import PackedLinear
+from octavo.kernels.interface import Activation, PackedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,8 +61,8 @@ class OneDnnKernels(CpuKernels):
         product = multiply(x, packed.storage, packed.bias).to(torch.float32 if float32_out else x.dtype)
         return product if out is None else out.copy_(product)
 
-    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return silu(gate) * up of x @ weight.T + bias, in two steps."""
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias, in two steps."""
         if not isinstance(packed.storage, torch.Tensor):
-            return super().gated_linear(x, packed)
-        return self.silu_and_mul(self.linear(x, packed))
+            return super().gated_linear(x, packed, activation)
+        return self.gate(self.linear(x, packed), activation)

@@ -39,7 +39,7 @@ _NAMES = {
     "take_rows": "output rows",
     "rope_and_write_kv": "rope and KV writes",
     "paged_attention": "attention",
-    "silu_and_mul": "SiLU and product",
+    "gate": "activation and product",
 }
 
 

@@ -134,35 +134,54 @@ void check_gated(const KernelTable& table, const LinearArgs& args) {
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
                        int64_t n, int64_t k, Address bias, Address out, int64_t out_stride, int out_dtype, bool gated,
-                       int64_t group_size, bool has_zeros) {
-  return {at<void>(x),     DType(x_dtype), x_stride,   rows,             at<void>(weight), DType(weight_dtype), n, k,
-          at<float>(bias), at<void>(out),  out_stride, DType(out_dtype), gated,            {group_size, has_zeros}};
+                       int activation, int64_t group_size, bool has_zeros) {
+  return {at<void>(x),
+          DType(x_dtype),
+          x_stride,
+          rows,
+          at<void>(weight),
+          DType(weight_dtype),
+          n,
+          k,
+          at<float>(bias),
+          at<void>(out),
+          out_stride,
+          DType(out_dtype),
+          gated,
+          Activation(activation),
+          {group_size, has_zeros}};
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
-                             Address out, int out_dtype, int64_t group_size, bool has_zeros) {
-  return {at<int64_t>(ids), count,         at<void>(packed),  DType(weight_dtype),    n,
-          k,                at<void>(out), DType(out_dtype), {group_size, has_zeros}};
+                             Address out, int out_dtype, double scale, int64_t group_size, bool has_zeros) {
+  return {at<int64_t>(ids), count,         at<void>(packed),  DType(weight_dtype),       n,
+          k,                at<void>(out), DType(out_dtype), static_cast<float>(scale), {group_size, has_zeros}};
 }
 
 NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
-                   int64_t size, double eps, int64_t together, int64_t x_stride) {
+                   int64_t size, double eps, double scale, int64_t together, int64_t x_stride) {
   return {at<void>(x),  at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows,
-          size, static_cast<float>(eps), together, x_stride};
+          size, static_cast<float>(eps), static_cast<float>(scale), together, x_stride};
 }
 
 TakeArgs take_args(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
   return {at<void>(x), x_stride, at<int64_t>(rows), count, row_bytes, at<void>(out)};
 }
 
-GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size) {
-  return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size};
+GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size,
+                   int activation) {
+  return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation)};
+}
+
+AddArgs add_args(Address x, Address sum, int dtype, int64_t rows, int64_t size, double scale) {
+  return {at<void>(x), at<void>(sum), DType(dtype), rows, size, static_cast<float>(scale)};
 }
 
 RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
-                   Address cos_sin, Address positions, Address slot_mapping, Address k_cache, Strides k_cache_strides,
-                   Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype, int64_t tokens,
-                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+                   Address cos_sin, Address query_scale, Address positions, Address slot_mapping, Address k_cache,
+                   Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype,
+                   int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
+                   bool interleaved, int64_t block_size) {
   return {at<void>(q),
           at<void>(k),
           at<void>(v),
@@ -170,6 +189,7 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           {k_strides.first, k_strides.second},
           {v_strides.first, v_strides.second},
           at<float>(cos_sin),
+          at<float>(query_scale),
           at<int64_t>(positions),
           at<int64_t>(slot_mapping),
           at<void>(k_cache),
@@ -182,6 +202,8 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           num_heads,
           num_kv_heads,
           head_dim,
+          rotary_dim,
+          interleaved,
           block_size};
 }
 
@@ -189,7 +211,7 @@ AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Stri
                              Strides v_cache_strides, int kv_dtype, Address out, int64_t out_stride, int dtype,
                              Address query_start, Address block_tables, int64_t block_table_stride, Address positions,
                              int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                             int64_t block_size, double scale, int64_t window) {
+                             int64_t block_size, double scale, int64_t window, double softcap) {
   return {at<void>(q),
           {q_strides.first, q_strides.second},
           at<void>(k_cache),
@@ -210,7 +232,8 @@ AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Stri
           head_dim,
           block_size,
           static_cast<float>(scale),
-          window};
+          window,
+          static_cast<float>(softcap)};
 }
 
 // positions, slot_mapping, query_start, block_tables, their stride, num_seqs.
@@ -278,9 +301,24 @@ class KernelSet {
     table_.rms_norm(pool_, args);
   }
 
-  void silu_and_mul(const GateArgs& args) {
+  void gate(const GateArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.silu_and_mul(pool_, args);
+    table_.gate(pool_, args);
+  }
+
+  void add(const AddArgs& args) {
+    ThreadPool::Session session(pool_);
+    table_.add(pool_, args);
+  }
+
+  void soft_cap(Address x, int64_t count, double cap) {
+    ThreadPool::Session session(pool_);
+    table_.soft_cap(pool_, at<float>(x), count, static_cast<float>(cap));
+  }
+
+  void divide(Address x, int64_t count, double divisor) {
+    ThreadPool::Session session(pool_);
+    table_.divide(pool_, at<float>(x), count, static_cast<float>(divisor));
   }
 
   void rope_and_write_kv(const RopeArgs& args) {
@@ -424,7 +462,8 @@ NB_MODULE(_kernels, m) {
       .def("embedding", adding<embedding_args>())
       .def("take_rows", adding<take_args>())
       .def("rms_norm", adding<norm_args>())
-      .def("silu_and_mul", adding<gate_args>())
+      .def("gate", adding<gate_args>())
+      .def("add", adding<add_args>())
       .def("rope_and_write_kv", adding<rope_args>())
       .def("paged_attention", adding<attention_args>());
   nb::class_<KernelSet>(m, "KernelSet")
@@ -439,7 +478,10 @@ NB_MODULE(_kernels, m) {
       .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())
       .def("take_rows", calling<take_args>(&KernelSet::take_rows), Released())
       .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
-      .def("silu_and_mul", calling<gate_args>(&KernelSet::silu_and_mul), Released())
+      .def("gate", calling<gate_args>(&KernelSet::gate), Released())
+      .def("add", calling<add_args>(&KernelSet::add), Released())
+      .def("soft_cap", &KernelSet::soft_cap, Released())
+      .def("divide", &KernelSet::divide, Released())
       .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())
       .def("paged_attention", calling<attention_args>(&KernelSet::paged_attention), Released())
       .def("begin_program", &begin_program, nb::keep_alive<0, 1>())

@@ -1,4 +1,4 @@
-// Copies, norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
+// Copies, sums, norms, gates, soft caps, rotary embedding: one pass over each row, sums in a fixed order of lanes.
 #pragma once
 
 #include <cmath>
@@ -21,12 +21,12 @@ inline void take_rows(ThreadPool& pool, const TakeArgs& args) {
 
 // Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Lane i sums elements i, i + 16, ... in order.
 template <class T, class W>
-void norm_row(const T* x, T* residual, const W* weight, T* out, int64_t size, float eps) {
+void norm_row(const T* x, T* residual, const W* weight, T* out, int64_t size, float eps, float factor) {
   Vec squares = splat(0.0f);
   for (int64_t i = 0; i < size; i += kLanes) {
     Vec value = load_first(x + i, size - i);
     if (residual != nullptr) {
-      store_first(residual + i, value + load_first(residual + i, size - i), size - i);
+      store_first(residual + i, value * splat(factor) + load_first(residual + i, size - i), size - i);
       value = load_first(residual + i, size - i);  // as rounded
     }
     squares = fma(value, value, squares);
@@ -47,7 +47,7 @@ void rms_norm_of(ThreadPool& pool, const NormArgs& args) {
       T* residual = args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + at;
       const int64_t x_at = row / args.together * args.x_stride + row % args.together * args.size;
       norm_row(static_cast<const T*>(args.x) + x_at, residual, static_cast<const W*>(args.weight),
-               static_cast<T*>(args.out) + at, args.size, args.eps);
+               static_cast<T*>(args.out) + at, args.size, args.eps, args.scale);
     }
   });
 }
@@ -66,39 +66,79 @@ inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
 }
 
 template <class T>
-void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
+void gate_of(ThreadPool& pool, const GateArgs& args) {
   constexpr int kTogether = 4;
   const int64_t size = args.size;
+  const Activation activation = args.activation;
   parallel_ranges(pool, args.rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
       T* out = static_cast<T*>(args.out) + row * args.out_stride;
       int64_t i = 0;
-      for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) gate_vectors<kTogether>(gate + i, up + i, out + i);
-      for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(gate + i, up + i, out + i);
+      for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) {
+        gate_vectors<kTogether>(activation, gate + i, up + i, out + i);
+      }
+      for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(activation, gate + i, up + i, out + i);
       if (i == size) continue;
       T rest[3][kLanes] = {};
       std::memcpy(static_cast<void*>(rest[0]), gate + i, static_cast<size_t>(size - i) * sizeof(T));
       std::memcpy(static_cast<void*>(rest[1]), up + i, static_cast<size_t>(size - i) * sizeof(T));
-      gate_vectors<1>(rest[0], rest[1], rest[2]);
+      gate_vectors<1>(activation, rest[0], rest[1], rest[2]);
       std::memcpy(static_cast<void*>(out + i), rest[2], static_cast<size_t>(size - i) * sizeof(T));
     }
   });
 }
 
-inline void silu_and_mul(ThreadPool& pool, const GateArgs& args) {
+inline void gate(ThreadPool& pool, const GateArgs& args) {
   if (args.dtype == DType::kFloat32) {
-    silu_and_mul_of<float>(pool, args);
+    gate_of<float>(pool, args);
   } else {
-    silu_and_mul_of<bf16>(pool, args);
+    gate_of<bf16>(pool, args);
   }
 }
 
-// Su et al., "RoFormer" (2021): dimension i turns with dimension i + head_dim / 2. `out` may be `x`.
 template <class T>
-OCTAVO_INLINE void rotate_head(const T* x, const float* cos_sin, int64_t head_dim, T* out) {
-  const int64_t half = head_dim / 2;
+void add_of(ThreadPool& pool, const AddArgs& args) {
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
+    const int64_t begin = first * args.size, end = last * args.size;
+    const T* x = static_cast<const T*>(args.x);
+    T* sum = static_cast<T*>(args.sum);
+    const Vec scale = splat(args.scale);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      store_first(sum + i, load_first(x + i, end - i) * scale + load_first(sum + i, end - i), end - i);
+    }
+  });
+}
+
+inline void add(ThreadPool& pool, const AddArgs& args) {
+  if (args.dtype == DType::kFloat32) {
+    add_of<float>(pool, args);
+  } else {
+    add_of<bf16>(pool, args);
+  }
+}
+
+inline void soft_cap(ThreadPool& pool, float* x, int64_t count, float cap) {
+  parallel_ranges(pool, divide_up(count, kLanes), kLeastElements / kLanes, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
+      store_first(x + i, soft_cap(load_first(x + i, count - i), splat(cap)), count - i);
+    }
+  });
+}
+
+inline void divide(ThreadPool& pool, float* x, int64_t count, float divisor) {
+  parallel_ranges(pool, divide_up(count, kLanes), kLeastElements / kLanes, [&](int64_t first, int64_t last) {
+    for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
+      store_first(x + i, load_first(x + i, count - i) / splat(divisor), count - i);
+    }
+  });
+}
+
+// Su et al., "RoFormer" (2021): dimension i turns with dimension i + rotary_dim / 2. `out` may be `x`.
+template <class T>
+OCTAVO_INLINE void rotate_halves(const T* x, const float* cos_sin, int64_t rotary_dim, T* out) {
+  const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t n = half - i;
     const Vec cosine = load_first(cos_sin + i, n), sine = load_first(cos_sin + half + i, n);
@@ -108,13 +148,52 @@ OCTAVO_INLINE void rotate_head(const T* x, const float* cos_sin, int64_t head_di
   }
 }
 
+// Dimension 2 i turns with dimension 2 i + 1: the same sums as of halves. `out` may be `x`.
+template <class T>
+OCTAVO_INLINE void rotate_pairs(const T* x, const float* cos_sin, int64_t rotary_dim, T* out) {
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = smaller(half - i, int64_t{kLanes});
+    float pairs[2 * kLanes] = {}, first[kLanes], second[kLanes];
+    for (int64_t j = 0; j < 2 * n; j += kLanes) store(pairs + j, load_first(x + 2 * i + j, 2 * n - j));
+    for (int64_t j = 0; j < kLanes; ++j) {
+      first[j] = pairs[2 * j];
+      second[j] = pairs[2 * j + 1];
+    }
+    const Vec cosine = load_first(cos_sin + i, n), sine = load_first(cos_sin + half + i, n);
+    const Vec a = load(first), b = load(second);
+    store(first, a * cosine - b * sine);
+    store(second, b * cosine + a * sine);
+    for (int64_t j = 0; j < kLanes; ++j) {
+      pairs[2 * j] = first[j];
+      pairs[2 * j + 1] = second[j];
+    }
+    for (int64_t j = 0; j < 2 * n; j += kLanes) store_first(out + 2 * i + j, load(pairs + j), 2 * n - j);
+  }
+}
+
+template <class T>
+OCTAVO_INLINE void rotate_head(const RopeArgs& args, const T* x, const float* cos_sin, T* out) {
+  if (args.interleaved) {
+    rotate_pairs(x, cos_sin, args.rotary_dim, out);
+  } else {
+    rotate_halves(x, cos_sin, args.rotary_dim, out);
+  }
+}
+
 // A token's q, k and v; the cache holds its keys and values as C.
 template <class T, class C>
 void rope_and_write_token(const RopeArgs& args, int64_t token) {
-  const float* cos_sin = args.cos_sin + args.positions[token] * args.head_dim;
-  T* q = static_cast<T*>(args.q) + token * args.q_strides[0];
+  const int64_t position = args.positions[token];
+  const float* cos_sin = args.cos_sin + position * args.rotary_dim;
   for (int64_t head = 0; head < args.num_heads; ++head) {
-    rotate_head(q + head * args.q_strides[1], cos_sin, args.head_dim, q + head * args.q_strides[1]);
+    T* q = static_cast<T*>(args.q) + token * args.q_strides[0] + head * args.q_strides[1];
+    rotate_head(args, q, cos_sin, q);
+    if (args.query_scale == nullptr) continue;
+    const Vec scale = splat(args.query_scale[position]);
+    for (int64_t d = 0; d < args.head_dim; d += kLanes) {
+      store_first(q + d, load_first(q + d, args.head_dim - d) * scale, args.head_dim - d);
+    }
   }
   const int64_t block = args.slot_mapping[token] / args.block_size, offset = args.slot_mapping[token] % args.block_size;
   const T* k = static_cast<const T*>(args.k) + token * args.k_strides[0];
@@ -123,7 +202,10 @@ void rope_and_write_token(const RopeArgs& args, int64_t token) {
     const KVBlock<C> keys(args.k_cache, args.k_cache_strides, block, head, args.block_size, args.head_dim);
     const KVBlock<C> values(args.v_cache, args.v_cache_strides, block, head, args.block_size, args.head_dim);
     T rotated[kMostHeadDim];
-    rotate_head(k + head * args.k_strides[1], cos_sin, args.head_dim, rotated);
+    const T* key = k + head * args.k_strides[1];
+    rotate_head(args, key, cos_sin, rotated);
+    std::memcpy(static_cast<void*>(rotated + args.rotary_dim), key + args.rotary_dim,
+                static_cast<size_t>(args.head_dim - args.rotary_dim) * sizeof(T));
     write_row(keys, offset, rotated);
     write_row(values, offset, v + head * args.v_strides[1]);
   }

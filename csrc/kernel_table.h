@@ -11,9 +11,10 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr KernelTable kTable{
-    round_weight, pack_weight,  linear,            fuses_gate,      embedding,   take_rows,
-    rms_norm,     silu_and_mul, rope_and_write_kv, paged_attention, sample,      top_tokens,
-    spin_fma,     spin_bytes,   spin_pairs,        read_memory,     gumbel_noise,
+    round_weight, pack_weight, linear,     fuses_gate, embedding,         take_rows,
+    rms_norm,     gate,        add,        soft_cap,   divide,            rope_and_write_kv,
+    paged_attention, sample,   top_tokens, spin_fma,   spin_bytes,        spin_pairs,
+    read_memory,  gumbel_noise,
 };
 
 }  // namespace octavo::OCTAVO_ISA

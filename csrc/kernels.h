@@ -22,6 +22,8 @@ struct Int4Format {
   bool has_zeros;      // zero points of each group, else all are 8
 };
 
+enum class Activation : int { kSilu, kGeluTanh };  // as octavo.kernels.cpu.ACTIVATION_NUMBERS has them
+
 struct LinearArgs {
   const void* x;  // [rows, k], float32 or bfloat16
   DType x_dtype;
@@ -35,8 +37,9 @@ struct LinearArgs {
   void* out;          // [rows, out_features], float32 or bfloat16
   int64_t out_stride;
   DType out_dtype;
-  bool gated;       // the first half of n are gates of the second one, and the result is that of silu_and_mul; see fuses_gate
-  Int4Format int4;  // of an int4 weight
+  bool gated;  // the first half of n are gates of the second one, and the result is that of `gate`; see fuses_gate
+  Activation activation;  // of these gates
+  Int4Format int4;        // of an int4 weight
 
   int64_t out_features() const { return gated ? n / 2 : n; }
 };
@@ -50,6 +53,7 @@ struct EmbeddingArgs {
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
+  float scale;      // every value is multiplied by it before it is rounded
   Int4Format int4;  // of a weight of that type
 };
 
@@ -82,7 +86,7 @@ struct PackArgs {
 
 struct NormArgs {
   const void* x;   // [rows / together, together, size], the last two dimensions contiguous
-  void* residual;  // [rows, size], contiguous, or null: x is added to it, and the sum is normalized
+  void* residual;  // [rows, size], contiguous, or null: x * scale is added to it, and the sum is normalized
   const void* weight;
   DType weight_dtype;
   void* out;
@@ -90,6 +94,7 @@ struct NormArgs {
   int64_t rows;
   int64_t size;
   float eps;
+  float scale;       // of x where it is added
   int64_t together;  // rows of x that stand together: the heads of a token
   int64_t x_stride;  // from one such group to the next
 };
@@ -101,6 +106,17 @@ struct GateArgs {
   DType dtype;  // of both
   int64_t rows;
   int64_t size;
+  Activation activation;
+};
+
+// sum += x * scale, rounded to their type.
+struct AddArgs {
+  const void* x;  // [rows, size], contiguous
+  void* sum;      // likewise
+  DType dtype;    // of both
+  int64_t rows;
+  int64_t size;
+  float scale;
 };
 
 // Rows that are copied out of others.
@@ -120,7 +136,8 @@ struct RopeArgs {
   int64_t q_strides[2];  // of tokens and of heads
   int64_t k_strides[2];
   int64_t v_strides[2];
-  const float* cos_sin;  // [max_positions, head_dim]
+  const float* cos_sin;      // [max_positions, rotary_dim]: cosines, then sines
+  const float* query_scale;  // [max_positions] of rotated queries, or null
   const int64_t* positions;
   const int64_t* slot_mapping;
   void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
@@ -133,6 +150,8 @@ struct RopeArgs {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;  // the first dimensions of a head, which turn; the others stay
+  bool interleaved;    // each even one turns with the next, not each of the first half with one of the second
   int64_t block_size;
 };
 
@@ -158,6 +177,7 @@ struct AttentionArgs {
   int64_t block_size;
   float scale;
   int64_t window;  // 0: unlimited
+  float softcap;   // of scores, or 0: none; see soft_cap
 };
 
 struct SampleArgs {
@@ -182,7 +202,10 @@ struct KernelTable {
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);
   void (*take_rows)(ThreadPool&, const TakeArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
-  void (*silu_and_mul)(ThreadPool&, const GateArgs&);
+  void (*gate)(ThreadPool&, const GateArgs&);
+  void (*add)(ThreadPool&, const AddArgs&);
+  void (*soft_cap)(ThreadPool&, float* x, int64_t count, float cap);
+  void (*divide)(ThreadPool&, float* x, int64_t count, float divisor);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
   void (*paged_attention)(ThreadPool&, const AttentionArgs&);
   void (*sample)(ThreadPool&, const SampleArgs&);

@@ -6,7 +6,8 @@
 // on its neighbours. Sums of bfloat16 differ in their last bits from those of other instruction sets; those of int8 are
 // integers and do not, and what is made of them is the expression of linear_int8.h.
 //
-// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes silu(gate) * up alone:
+// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes
+// activation(gate) * up alone:
 // the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
 #pragma once
 
@@ -191,11 +192,11 @@ class PanelOrder {
   const int64_t half_;
 };
 
-// The second half of a gated product: silu(gate) * up of up to 32 rows and columns, some rows at a step of the next tiles. All
+// The second half of a gated product: activation(gate) * up of up to 32 rows and columns, some rows at a step of the next tiles. All
 // rows at once, between two products, cost as much as writing both and reading them again.
 class Gates {
  public:
-  Gates() = default;
+  explicit Gates(Activation activation) : activation_(activation) {}
   Gates(const Gates&) = delete;
   Gates& operator=(const Gates&) = delete;
 
@@ -223,12 +224,13 @@ class Gates {
   __attribute__((noinline)) void gate_rows(int64_t count) {
     auto& [gate, up] = values_[1 - next_];
     for (const int64_t end = done_ + count; done_ < end; ++done_, out_.data += out_.row_bytes) {
-      gate_vectors<kPanelVecs>(gate[done_], up[done_], reinterpret_cast<bf16*>(out_.data));
+      gate_vectors<kPanelVecs>(activation_, gate[done_], up[done_], reinterpret_cast<bf16*>(out_.data));
     }
     rows_ -= count;
   }
 
   alignas(64) bf16 values_[2][2][kTogether][kPanelColumns];
+  const Activation activation_;
   Place out_{};
   int64_t rows_ = 0, done_ = 0;
   int next_ = 0;
@@ -389,7 +391,7 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
   const int64_t share = divide_up(product.panel_bytes / 64, steps * pairs);
   const PanelOrder order(args);
   const auto panel_at = [&](int64_t i) { return product.panels + order.panel(i) * product.panel_bytes; };
-  Gates gates;
+  Gates gates(args.activation);
   Tiles tiles;
   int64_t done = 0;
   if (rows.count <= kTileHeight && rest == 0) {

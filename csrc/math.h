@@ -1,6 +1,7 @@
 // Elementary functions over lanes: the same bits on every instruction set that has a fused multiply-add.
 #pragma once
 
+#include "kernels.h"
 #include "vec.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -68,15 +69,23 @@ OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
 }
 #endif
 
-// silu(gate) * up for N vectors side by side, so that their chains overlap.
+// activation(gate) * up for N vectors side by side, so that their chains overlap. Both activations are x times a sigmoid:
+// silu(x) = x * sigmoid(x), and gelu as tanh approximates it (Hendrycks and Gimpel 2016) is x * (1 + tanh(y)) / 2 =
+// x * sigmoid(2 * y), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
 template <int N, class T>
-OCTAVO_INLINE void gate_vectors(const T* gate, const T* up, T* out) {
+OCTAVO_INLINE void gate_vectors(Activation activation, const T* gate, const T* up, T* out) {
   const Vec one = splat(1.0f), zero = splat(0.0f);
   Vec x[N], power[N];
   OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) {
-    x[i] = load(gate + i * kLanes);
-    power[i] = zero - x[i];
+  for (int i = 0; i < N; ++i) x[i] = load(gate + i * kLanes);
+  if (activation == Activation::kSilu) {
+    OCTAVO_UNROLL
+    for (int i = 0; i < N; ++i) power[i] = zero - x[i];
+  } else {
+    OCTAVO_UNROLL
+    for (int i = 0; i < N; ++i) {
+      power[i] = x[i] * fma(x[i] * x[i], splat(0.044715f), one) * splat(-1.5957691216057308f);
+    }
   }
   exp(power);
   OCTAVO_UNROLL
@@ -88,5 +97,23 @@ OCTAVO_INLINE Vec exp(Vec x) {
   exp(one);
   return one[0];
 }
+
+// tanh(x) within two units in the last place: near 0 the polynomial of Cephes' tanhf (Moshier), as 1 - 2 / (e^2x + 1) would
+// cancel there.
+OCTAVO_INLINE Vec tanh(Vec x) {
+  constexpr float kTerms[] = {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+  const Vec square = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  OCTAVO_UNROLL
+  for (const float term : kTerms) p = fma(p, square, splat(term));
+  const Vec near = fma(p * square, x, x);
+  const Vec size = max(x, splat(0.0f) - x);
+  const Vec far = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
+  const Vec signed_far = select(less(x, splat(0.0f)), splat(0.0f) - far, far);
+  return select(less(square, splat(0.625f * 0.625f)), near, signed_far);
+}
+
+// cap * tanh(x / cap): x where that is small, and never beyond the cap (Gemma Team 2024).
+OCTAVO_INLINE Vec soft_cap(Vec x, Vec cap) { return tanh(x / cap) * cap; }
 
 }  // namespace octavo::OCTAVO_ISA

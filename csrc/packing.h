@@ -130,6 +130,7 @@ template <class W, class Out>
 void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const W* packed = static_cast<const W*>(args.packed);
   const int64_t k = args.k;
+  const Vec scale = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const W* panel = packed + args.ids[row] / kPanelColumns * panel_size<W>(k);
@@ -139,7 +140,7 @@ void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
         W values[kLanes] = {};
         const int64_t lanes = smaller(int64_t{kLanes}, k - i);
         for (int64_t j = 0; j < lanes; ++j) values[j] = panel[panel_offset<W>(column, i + j)];
-        store_first(out + i, load(values), lanes);
+        store_first(out + i, load(values) * scale, lanes);
       }
     }
   });
@@ -150,6 +151,7 @@ template <class Out>
 void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const ByteWeight weight(args.packed, args.n, args.k);
   const int64_t k = args.k, room = whole_vectors(k);
+  const Vec factor = splat(args.scale);
   pool.reserve_local(static_cast<size_t>(2 * room) * sizeof(float));
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last, int thread) {
     auto *values = static_cast<float*>(pool.local(thread)), *rotated = values + room;
@@ -160,7 +162,7 @@ void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; ++i) values[i] = column[i / 4 * kGroupBytes + i % 4];
       rotate_row(static_cast<const float*>(values), k, rotated);
-      for (int64_t i = 0; i < k; i += kLanes) store_first(out + i, load(rotated + i) * scale, k - i);
+      for (int64_t i = 0; i < k; i += kLanes) store_first(out + i, load(rotated + i) * scale * factor, k - i);
     }
   });
 }
@@ -176,6 +178,7 @@ template <class Out>
 void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const NibbleWeight weight(args.packed, args.int4, args.n, args.k);
   const int64_t k = args.k;
+  const Vec factor = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const uint8_t* group = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
@@ -194,7 +197,7 @@ void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
           for (int64_t j = 0; j < lanes; ++j) {
             values[j] = static_cast<float>((nibble_at(words, i + j) - kNibbleCenter) * multiple - zero);
           }
-          store_first(out + start + i, load(values) * unit, lanes);
+          store_first(out + start + i, load(values) * unit * factor, lanes);
         }
         group += weight.head_bytes + weight.group / kNibbleDepth * kNibbleBytes;
       }

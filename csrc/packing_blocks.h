@@ -148,9 +148,9 @@ inline void pack_block_weight(ThreadPool& pool, const PackArgs& args) {
   });
 }
 
-// Rows of a weight of blocks: values times scales, and minima added, rounded to the type of the output.
+// Rows of a weight of blocks: values times scales, and minima added, times a factor, rounded to the type of the output.
 template <DType kKind, class Out>
-void block_row(const BlockPanels& weight, int64_t row, Out* out) {
+void block_row(const BlockPanels& weight, int64_t row, Vec factor, Out* out) {
   constexpr BlockFormat kFormat = format_of(kKind);
   const int64_t column = row % kPanelColumns;
   UnpackedPiece piece;
@@ -165,7 +165,7 @@ void block_row(const BlockPanels& weight, int64_t row, Out* out) {
       }
       Vec value = load(values) * splat(piece.scales[i / kFormat.scale_group][column]);
       if (kFormat.has_minima) value = value + splat(piece.minima[i / kBlockGroup][column]);
-      store(out, value);
+      store(out, value * factor);
     }
   }
 }
@@ -176,7 +176,7 @@ void block_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   parallel_ranges(pool, args.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       Out* out = static_cast<Out*>(args.out) + row * args.k;
-      for_kind(args.weight_dtype, [&](auto kind) { block_row<kind>(weight, args.ids[row], out); });
+      for_kind(args.weight_dtype, [&](auto kind) { block_row<kind>(weight, args.ids[row], splat(args.scale), out); });
     }
   });
 }

@@ -2,7 +2,7 @@
 // which meet every tile of a block of rows.
 //
 // A gated product (LinearArgs::gated) takes some panels of gates and those of what they gate in one task, and writes
-// silu(gate) * up alone: the bits of silu_and_mul, made of both as the product rounds them, while these are in a cache.
+// activation(gate) * up alone: the bits of elementwise.h, made of both as the product rounds them, while these are in a cache.
 #pragma once
 
 #include <type_traits>
@@ -161,8 +161,8 @@ class GatedPanels {
     return (block.rows + block.tile_rows) * columns * static_cast<int64_t>(sizeof(bf16));
   }
 
-  GatedPanels(void* memory, const BlockOfRows& block, int64_t columns)
-      : block_(block), columns_(columns), gates_(static_cast<bf16*>(memory)), ups_(gates_ + block.rows * columns) {}
+  GatedPanels(void* memory, const BlockOfRows& block, int64_t columns, Activation activation)
+      : block_(block), columns_(columns), activation_(activation), gates_(static_cast<bf16*>(memory)), ups_(gates_ + block.rows * columns) {}
 
   Place gates(int64_t tile) const { return {reinterpret_cast<char*>(gates_of(tile)), row_bytes()}; }
   Place ups() const { return {reinterpret_cast<char*>(ups_), row_bytes()}; }
@@ -173,7 +173,7 @@ class GatedPanels {
     for (int64_t row = 0; row < block_.rows_of(tile); ++row, out.data += out.row_bytes) {
       auto* result = reinterpret_cast<bf16*>(out.data);
       for (int64_t i = 0; i < columns_; i += kPanelColumns, gate += kPanelColumns, up += kPanelColumns) {
-        gate_vectors<kPanelVecs>(gate, up, result + i);
+        gate_vectors<kPanelVecs>(activation_, gate, up, result + i);
       }
     }
   }
@@ -184,6 +184,7 @@ class GatedPanels {
 
   const BlockOfRows block_;
   const int64_t columns_;  // a multiple of a panel's
+  const Activation activation_;
   bf16* const gates_;
   bf16* const ups_;
 };
@@ -213,7 +214,7 @@ void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows&
       for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, true, out_of(tile));
       return;
     }
-    const GatedPanels gated(pool.local(thread), block, count * kPanelColumns);
+    const GatedPanels gated(pool.local(thread), block, count * kPanelColumns, args.activation);
     for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, false, gated.gates(tile));
     for (int64_t tile = 0; tile < tiles; ++tile) {
       multiply_tile_of(tile, panels, true, gated.ups());

@@ -67,7 +67,7 @@ class Program {
 
  private:
   struct Call {
-    std::variant<EmbeddingArgs, TakeArgs, LinearArgs, NormArgs, GateArgs, RopeArgs, AttentionArgs> args;
+    std::variant<EmbeddingArgs, TakeArgs, LinearArgs, NormArgs, GateArgs, AddArgs, RopeArgs, AttentionArgs> args;
     int64_t rows_per_token;
     bool of_outputs;
   };
@@ -77,6 +77,7 @@ class Program {
   static int64_t rows_of(const LinearArgs& args) { return args.rows; }
   static int64_t rows_of(const NormArgs& args) { return args.rows; }
   static int64_t rows_of(const GateArgs& args) { return args.rows; }
+  static int64_t rows_of(const AddArgs& args) { return args.rows; }
   static int64_t rows_of(const RopeArgs& args) { return args.tokens; }
   int64_t rows_of(const AttentionArgs&) const { return recorded_.num_tokens; }
 
@@ -100,6 +101,7 @@ class Program {
   void check_batch(const LinearArgs&) const {}
   void check_batch(const NormArgs&) const {}
   void check_batch(const GateArgs&) const {}
+  void check_batch(const AddArgs&) const {}
 
   void execute(ThreadPool& pool, EmbeddingArgs& args, int64_t rows, const StepArgs& step, const BatchArgs&) const {
     args.ids = step.token_ids;
@@ -121,7 +123,11 @@ class Program {
   }
   void execute(ThreadPool& pool, GateArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
     args.rows = rows;
-    table_.silu_and_mul(pool, args);
+    table_.gate(pool, args);
+  }
+  void execute(ThreadPool& pool, AddArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
+    args.rows = rows;
+    table_.add(pool, args);
   }
   void execute(ThreadPool& pool, RopeArgs& args, int64_t rows, const StepArgs&, const BatchArgs& batch) const {
     args.tokens = rows;

@@ -97,6 +97,7 @@ def add(writer, key, value):
 
 def _numbers(config):
     rope = config["rope_parameters"]
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -105,9 +106,9 @@ def _numbers(config):
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "rope.dimension_count": config["head_dim"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
         "rope.freq_base": rope["rope_theta"],
         "vocab_size": config["vocab_size"],
     }

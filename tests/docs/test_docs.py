@@ -338,6 +338,15 @@ def test_compatibility_lists_the_arguments_of_llm():
     }
 
 
+def test_the_guide_for_models_names_all_that_run():
+    from octavo.models.registry import FAMILIES
+    from octavo.models.text_part import TEXT_PARTS
+
+    rows = table(section((DOCS / "your_own_model.md").read_text(encoding="utf-8"), "What runs"))
+    named = {name for runs, _ in rows for name in re.findall(r"`(\w+For\w+)`", runs)}
+    assert named == {*FAMILIES, *TEXT_PARTS}
+
+
 # --- files and links
 
 

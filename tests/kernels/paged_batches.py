@@ -75,8 +75,8 @@ def floats(cache):
     return cache.float() * kv_scales(cache).unsqueeze(-1)
 
 
-def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
-    """scaled_dot_product_attention, sequence by sequence, in `kind`."""
+def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=None):
+    """Causal attention, sequence by sequence, in `kind`."""
     parts = []
     for i in range(len(batch.seq_lens)):
         keys, values = keys_and_values(batch, i, k_cache, v_cache)
@@ -85,17 +85,21 @@ def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
         keys, values = (x.to(kind).repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
         distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
         seen = (distance >= 0) & (distance < (window or 2**30))
-        part = F.scaled_dot_product_attention(
-            q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale
-        )
+        queries = q[rows].to(kind).transpose(0, 1)
+        if softcap is None:
+            part = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+        else:
+            scores = (queries @ keys.transpose(1, 2) * scale / softcap).tanh() * softcap
+            part = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ values
         parts.append(part.transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
 
-def assert_attention_is_as_exact(result, q, batch, caches, window):
+def assert_attention_is_as_exact(result, q, batch, caches, window, softcap=None):
     """Hold attention with the usual scale to the errors of plain torch's float32, rounded to the dtype of `q`."""
     exact, plain = (
-        dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind) for kind in (torch.float64, torch.float32)
+        dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind, softcap)
+        for kind in (torch.float64, torch.float32)
     )
     heads = (each.unflatten(1, q.shape[1:]) for each in (result, plain.to(q.dtype), exact))
     assert_as_exact_as_torch(*heads)

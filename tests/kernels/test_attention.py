@@ -24,13 +24,14 @@ HEADS = [  # head_dim, KV heads, group
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_error_is_that_of_torch(kernels, generator, dtype, heads, block_size, window):
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_error_is_that_of_torch(kernels, generator, softcap, dtype, heads, block_size, window):
     head_dim, num_kv_heads, group = heads
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    result = kernels.paged_attention(q, k_cache, v_cache, batch, head_dim**-0.5, window)
-    assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), window)
+    result = kernels.paged_attention(q, k_cache, v_cache, batch, head_dim**-0.5, window, softcap)
+    assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), window, softcap)
 
 
 @pytest.mark.sweep(6)
@@ -46,6 +47,9 @@ def test_several_partitions(kernels, generator, heads, window, dtype, int8):
     result = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window)
     numbers = [floats(cache) if int8 else cache for cache in caches]
     assert_attention_is_as_exact(result, q, batch, numbers, window)
+    capped = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window, 1.5)
+    assert_attention_is_as_exact(capped, q, batch, numbers, window, 1.5)
+    assert not torch.equal(capped, result)
 
 
 def test_large_scores(kernels, generator):
@@ -60,9 +64,11 @@ def test_large_scores(kernels, generator):
 class Prompt:
     """A sequence with queries at every position, run in any chunks, blocks and company."""
 
-    def __init__(self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False):
+    def __init__(
+        self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False, softcap=None
+    ):
         self.length, self.num_kv_heads, self.head_dim, self.dtype = length, num_kv_heads, head_dim, dtype
-        self.window, self.generator, self.int8 = window, generator, int8
+        self.window, self.generator, self.int8, self.softcap = window, generator, int8, softcap
         self.q = torch.randn(length, num_kv_heads * group, head_dim, generator=generator).to(dtype)
         self.history = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
 
@@ -79,7 +85,7 @@ class Prompt:
         before = sum(queries for _, queries in others)
         company = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
         q = torch.cat([company, self.q[first:last]])
-        result = kernels.paged_attention(q, k_cache, v_cache, batch, self.head_dim**-0.5, self.window)
+        result = kernels.paged_attention(q, k_cache, v_cache, batch, self.head_dim**-0.5, self.window, self.softcap)
         return result[before:]
 
     def in_chunks(self, kernels, size, **options):
@@ -94,9 +100,10 @@ class Prompt:
     [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50), ((20, 1, 2), 37), ((256, 1, 2), None)],
     ids=str,
 )
-def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype, int8):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_chunks_do_not_change_a_bit(compiled, generator, softcap, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
-    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8)
+    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8, softcap=softcap)
     whole = prompt.rows(compiled, 0, 150)
     for size in (1, 7, 64):
         assert torch.equal(prompt.in_chunks(compiled, size), whole), size
@@ -110,10 +117,11 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
-def test_few_rows_have_the_bits_of_many(compiled, generator, heads, window, block_size, int8):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_few_rows_have_the_bits_of_many(compiled, generator, softcap, heads, window, block_size, int8):
     """Sixteen rows and fewer are multiplied in another way by tiles, and by none with other keys beside them."""
     head_dim, num_kv_heads, group = heads
-    prompt = Prompt(150, num_kv_heads, group, head_dim, torch.bfloat16, generator, window, int8=int8)
+    prompt = Prompt(150, num_kv_heads, group, head_dim, torch.bfloat16, generator, window, int8=int8, softcap=softcap)
     whole = prompt.rows(compiled, 0, 150)
     for first in (0, 7, 15, 16, 62, 63, 64, 100, 143):
         for count in (1, 2, 3):
@@ -164,9 +172,10 @@ def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, in
         assert result[at + 1 : at + 21].isnan().all()
 
 
-def test_instruction_sets_with_fused_products_agree(generator):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_instruction_sets_with_fused_products_agree(generator, softcap):
     from kernel_backends import compiled_kernels
 
-    prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
+    prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator, softcap=softcap)
     results = [prompt.rows(compiled_kernels(isa), 0, 150) for isa in ("avx512", "avx2")]
     assert torch.equal(*results)

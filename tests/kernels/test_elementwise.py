@@ -1,10 +1,16 @@
-"""rms_norm, add_rms_norm, silu_and_mul, rope_and_write_kv."""
+"""rms_norm, add_rms_norm, add, gate, soft_cap, rope_and_write_kv."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from paged_batches import paged_batch
+
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.worker.kv_cache import PagedKVCache
 
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (5, 123), (7, 896), (130, 48)]
@@ -42,6 +48,9 @@ def test_rms_norm_of_heads(kernels, generator):
     parts = torch.cat([x, x + 1], dim=1)  # heads of a fused projection: tokens are further apart
     assert torch.equal(kernels.rms_norm(parts[:, :4], weight, 1e-6), flat.view(3, 4, 48))
     assert kernels.rms_norm(parts[:0, :4], weight, 1e-6).shape == (0, 4, 48)
+    wide = torch.randn(4 * 48, generator=generator)
+    together = kernels.rms_norm(x.view(3, 192), wide, 1e-6)
+    assert torch.equal(kernels.rms_norm(parts[:, :4].view(3, 1, 192), wide, 1e-6), together.view(3, 1, 192))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -57,21 +66,97 @@ def test_add_rms_norm_rounds_the_sum_then_normalizes_it(kernels, generator, dtyp
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_silu_and_mul(kernels, generator, dtype, shape):
+def test_what_is_added_is_scaled_in_float32(kernels, generator, dtype, shape):
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.ones(shape[-1])
+    total = (residual.float() + x.float() * 0.22).to(dtype)
+    normed = kernels.add_rms_norm(x, residual, weight, 1e-5, 0.22)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_divide(kernels, generator, shape):
+    x = torch.randn(shape, generator=generator)
+    expected = x / 0.3
+    kernels.divide(x, 0.3)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate_by_silu(kernels, generator, dtype, shape):
     rows, size = shape
     gate_up = (torch.randn(rows, 2 * size, generator=generator) * 20).to(dtype)
     gate_up[0, 0] = -200.0
     gate, up = gate_up.double().chunk(2, dim=1)
     plain_gate, plain_up = gate_up.chunk(2, dim=1)
     expected = F.silu(gate) * up
-    assert_as_exact_as_torch(kernels.silu_and_mul(gate_up), F.silu(plain_gate) * plain_up, expected)
+    assert_as_exact_as_torch(kernels.gate(gate_up), F.silu(plain_gate) * plain_up, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate_by_gelu(kernels, generator, dtype, shape):
+    rows, size = shape
+    gate_up = (torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype)
+    gate_up[0, 0] = -200.0
+    gate, up = gate_up.double().chunk(2, dim=1)
+    plain_gate, plain_up = gate_up.chunk(2, dim=1)
+    expected = F.gelu(gate, approximate="tanh") * up
+    plain = F.gelu(plain_gate, approximate="tanh") * plain_up
+    assert_as_exact_as_torch(kernels.gate(gate_up, "gelu_tanh"), plain, expected)
+    assert torch.equal(kernels.gate(gate_up[-1:], "gelu_tanh"), kernels.gate(gate_up, "gelu_tanh")[-1:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_rounds_once(kernels, generator, dtype, shape):
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    expected, before = x + residual, x.clone()
+    kernels.add(x, residual)
+    assert torch.equal(residual, expected)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(kernels, generator, cap, shape):
+    x = torch.randn(shape, generator=generator) * 20 * torch.logspace(-30, 1, shape[1])
+    expected, plain = torch.tanh(x.double() / cap) * cap, torch.tanh(x / cap) * cap
+    alone, capped = x[-1:].clone(), x.clone()
+    kernels.soft_cap(capped, cap)
+    assert_as_exact_as_torch(capped, plain, expected)
+    assert capped.abs().max() <= cap
+    kernels.soft_cap(alone, cap)
+    assert torch.equal(alone, capped[-1:])
+
+
+def test_hyperbolic_tangent_is_within_two_units(compiled):
+    x = torch.cat(
+        [torch.linspace(-12, 12, 200001), torch.logspace(-38, 38, 1001), torch.tensor([torch.inf, torch.nan])]
+    )
+    capped, expected = x.clone(), x.double().tanh()
+    compiled.soft_cap(capped, 1.0)
+    error = (capped.double() - expected).abs()
+    assert (error[:-1] <= 2 * torch.finfo(torch.float32).eps * expected[:-1].abs()).all()
+    assert capped[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rounded", [torch.clone, quantize_int8, quantize_int4], ids=["float", "int8", "int4"])
+def test_embeddings_are_scaled_and_rounded_once(kernels, generator, dtype, rounded):
+    weight = kernels.pack_linear(rounded(torch.randn(70, 96, generator=generator)))
+    ids = torch.tensor([0, 69, 33, 33])
+    plain = kernels.embedding(ids, weight, torch.float32)
+    assert torch.equal(kernels.embedding(ids, weight, dtype, 25.25), (plain * 25.25).to(dtype))
 
 
 def test_exponential_is_within_two_units(compiled):
     x = torch.cat([torch.linspace(-87, 88, 200001), torch.zeros(1)])
     gate_up = torch.stack([-x, torch.ones_like(x)], dim=1)  # silu(-x) = -x / (1 + e^x)
     expected = F.silu(-x.double())
-    error = (compiled.silu_and_mul(gate_up)[:, 0].double() - expected).abs()
+    error = (compiled.gate(gate_up)[:, 0].double() - expected).abs()
     assert (error <= 2.5 * torch.finfo(torch.float32).eps * expected.abs()).all()
 
 
@@ -80,13 +165,13 @@ def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, gener
     x = torch.randn(130, 897, generator=generator).to(dtype)
     weight = torch.randn(897, generator=generator)
     gate_up = torch.randn(130, 2 * 77, generator=generator).to(dtype)
-    norm, gate = compiled.rms_norm(x, weight, 1e-6), compiled.silu_and_mul(gate_up)
+    norm, gate = compiled.rms_norm(x, weight, 1e-6), compiled.gate(gate_up)
     for i in (0, 1, 64, 129):
         assert torch.equal(compiled.rms_norm(x[i : i + 1], weight, 1e-6), norm[i : i + 1])
-        assert torch.equal(compiled.silu_and_mul(gate_up[i : i + 1]), gate[i : i + 1])
+        assert torch.equal(compiled.gate(gate_up[i : i + 1]), gate[i : i + 1])
     if compiled.isa == single_threaded.isa:
         assert torch.equal(single_threaded.rms_norm(x, weight, 1e-6), norm)
-        assert torch.equal(single_threaded.silu_and_mul(gate_up), gate)
+        assert torch.equal(single_threaded.gate(gate_up), gate)
 
 
 @pytest.mark.sweep(4)
@@ -122,3 +207,78 @@ def test_rope_and_write_kv(kernels, generator, dtype, head_dim, block_size):
     for cache, old in ((k_cache, k_before), (v_cache, v_before)):  # no other slot is touched
         cache[block, :, offset] = old[block, :, offset]
         assert torch.equal(cache.nan_to_num(), old.nan_to_num())
+
+
+def turned_part(x, cos_sin, *, interleaved):
+    """The first dimensions of float64 heads [tokens, heads, size], as many as cos_sin [tokens, rotary_dim] turns."""
+    rotary_dim = cos_sin.shape[1]
+    cosine, sine = cos_sin.double().unsqueeze(1).chunk(2, dim=-1)
+    out = x.clone()
+    if interleaved:
+        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = (
+            first * cosine - second * sine,
+            second * cosine + first * sine,
+        )
+    else:
+        first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+        turned = [first * cosine - second * sine, second * cosine + first * sine]
+        out[..., :rotary_dim] = torch.cat(turned, dim=-1)
+    return out
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 40), (128, 96), (18, 6), (34, 34), (16, 0)])
+def test_a_part_of_a_head_turns(kernels, generator, dtype, scaled, interleaved, head_dim, rotary_dim):
+    """Halves or neighbours turn, the rest of the head stays; queries are scaled behind it."""
+    batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, head_dim, dtype, generator)
+    rows = len(batch.positions)
+    projection = torch.randn(rows, 8, head_dim, generator=generator).to(dtype)
+    q, k, v = projection.split([4, 2, 2], 1)
+    old_q, old_k = q.clone(), k.clone()
+    angles = torch.rand(40, rotary_dim // 2, generator=generator) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    query_scale = torch.rand(40, generator=generator) + 1 if scaled else None
+    kernels.rope_and_write_kv(
+        q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
+    )
+    turns = cos_sin[batch.positions]
+    block, offset = batch.slot_mapping // 5, batch.slot_mapping % 5
+    keys = k_cache[block, :, offset]
+    expected_q, expected_k = (turned_part(x.double(), turns, interleaved=interleaved) for x in (old_q, old_k))
+    plain_q, plain_k = (
+        turned_part(x.float().double(), turns, interleaved=interleaved).to(dtype) for x in (old_q, old_k)
+    )
+    if scaled:
+        factors = query_scale[batch.positions, None, None]
+        expected_q, plain_q = expected_q * factors, (plain_q.float() * factors).to(dtype)
+    assert_as_exact_as_torch(q, plain_q, expected_q)
+    assert_as_exact_as_torch(keys, plain_k, expected_k)
+    assert torch.equal(keys[..., rotary_dim:], old_k[..., rotary_dim:])
+    assert torch.equal(k, old_k)
+    assert torch.equal(v_cache[block, :, offset], v)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_turned_rows_do_not_depend_on_their_neighbours(compiled, generator, kv_dtype):
+    batch, _, _ = paged_batch([(40, 40)], 16, 2, 80, torch.bfloat16, generator)
+    projection = torch.randn(40, 8, 80, generator=generator).bfloat16()
+    cos_sin, scale = torch.rand(40, 40, generator=generator), torch.rand(40, generator=generator)
+
+    def turn(rows):
+        part = replace(batch, positions=batch.positions[rows], slot_mapping=batch.slot_mapping[rows])
+        q, k, v = projection[rows].clone().split([4, 2, 2], 1)
+        cache = PagedKVCache(
+            KVLayout((KVShape(2, 80),)), num_blocks=8, block_size=16, dtype=kv_dtype, device=torch.device("cpu")
+        ).layer(0)
+        compiled.rope_and_write_kv(q, k, v, cos_sin, part, *cache, interleaved=True, query_scale=scale)
+        block, offset = part.slot_mapping // 16, part.slot_mapping % 16
+        return q, cache[0][block, :, offset], cache[1][block, :, offset]
+
+    whole = turn(torch.arange(40))
+    for row in (0, 1, 17, 39):
+        for alone, among in zip(turn(torch.tensor([row])), whole, strict=True):
+            assert torch.equal(alone, among[row : row + 1])

@@ -1,4 +1,4 @@
-"""gated_linear: the bits of silu_and_mul of linear, whichever kernel makes them and however many rows there are."""
+"""gated_linear: the bits of gate of linear, whichever kernel makes them and however many rows there are."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def bits(tensor):
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
-def apart(kernels, x, packed):
-    return kernels.silu_and_mul(kernels.linear(x, packed))
+def apart(kernels, x, packed, activation="silu"):
+    return kernels.gate(kernels.linear(x, packed), activation)
 
 
 @pytest.mark.sweep(8)
@@ -37,15 +37,18 @@ def apart(kernels, x, packed):
 @pytest.mark.parametrize(
     ("depth", "size"), [(64, 96), (90, 77), (931, 64), (931, 40)]
 )  # whole tiles and panels, and not
-def test_the_bits_are_those_of_the_two_apart(kernels, generator, depth, size, stored, dtype, has_bias):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, depth, size, stored, dtype, has_bias):
     weight = random(generator, 2 * size, depth) / depth**0.5
     packed = kernels.pack_linear(FORMATS[stored](weight), random(generator, 2 * size) if has_bias else None)
     x = random(generator, max(ROWS), depth, dtype=dtype) * 4
     for rows in ROWS:
-        result = kernels.gated_linear(x[:rows], packed)
+        result = kernels.gated_linear(x[:rows], packed, activation)
         assert result.shape == (rows, size)
         assert result.dtype == dtype
-        assert torch.equal(result, apart(kernels, x[:rows], packed)), rows
+        assert torch.equal(result, apart(kernels, x[:rows], packed, activation)), rows
+    other = "silu" if activation == "gelu_tanh" else "gelu_tanh"
+    assert not torch.equal(result, kernels.gated_linear(x, packed, other))
 
 
 @pytest.mark.sweep(3)
@@ -120,7 +123,7 @@ def test_nothing_behind_the_result_is_written(generator, rows, isa, stored):
     packed = compiled.pack_linear(FORMATS[stored](random(generator, 192, 100)))
     x = random(generator, rows, 100, dtype=torch.bfloat16)
     memory = torch.full((rows + 40, 96), 7.0, dtype=torch.bfloat16)
-    compiled._multiply(x, packed.storage, memory[:rows], gated=True)
+    compiled._multiply(x, packed.storage, memory[:rows], "silu")
     assert torch.equal(memory[:rows], apart(compiled, x, packed))
     assert (memory[rows:] == 7).all()
 
@@ -129,7 +132,7 @@ def test_a_gated_product_that_no_kernel_fuses_is_refused(compiled, generator):
     packed = compiled.pack_linear(quantize_int4(random(generator, 64, 64)))
     out = torch.zeros(2, 32)
     with pytest.raises(ValueError, match="not gated"):
-        compiled._multiply(random(generator, 2, 64), packed.storage, out, gated=True)
+        compiled._multiply(random(generator, 2, 64), packed.storage, out, "silu")
     assert not out.any()
 
 

@@ -99,8 +99,11 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
         is_fused = compiled.kernel_set.fuses_gate(
             int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
         )
-        calls = (11 if model.architecture.layers[0].attention.qk_norm else 9) - (1 if is_fused else 0)
-        assert len(again.calls) == 4 + len(model.layers) * calls
+        layer = model.architecture.layers[0]
+        calls = (11 if layer.attention.qk_norm else 9) + (2 if layer.norms.after_mlp is not None else 0)
+        calls -= 1 if is_fused else 0
+        around = 3 if layer.norms.before_attention is None else 4
+        assert len(again.calls) == around + len(model.layers) * calls
         assert again.calls.count("take_rows") == 2
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9

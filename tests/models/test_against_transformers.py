@@ -45,13 +45,15 @@ def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
     assert generate_staggered(path, prompts) == [greedy(oracle, prompt) for prompt in prompts]
 
 
-def generate_staggered(path, prompts):
+def generate_staggered(path, prompts, num_tokens=NUM_TOKENS, max_model_len=None):
     """Send a prompt or two at each step, into batches too small to hold them all, and collect the tokens."""
     engine = LLMEngine(
-        model_config=ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True),
+        model_config=ModelConfig(
+            model=str(path), dtype="float32", skip_tokenizer_init=True, max_model_len=max_model_len
+        ),
         scheduler_config=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=150),
     )
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     waiting = list(enumerate(prompts))
     tokens = {}
     while waiting or engine.has_unfinished_requests():
@@ -150,7 +152,65 @@ def untied(model):
     return altered
 
 
+def with_embeddings_of_another_scale(model):
+    altered = copy.deepcopy(model)
+    altered.model.embed_tokens.embed_scale *= 2
+    return altered
+
+
+def with_other_grouping_of_fused(model):
+    """The same where a matrix holds queries, keys and values."""
+    config, changed = model.config, ("qkv_proj.weight",)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def change(p):
+        q, k, v = p.unflatten(0, (-1, config.head_dim)).split([heads, kv_heads, kv_heads])
+        turned = k.roll(1, 0) if kv_heads > 1 else k.roll(1, 1)
+        return torch.cat([q, turned, v]).flatten(0, 1)
+
+    return with_weights(model, changed, change)
+
+
+def with_other_pairs(model):
+    """Let other dimensions of a head turn together."""
+    size, names = model.config.head_dim, ("q_proj.weight", "k_proj.weight")
+    return with_weights(model, names, lambda p: p.unflatten(0, (-1, size)).roll(1, 1).flatten(0, 1))
+
+
+def with_rope_of(model, kind, **changes):
+    return with_rope(model, **{kind: model.config.rope_parameters[kind] | changes})
+
+
+def without(model, *norms):
+    """Let the norms of what parts give give nothing."""
+    return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
+
+
 ALTERATIONS = {
+    "embedding_multiplier": lambda model: with_config(model, embedding_multiplier=1.0),
+    "logits_scaling": lambda model: with_config(model, logits_scaling=1.0),
+    "residual": lambda model: with_config(model, residual_multiplier=1.0),
+    "attention_scale": lambda model: with_config(model, attention_multiplier=model.config.head_dim**-0.5),
+    "short_factor": lambda model: with_rope(model, short_factor=model.config.rope_parameters["long_factor"]),
+    "long_factor": lambda model: with_rope(model, long_factor=model.config.rope_parameters["short_factor"]),
+    "partial": lambda model: with_rope(model, partial_rotary_factor=1.0),
+    "pairs": with_other_pairs,
+    "grouping_fused": with_other_grouping_of_fused,
+    "rope_everywhere": lambda model: with_config(model, no_rope_layers=[1] * model.config.num_hidden_layers),
+    "query_scale": lambda model: with_rope(model, llama_4_scaling_beta=0.0),
+    "rope_type": lambda model: with_rope(model, rope_type="default", type="default"),
+    "wide_window": lambda model: with_config(model, sliding_window=4096),
+    "window_of_all": lambda model: with_config(model, sliding_window=None),
+    "after_only": lambda model: without(model, "post_attention_layernorm", "post_feedforward_layernorm"),
+    "behind": lambda model: without(model, "post_self_attn_layernorm", "post_mlp_layernorm"),
+    "full_scaling": lambda model: with_rope_of(model, "full_attention", rope_type="default"),
+    "sliding_theta": lambda model: with_rope_of(model, "sliding_attention", rope_theta=1e3),
+    "gelu": lambda model: with_config(model, hidden_act="silu", hidden_activation="silu"),
+    "attention_softcap": lambda model: with_config(model, attn_logit_softcapping=None),
+    "logit_softcap": lambda model: with_config(model, final_logit_softcapping=None),
+    "norm_offset": lambda model: with_weights(model, ("input_layernorm.weight",), lambda p: p - 0.5),
+    "embedding_scale": with_embeddings_of_another_scale,
+    "query_scalar": lambda model: with_config(model, query_pre_attn_scalar=2 * model.config.query_pre_attn_scalar),
     "scaling": without_scaling,
     "truncate": lambda model: with_rope(model, truncate=True),
     "mscale": lambda model: with_rope(model, mscale=None, mscale_all_dim=None),

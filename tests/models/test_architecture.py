@@ -64,15 +64,27 @@ def test_published_old_style_config(tmp_path):
     assert architecture.attention_share == 24 * 2 * 14 * 64 / (24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864))
 
 
+OWN_SCALING = {
+    "Phi3ForCausalLM": {
+        "type": "longrope",
+        "short_factor": [1.5] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 4096,
+    }
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` where it used to write other keys."""
-    old = tiny_config(name, rope_theta=3e5, rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="bfloat16")
+    scaling = OWN_SCALING.get(name, {"rope_type": "linear", "factor": 2.0})
+    old = tiny_config(name, rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
     del old["dtype"], old["rope_parameters"]
     expected = read_architecture(write(tmp_path, old))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["rope_parameters"]["rope_theta"] == 3e5
+    ropes = saved["rope_parameters"]
+    assert ropes.get("full_attention", ropes)["rope_theta"] == 5e5
     assert "rope_theta" not in saved
     assert "torch_dtype" not in saved
     assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
@@ -111,6 +123,108 @@ def windows(family, drop=(), **changes):
     config = {key: value for key, value in tiny_config(name, **changes).items() if key not in drop}
     layers = find_family(name).read_architecture(ConfigFile(None, config), name).layers
     return tuple(layer.attention.window for layer in layers)
+
+
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+
+
+def test_published_layers_without_rope(tmp_path):
+    architecture = read_architecture(write(tmp_path, SMOLLM3_3B))
+    assert [layer.attention.rope is None for layer in architecture.layers] == [False, False, False, True] * 9
+    assert architecture.num_parameters == 3_075_098_624  # the hub's 3.08B; embeddings are tied unless the file says no
+    assert read_architecture(write(tmp_path, SMOLLM3_3B | {"no_rope_layers": None})) == architecture
+
+
+def test_published_longrope(tmp_path):
+    architecture = read_architecture(write(tmp_path, PHI4_MINI))
+    attention = architecture.layers[0].attention
+    assert architecture.num_parameters == 3_836_021_760  # the hub's 3.84B
+    assert (attention.head_dim, attention.rope.rotary_dim(128), attention.window) == (128, 96, 262144)
+    assert architecture.max_context_tokens == 131072
+    for length, factor in ((4096, 1.0), (4097, 2.0)):
+        assert architecture.within(length).layers[7].attention.rope.short_factors == (factor,) * 48
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Llama", {"embedding_multiplier": 12.0}, ["embedding_multiplier = 12.0", "LlamaForCausalLM"]),
+        ("Llama", {"residual_multiplier": 0.2}, ["residual_multiplier"]),
+        ("Qwen3", {"attention_multiplier": 0.1}, ["attention_multiplier"]),
+        ("Olmo2", {"clip_qkv": 8.0}, ["clip_qkv"]),
+        ("Mistral", {"no_rope_layers": [1, 0]}, ["no_rope_layers"]),
+        ("Granite", {"num_local_experts": 32}, ["num_local_experts = 32"]),
+        ("Granite", {"logits_scaling": 0}, ["logits_scaling = 0", "above 0"]),
+        ("Granite", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "whole heads"]),
+        (
+            "Mistral",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            ["llama_4_scaling_beta"],
+        ),
+        ("Phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ["rope_scaling", "longrope"]),
+        ("Phi3", {"partial_rotary_factor": 0.7}, ["partial_rotary_factor", "11 of 16"]),
+        ("Phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "not be above 1"]),
+        ("SmolLM3", {"no_rope_layers": [1]}, ["no_rope_layers", "each of 2 layers"]),
+        ("SmolLM3", {"no_rope_layers": [1, 2]}, ["no_rope_layers"]),
+        ("SmolLM3", {"no_rope_layers": "all"}, ["no_rope_layers", "whole numbers"]),
+        ("Ministral3", {"rope_parameters": None}, ["rope_parameters is missing"]),
+        ("Ministral", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types", "sliding_window"]),
+        (
+            "Olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            ["rope_parameters.full_attention", "each type of layer"],
+        ),
+        ("Glm4", {"hidden_act": "gelu_new"}, ["hidden_act", "gelu_new"]),
+    ],
+)
+def test_each_family_refuses_what_it_does_not_compute(name, changes, words, tmp_path):
+    write(tmp_path, tiny_config(f"{name}ForCausalLM") | changes)
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(-1, ()), ([-1, 7], (7,)), ([], ()), (None, ()), (0, (0,))])

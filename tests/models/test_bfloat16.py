@@ -11,7 +11,17 @@ from octavo.models.random_weights import write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
 
-CHOSEN = ("qwen2-tied-3-per-kv", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
+CHOSEN = (
+    "qwen2-tied-3-per-kv",
+    "qwen3-head-80",
+    "llama-llama3",
+    "mistral-window-5-per-kv",
+    "granite-tied-head-80",
+    "phi3-window-tied-partial",
+    "ministral3-7-per-kv",
+    "olmo2-tied-head-80",
+    "glm4-7-per-kv",
+)
 MAX_RATIO = 2.0
 
 

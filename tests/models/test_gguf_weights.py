@@ -1,6 +1,7 @@
 """Weights and numbers of GGUF files are those of the checkpoint they were made of; what they cannot be is refused."""
 
 import json
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 from octavo.errors import ModelError
 from octavo.kernels.block_weight import BlockKind
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import _FAMILIES, read_gguf_config
+from octavo.models.gguf_config import _FAMILIES, BLOCK_KINDS, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, TensorType
 from octavo.models.gguf_tensors import halves_of_heads
-from octavo.models.gguf_weights import _LAYER_NAMES, BLOCK_KINDS, GGUFWeights
+from octavo.models.gguf_weights import _LAYER_NAMES, GGUFWeights
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
 
@@ -149,7 +150,7 @@ def test_names_are_those_of_llama_cpp(name):
         ({"llama.attention.causal": False}, "is_causal = False"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length = 8: keys have a width of 16"),
         ({"llama.attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv = .2, 1.: must be a whole number"),
-        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "supports the rope types"),
+        ({"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 2.0}, "supports the rope types"),
         ({"llama.rope.dimension_count": 8}, "partial_rotary_factor|rotates whole heads"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon = -1.0: must be a number above 0"),
     ],
@@ -205,3 +206,32 @@ def test_config_is_what_config_json_would_say(tmp_path):
     keys = said.keys() & ours.keys()
     assert len(keys) > 10
     assert {key: ours[key] for key in keys} == {key: said[key] for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("F16 F32", "float32"), ("Q4_K Q6_K", "bfloat16"),
+        ("Q8_0 BF16", "bfloat16"), ("Q8_0 F16", "float32"), ("Q4_K IQ3_S", "float32"), ("IQ2_XS", "float32"),
+    ],
+)  # fmt: skip
+def test_what_is_computed_in_is_exact_for_all_matrices(kinds, dtype, tmp_path):
+    _, path = make(tmp_path)
+    read, stored = GGUFFile.read(path), [TensorType[kind] for kind in kinds.split()]
+    matrices = [name for name, each in read.tensors.items() if len(each.shape) == 2]
+    for number, name in enumerate(matrices):
+        read.tensors[name] = replace(read.tensors[name], type=stored[number % len(stored)])
+    assert read_gguf_config(read)["dtype"] == dtype
+
+
+def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
+    _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    read = GGUFFile.read(path)
+    name = "blk.1.ffn_up.weight"
+    read.tensors[name] = replace(read.tensors[name], type=TensorType.IQ3_S, num_bytes=256 * 110)
+    expected = architecture_of(ConfigFile(path, read_gguf_config(read))).stored_tensors()
+    GGUFWeights(read).open().check(expected)
+    assert "holds weights of IQ3_S, which octavo does not multiply as they are" in caplog.text
+    monkeypatch.setattr("octavo.models.gguf_tensors.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"IQ3_S are expanded with the package gguf: pip install 'octavo\[gguf\]'"):
+        GGUFWeights(read).open().check(expected)

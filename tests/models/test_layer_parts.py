@@ -22,20 +22,23 @@ from octavo.worker.kv_cache import PagedKVCache
 CPU = torch.device("cpu")
 IDS = [(37 * i + 5) % 101 for i in range(40)]
 AROUND = LayerNorms(after_attention="behind_attention_norm", before_mlp="mlp_norm", after_mlp="behind_mlp_norm")
+BEHIND = replace(AROUND, before_attention=None, before_mlp=None)
 NEAR = LayerConfig(
     attention=AttentionConfig(
-        num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=100.0), window=5, qk_norm=True
+        num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=100.0), window=5, qk_norm="head"
     ),
-    mlp=GatedMLPConfig(intermediate_size=96),
+    mlp=GatedMLPConfig(intermediate_size=96, activation="gelu_tanh"),
     norms=AROUND,
 )
+CAPPED = LayerConfig(attention=replace(NEAR.attention, window=None, scale=8.0, softcap=0.2), mlp=NEAR.mlp, norms=BEHIND)
 FAR = LayerConfig(
     attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_dim=8, rope=RopeConfig(theta=1e5), qkv_bias=True),
     mlp=GatedMLPConfig(intermediate_size=64, bias=True),
 )
 MIXED = Architecture(
-    name="Mixed", vocab_size=101, hidden_size=48, layers=(NEAR, FAR, NEAR), rms_norm_eps=1e-6, max_context_tokens=64,
-    tie_word_embeddings=False, dtype="float32", bos_token_id=None, eos_token_ids=(),
+    name="Mixed", vocab_size=101, hidden_size=48, layers=(CAPPED, NEAR, FAR, NEAR, CAPPED), rms_norm_eps=1e-6,
+    max_context_tokens=64, tie_word_embeddings=False, dtype="float32", bos_token_id=None, eos_token_ids=(),
+    embedding_scale=48.0, norm_offset=1.0, logit_softcap=0.3,
 )  # fmt: skip
 
 
@@ -55,12 +58,33 @@ def test_layers_that_differ(kernels, prompt_logits, tmp_path):
     assert (ours - expected).norm() < 1e-5 * expected.norm()
     paged = PagedKVCache(MIXED.kv_layout, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
     assert torch.equal(prompt_logits(model, IDS, step=7, cache=paged), ours)
-    without_norms = replace(NEAR, norms=LayerNorms(before_mlp="mlp_norm"))
-    without_window = replace(NEAR, attention=replace(NEAR.attention, window=None))
-    with_other_rope = replace(NEAR, attention=replace(NEAR.attention, rope=FAR.attention.rope))
-    for other in (without_norms, without_window, with_other_rope):
-        altered = plain_logits(replace(MIXED, layers=(NEAR, FAR, other)))
-        assert (altered - expected).norm() > 1e-3 * expected.norm()
+
+
+NEARS = {
+    "norms": replace(NEAR, norms=LayerNorms(before_mlp="mlp_norm")),
+    "window": replace(NEAR, attention=replace(NEAR.attention, window=None)),
+    "rope": replace(NEAR, attention=replace(NEAR.attention, rope=FAR.attention.rope)),
+    "activation": replace(NEAR, mlp=replace(NEAR.mlp, activation="silu")),
+}
+CAPPEDS = {
+    "norms": replace(CAPPED, norms=AROUND),
+    "scale": replace(CAPPED, attention=replace(CAPPED.attention, scale=None)),
+    "softcap": replace(CAPPED, attention=replace(CAPPED.attention, softcap=None)),
+}
+OTHERS = {
+    **{f"near_{name}": replace(MIXED, layers=(CAPPED, NEAR, FAR, near, CAPPED)) for name, near in NEARS.items()},
+    **{f"capped_{name}": replace(MIXED, layers=(*MIXED.layers[:-1], capped)) for name, capped in CAPPEDS.items()},
+    "embedding_scale": replace(MIXED, embedding_scale=1.0),
+    "norm_offset": replace(MIXED, norm_offset=0.0),
+    "logit_softcap": replace(MIXED, logit_softcap=None),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_each_part_matters(other):
+    """What plain torch gives of other parts is another thing, so that the test above would notice these."""
+    expected, altered = plain_logits(MIXED), plain_logits(OTHERS[other])
+    assert (altered - expected).norm() > 1e-3 * expected.norm()
 
 
 def test_all_that_is_declared_is_taken(tmp_path):
@@ -76,16 +100,21 @@ def test_all_that_is_declared_is_taken(tmp_path):
 
 def plain_logits(architecture):
     """Logits of every position in float64, of weights as `load_format="dummy"` makes them."""
-    source = RandomWeights(MIXED.tensor_shapes(), torch.float32, seed=3)
+    shapes = MIXED.tensor_shapes() | architecture.tensor_shapes()
+    source = RandomWeights(shapes, torch.float32, seed=3, norm_mean=1.0 - MIXED.norm_offset)
     weights = lambda name: source.tensor(f"{name}.weight").double()  # noqa: E731
     linear = lambda x, name, bias: F.linear(  # noqa: E731
         x, weights(name), source.tensor(f"{name}.bias").double() if bias else None
     )
-    norm = lambda x, name: F.rms_norm(x, x.shape[-1:], weights(name), architecture.rms_norm_eps)  # noqa: E731
-    x = weights("model.embed_tokens")[IDS]
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], weights(name) + architecture.norm_offset, architecture.rms_norm_eps)
+
+    optional_norm = lambda x, prefix, name: x if name is None else norm(x, f"{prefix}.{name}")  # noqa: E731
+    x = weights("model.embed_tokens")[IDS] * architecture.embedding_scale
     for index, layer in enumerate(architecture.layers):
         attention, norms, name = layer.attention, layer.norms, f"model.layers.{index}"
-        hidden = norm(x, f"{name}.{norms.before_attention}")
+        hidden = optional_norm(x, name, norms.before_attention)
         q, k, v = (
             linear(hidden, f"{name}.self_attn.{each}_proj", attention.qkv_bias).unflatten(1, (-1, attention.head_dim))
             for each in "qkv"
@@ -93,12 +122,17 @@ def plain_logits(architecture):
         if attention.qk_norm:
             q, k = norm(q, f"{name}.self_attn.q_norm"), norm(k, f"{name}.self_attn.k_norm")
         hidden = linear(attend(attention, q, k, v), f"{name}.self_attn.o_proj", attention.o_bias)
-        x = x + (hidden if norms.after_attention is None else norm(hidden, f"{name}.{norms.after_attention}"))
-        hidden = norm(x, f"{name}.{norms.before_mlp}")
+        x = x + optional_norm(hidden, name, norms.after_attention)
+        hidden = optional_norm(x, name, norms.before_mlp)
         gate, up = (linear(hidden, f"{name}.mlp.{each}_proj", layer.mlp.bias) for each in ("gate", "up"))
-        hidden = linear(F.silu(gate) * up, f"{name}.mlp.down_proj", layer.mlp.bias)
-        x = x + (hidden if norms.after_mlp is None else norm(hidden, f"{name}.{norms.after_mlp}"))
-    return F.linear(norm(x, "model.norm"), weights("lm_head"))
+        gate = F.silu(gate) if layer.mlp.activation == "silu" else F.gelu(gate, approximate="tanh")
+        x = x + optional_norm(linear(gate * up, f"{name}.mlp.down_proj", layer.mlp.bias), name, norms.after_mlp)
+    logits = F.linear(norm(x, "model.norm"), weights("lm_head"))
+    return logits if architecture.logit_softcap is None else soft_cap(logits, architecture.logit_softcap)
+
+
+def soft_cap(x, cap):
+    return torch.tanh(x / cap) * cap
 
 
 def attend(attention, q, k, v):
@@ -114,6 +148,9 @@ def attend(attention, q, k, v):
     k, v = rotate(k).repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     distance = positions[:, None] - positions
     seen = (distance >= 0) & (distance < (attention.window or len(q)))
-    scores = torch.einsum("qhd,khd->hqk", rotate(q), k) * attention.head_dim**-0.5
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    scores = torch.einsum("qhd,khd->hqk", rotate(q), k) * scale
+    if attention.softcap is not None:
+        scores = soft_cap(scores, attention.softcap)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)

@@ -56,9 +56,12 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
     assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
-    tables = [layer.attention.cos_sin for layer in model.layers]
-    assert all(each is tables[0] for each in tables)
-    assert tables[0].nbytes == 64 * architecture.layers[0].attention.head_dim * 4
+    attentions = [layer.attention for layer in model.layers]
+    tables = {each.config.rope: each.cos_sin for each in attentions}
+    assert all(each.cos_sin is tables[each.config.rope] for each in attentions)
+    for rope, table in tables.items():
+        turned = 0 if rope is None else rope.rotary_dim(attentions[0].config.head_dim)
+        assert table.nbytes == 64 * turned * 4
     assert model.dtype == activation_dtype(dtype, CPU)
 
 

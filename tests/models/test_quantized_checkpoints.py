@@ -20,7 +20,7 @@ from octavo.models.loader import load_model
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from octavo.models.registry import read_architecture
+from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
@@ -244,6 +244,16 @@ def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the
     assert len(list((tmp_path / "rounded").glob("model-*-of-*.safetensors"))) > 2
     rounded = load(tmp_path / "rounded", quantization=of_the_copy)  # embeddings and lm_head
     now = load(source, quantization=of_the_source)
+    assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
+    source = plain_checkpoint(tmp_path / "plain", name)
+    quantize_checkpoint(source, tmp_path / "rounded", "int4", group_size=32)
+    rounded = load(tmp_path / "rounded", quantization="int4_all", group_size=32)
+    now = load(source, quantization="int4_all", group_size=32)
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 

@@ -3,21 +3,30 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import read_architecture
-from octavo.models.rope import inverse_frequencies, make_cos_sin
+from octavo.models.rope import inverse_frequencies, make_cos_sin, make_query_scale
 from octavo.models.rope_config import RopeConfig, read_rope
 
+CPU = torch.device("cpu")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+LONGROPE = {
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0 + 0.03 * index for index in range(24)],
+    "long_factor": [1.5 + 0.9 * index for index in range(24)],
+}
 # rope kind, its numbers
 KINDS = [
     ("default", {}),
@@ -79,7 +88,15 @@ def test_kinds_differ():
     ("changes", "words"),
     [
         (new_style("dynamic", {"factor": 2.0}), ["rope_parameters.rope_type", "dynamic", "llama3"]),
-        (old_style("longrope", {"factor": 2.0}), ["rope_scaling.type", "longrope", "yarn"]),
+        (old_style("longrope", {"factor": 2.0}), ["rope_scaling.original_max_position_embeddings is missing"]),
+        (old_style("longrope", LONGROPE | {"short_factor": [1.0] * 8}), ["long_factor", "8"]),
+        (old_style("longrope", LONGROPE | {"long_factor": [0.0] * 24}), ["long_factor", "numbers above 0"]),
+        (old_style("longrope", LONGROPE | {"long_mscale": 1.2}), ["long_mscale"]),
+        (
+            old_style("longrope", LONGROPE | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
+            ["rope_scaling", "24 factors", "8"],
+        ),
+        (new_style("default", {"llama_4_scaling_beta": 0.1}), ["llama_4_scaling_beta"]),
         (new_style("linear", {}), ["rope_parameters.factor is missing"]),
         (new_style("linear", {"factor": "big"}), ["factor = 'big'", "number above 0"]),
         (new_style("linear", {"factor": float("nan")}), ["factor = nan"]),
@@ -135,6 +152,52 @@ print((peak() - before) / table.nbytes)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.9 < float(result.stdout) < 1.15
+
+
+def phi3_table(directory, style, kind, num_positions):
+    """Our table and that of transformers over so many positions, of a Phi-3 that rotates a part of each head."""
+    config = tiny_config("Phi3ForCausalLM", hidden_size=256, head_dim=64)
+    config |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
+    del config["rope_parameters"]
+    (directory / "config.json").write_text(json.dumps(config | style(kind, LONGROPE)))
+    architecture = read_architecture(directory)
+    rope = architecture.layers[0].attention.rope
+    embedding = Phi3RotaryEmbedding(AutoConfig.from_pretrained(directory))
+    cosine, sine = embedding(torch.zeros(1), torch.arange(num_positions)[None])
+    assert cosine.shape[-1] == 48
+    theirs = torch.cat([cosine[0, :, :24], sine[0, :, :24]], dim=-1)
+    return make_cos_sin(rope, 64, num_positions), theirs
+
+
+@pytest.mark.parametrize("style", [old_style, new_style])
+@pytest.mark.parametrize("num_positions", [512, 513, 2000])
+def test_longrope_equals_transformers(num_positions, style, tmp_path):
+    """The longest sequence decides on the factors: within the original 512 positions, or beyond."""
+    ours, theirs = phi3_table(tmp_path, style, "longrope", num_positions)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-7)
+
+
+def test_the_first_name_of_longrope(tmp_path):
+    ours, _ = phi3_table(tmp_path, old_style, "longrope", 100)
+    assert torch.equal(phi3_table(tmp_path, old_style, "su", 100)[0], ours)
+
+
+def test_factors_are_chosen_by_the_longest_sequence():
+    rope = read_rope(ConfigFile(None, new_style("longrope", LONGROPE)), 2048)
+    assert rope.within(512) == replace(rope, long_factors=rope.short_factors)
+    assert rope.within(513) == replace(rope, short_factors=rope.long_factors)
+    assert rope.within(513).within(100) == rope.within(513)  # the choice is made once
+    beyond = make_cos_sin(rope, 48, 513)[:512]
+    assert not torch.equal(make_cos_sin(rope, 48, 512), beyond)
+
+
+def test_queries_are_scaled_as_in_transformers():
+    numbers = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 100}
+    rope = read_rope(ConfigFile(None, new_style("default", numbers)), 2048, scales_queries=True)
+    expected = get_llama_4_attn_scale(torch.arange(1000)[None], 0.1, 100)[0, 0, :, 0]
+    torch.testing.assert_close(make_query_scale(rope, 1000, CPU), expected, rtol=0, atol=2e-7)
+    assert make_query_scale(rope, 1000, CPU)[99] == 1.0
+    assert make_query_scale(RopeConfig(), 1000, CPU) is None
 
 
 def test_default_theta():

@@ -34,6 +34,8 @@ class Case:
     seed: int
     config: dict[str, Any]
     altered: tuple[str, ...]
+    altered_logits: tuple[str, ...] = ()  # that change no greedy token
+    max_model_len: int | None = None
 
     @property
     def full_config(self) -> dict[str, Any]:
@@ -64,6 +66,38 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 1.5,
+}
+SCALED_QUERIES = {
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 128,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
+
+
+def longrope(num_pairs: int, original: int, **numbers: float) -> dict[str, Any]:
+    """Factors of each pair, of two kinds that differ much."""
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.1 * index for index in range(num_pairs)],
+            "long_factor": [2.0 + 0.7 * index for index in range(num_pairs)],
+            **numbers,
+        },
+    }
+
 
 CASES = (
     Case(
@@ -157,5 +191,261 @@ CASES = (
         heads(160, 10, 2, 16) | {"sliding_window": WINDOW, "rope_theta": 1e4},
         ("window", "grouping"),
     ),
+    Case(
+        "gemma-7-per-kv-old-style",
+        "Gemma",
+        0,
+        heads(112, 7, 1, 20) | {"hidden_act": "gelu", "rope_theta": 1e4, "num_hidden_layers": 3},
+        ("gelu", "embedding_scale", "norm_offset"),
+    ),
+    Case(
+        "gemma-head-80-bias", "Gemma", 2, heads(160, 4, 2, 80) | {"attention_bias": True}, ("gelu", "bias", "grouping")
+    ),
+    Case(
+        "gemma2-head-80-layer-types",
+        "Gemma2",
+        8,
+        heads(160, 4, 2, 80) | {"layer_types": ["full_attention", "sliding_attention"]},
+        ("wide_window", "layer_types", "attention_softcap", "after_only", "norm_offset", "theta"),
+        altered_logits=("logit_softcap",),
+    ),
+    Case(
+        "gemma2-7-per-kv-without-caps",
+        "Gemma2",
+        6,
+        heads(112, 7, 1, 20)
+        | {"attention_bias": True, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e5},
+        ("wide_window", "bias", "query_scalar", "gelu"),
+    ),
+    Case(
+        "gemma3-head-80-old-style",
+        "Gemma3",
+        0,
+        heads(160, 4, 2, 80)
+        | {
+            "num_hidden_layers": 3,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 5e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+        },
+        ("wide_window", "sliding_theta", "full_scaling", "after_only"),
+    ),
+    Case(
+        "gemma3-7-per-kv-biases-and-cap",
+        "Gemma3",
+        5,
+        heads(112, 7, 1, 20)
+        | {
+            "attention_bias": True,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 4.0,
+        },
+        ("wide_window", "bias", "after_only", "gelu"),
+        altered_logits=("logit_softcap",),
+    ),
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
+)
+
+# Their seeds are not picked: choices that are too close are left out where tokens are compared.
+MORE_CASES = (
+    Case(
+        "gemma-head-96-tied",
+        "Gemma",
+        0,
+        heads(192, 2, 2, 96) | TIED,
+        ("gelu", "embedding_scale", "norm_offset", "grouping", "theta", "tied"),
+    ),
+    Case(
+        "gemma2-window-tied",
+        "Gemma2",
+        0,
+        heads(192, 6, 2, 32) | TIED,
+        ("wide_window", "attention_softcap", "query_scalar", "after_only", "gelu", "embedding_scale", "grouping"),
+        altered_logits=("logit_softcap",),
+    ),
+    Case(
+        "gemma3-window-tied",
+        "Gemma3",
+        0,
+        heads(192, 6, 2, 32)
+        | TIED
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "query_pre_attn_scalar": 24},
+        (
+            "wide_window",
+            "layer_types",
+            "sliding_theta",
+            "after_only",
+            "gelu",
+            "embedding_scale",
+            "query_scalar",
+            "qk_norm",
+            "norm_offset",
+            "grouping",
+        ),
+    ),
+    Case(
+        "granite-7-per-kv-head-20",
+        "Granite",
+        0,
+        heads(140, 7, 1, 20) | GRANITE,
+        ("residual", "attention_scale"),
+        ("logits_scaling",),
+    ),
+    Case(
+        "granite-tied-head-80",
+        "Granite",
+        0,
+        heads(160, 4, 2, 80) | TIED | GRANITE | {"residual_multiplier": 0.5},
+        ("embedding_multiplier", "residual", "attention_scale", "tied", "grouping"),
+    ),
+    Case(
+        "granite-biases-yarn",
+        "Granite",
+        0,
+        heads(96, 6, 3, 32)
+        | GRANITE
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+        },
+        ("embedding_multiplier", "residual", "bias", "scaling"),
+    ),
+    Case(
+        "phi3-short-factors",
+        "Phi3",
+        0,
+        heads(160, 2, 1, 80) | longrope(40, original=1024, rope_theta=1e4),
+        ("short_factor", "grouping_fused"),
+        max_model_len=1024,
+    ),
+    Case(
+        "phi3-long-factors-partial-7-per-kv",
+        "Phi3",
+        0,
+        heads(224, 7, 1, 32) | longrope(12, original=32, rope_theta=1e4, partial_rotary_factor=0.75),
+        ("long_factor",),
+    ),
+    Case(
+        "phi3-window-tied-partial",
+        "Phi3",
+        0,
+        heads(192, 6, 2, 32)
+        | TIED
+        | {
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        ("window", "tied", "partial", "grouping_fused"),
+    ),
+    Case(
+        "smollm3-untied-7-per-kv",
+        "SmolLM3",
+        0,
+        heads(112, 7, 1, 16) | {"num_hidden_layers": 4, "rope_theta": 1e4},
+        ("rope_everywhere", "theta"),
+    ),
+    Case(
+        "smollm3-tied-head-80-layers-listed",
+        "SmolLM3",
+        0,
+        heads(160, 4, 2, 80) | TIED | {"no_rope_layers": [0, 1, 0]},
+        ("rope_everywhere", "grouping", "tied"),
+    ),
+    Case(
+        "smollm3-window-where-no-rope",
+        "SmolLM3",
+        0,
+        heads(96, 6, 3, 32)
+        | {
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+        },
+        ("rope_everywhere", "window", "bias"),
+    ),
+    Case(
+        "ministral-layer-types-7-per-kv",
+        "Ministral",
+        0,
+        heads(112, 7, 1, 16) | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        ("wide_window", "layer_types", "theta"),
+    ),
+    Case(
+        "ministral-all-windows-head-80",
+        "Ministral",
+        0,
+        heads(160, 4, 2, 80) | {"sliding_window": WINDOW},
+        ("wide_window",),
+    ),
+    Case(
+        "ministral-tied-wide-window",
+        "Ministral",
+        0,
+        heads(192, 6, 2, 32) | TIED | {"sliding_window": 256},
+        ("tied", "grouping"),
+    ),
+    Case("ministral3-7-per-kv", "Ministral3", 0, heads(112, 7, 1, 16) | SCALED_QUERIES, ("query_scale", "rope_type")),
+    Case(
+        "ministral3-tied-head-80",
+        "Ministral3",
+        0,
+        heads(160, 4, 2, 80) | TIED | SCALED_QUERIES,
+        ("query_scale", "tied", "grouping"),
+    ),
+    Case(
+        "ministral3-window",
+        "Ministral3",
+        0,
+        heads(96, 6, 3, 32) | SCALED_QUERIES | {"sliding_window": WINDOW},
+        ("query_scale", "window_of_all"),
+    ),
+    Case("olmo2-7-per-kv", "Olmo2", 0, heads(112, 7, 1, 16), ("qk_norm", "after_only")),
+    Case("olmo2-tied-head-80", "Olmo2", 0, heads(160, 4, 2, 80) | TIED, ("qk_norm", "after_only", "tied", "grouping")),
+    Case(
+        "olmo2-biases-linear",
+        "Olmo2",
+        0,
+        heads(96, 6, 3, 32)
+        | {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        ("bias", "scaling"),
+    ),
+    Case(
+        "olmo3-every-fourth-sees-all",
+        "Olmo3",
+        0,
+        heads(96, 6, 3, 32) | {"num_hidden_layers": 4},
+        ("wide_window", "qk_norm", "after_only", "grouping"),
+    ),
+    Case(
+        "olmo3-7-per-kv-yarn-of-full-layers",
+        "Olmo3",
+        0,
+        heads(112, 7, 1, 16)
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 8e3},
+            },
+        },
+        ("layer_types", "full_scaling", "sliding_theta"),
+    ),
+    Case("olmo3-tied-head-80", "Olmo3", 0, heads(160, 4, 2, 80) | TIED, ("wide_window", "tied")),
+    Case("glm-7-per-kv", "Glm", 0, heads(112, 7, 1, 16), ("pairs", "partial", "bias")),
+    Case("glm-tied-head-80", "Glm", 0, heads(160, 4, 2, 80) | TIED, ("pairs", "grouping", "tied")),
+    Case(
+        "glm-whole-heads-no-bias",
+        "Glm",
+        0,
+        heads(96, 6, 3, 32) | {"attention_bias": False, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        ("pairs", "theta"),
+    ),
+    Case("glm4-7-per-kv", "Glm4", 0, heads(112, 7, 1, 16), ("pairs", "partial", "bias", "behind")),
+    Case("glm4-tied-head-80", "Glm4", 0, heads(160, 4, 2, 80) | TIED, ("pairs", "behind", "grouping", "tied")),
+    Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

@@ -73,6 +73,13 @@ def real_model():
 
 
 @pytest.fixture(scope="session")
+def real_gguf():
+    """Return a function: "smollm2" or "gemma3" -> the model's GGUF file, as its package brings it."""
+    names = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
+    return lambda name: found(HOME / "gguf" / names[name])
+
+
+@pytest.fixture(scope="session")
 def real_tokenizer(real_model):
     """Return a function: the name of a checkpoint -> its tokenizer, loaded once."""
     return functools.cache(lambda name: Tokenizer.from_directory(real_model(name)))

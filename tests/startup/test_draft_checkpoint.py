@@ -97,7 +97,7 @@ def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
 def test_a_draft_model_that_is_not_there_is_told(tmp_path):
     assert "does not exist" in refused(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    assert "is a file" in refused(tmp_path / "file")
+    assert "is empty" in refused(tmp_path / "file")
 
 
 def test_a_draft_model_for_shorter_texts_drafts_in_these(tmp_path, caplog):

@@ -107,6 +107,11 @@ def test_a_tokenizer_can_be_another_checkpoints(folder, path, tmp_path):
     assert ServedModel.find(ModelConfig(model=str(unknown), skip_tokenizer_init=True)).architecture.vocab_size == 288
 
 
+def test_of_a_folder_of_files_one_is_to_be_named(path):
+    with pytest.raises(ModelError, match=rf"is a folder of GGUF files; name one of them: {path}"):
+        open_checkpoint(path.parent)
+
+
 def test_a_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("a text")
     with pytest.raises(ModelError, match=r"notes.txt: this is no GGUF file .*give a .gguf file or a directory"):

@@ -44,6 +44,23 @@ def rendered(config: ModelConfig) -> str:
     return prompt
 
 
+def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
+    """Engines that share a store know by the architecture whether keys were turned by the same factors (longrope)."""
+    numbers = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = tiny_config("Phi3ForCausalLM", original_max_position_embeddings=512, rope_parameters=numbers)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def computed(max_model_len: int) -> str:
+        model = ModelConfig(
+            model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len
+        )
+        return repr(ServedModel.find(model).architecture)
+
+    assert computed(100) == computed(512)
+    assert computed(513) == computed(2048)
+    assert computed(512) != computed(513)
+
+
 def test_a_tokenizer_brings_its_chat_template(model: Path, tokenizer: Path) -> None:
     assert rendered(ModelConfig(model=str(model), tokenizer=str(tokenizer))) == "the tokenizer's"
     chosen = ModelConfig(model=str(model), tokenizer=str(tokenizer), chat_template="{{ 'chosen' }}")

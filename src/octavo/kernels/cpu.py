@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import WeightToPack
+    from octavo.kernels.interface import Activation, WeightToPack
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as csrc/kernels.h has them
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and where there are few; csrc/attention_tile.h
@@ -210,19 +211,19 @@ class CpuKernels:
         assert (out.shape, out.dtype) == ((x.shape[0], packed.out_features), out_dtype)
         if isinstance(packed.storage, BlockPanels):
             for part, columns in packed.storage.parts():
-                self._multiply(x, part, out[:, columns], gated=False)
+                self._multiply(x, part, out[:, columns])
             return out
-        return self._multiply(x, packed.storage, out, gated=False)
+        return self._multiply(x, packed.storage, out)
 
-    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return silu(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
         storage = packed.storage
         if isinstance(storage, BlockPanels) or not self.kernel_set.fuses_gate(
             DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
         ):
-            return self.silu_and_mul(self.linear(x, packed))
+            return self.gate(self.linear(x, packed), activation)
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
-        return self._multiply(x, storage, out, gated=True)
+        return self._multiply(x, storage, out, activation)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a product will read where they stand.
@@ -235,14 +236,14 @@ class CpuKernels:
         spare = _LINE_BYTES // dtype.itemsize
         return self._empty(rows, columns + spare, dtype=dtype).split_with_sizes([columns, spare], dim=1)[0]
 
-    def _multiply(self, x: Tensor, weight: PanelWeight, out: Tensor, *, gated: bool) -> Tensor:
+    def _multiply(self, x: Tensor, weight: PanelWeight, out: Tensor, gated_by: Activation | None = None) -> Tensor:
         assert x.stride(1) == 1
         assert x.shape[1] == weight.in_features
         self._calls.linear(
             x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
             weight.dtype_number, weight.out_features, weight.in_features,
             0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), out.stride(0),
-            DTYPE_NUMBERS[out.dtype], gated, *weight.int4,
+            DTYPE_NUMBERS[out.dtype], gated_by is not None, ACTIVATION_NUMBERS[gated_by or "silu"], *weight.int4,
         )  # fmt: skip
         return out
 
@@ -272,8 +273,8 @@ class CpuKernels:
             self._calls, self._empty = self.kernel_set, torch.empty
         return hidden if wanted is None else hidden[wanted.rows], recorder.finish(hidden)
 
-    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight."""
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the unpacked weight times `scale`."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
@@ -281,7 +282,7 @@ class CpuKernels:
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(
             token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
-            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], *storage.int4,
+            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], scale, *storage.int4,
         )  # fmt: skip
         return out
 
@@ -301,39 +302,70 @@ class CpuKernels:
         """Return x / rms(x) * weight."""
         return self._norm(x, None, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return its norm."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
         assert residual.is_contiguous()
         assert residual.dtype == x.dtype
-        return self._norm(x, residual, weight, eps)
+        return self._norm(x, residual, weight, eps, scale)
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        assert x.is_contiguous()
+        assert residual.is_contiguous()
+        assert residual.dtype == x.dtype
+        self._calls.add(x.data_ptr(), residual.data_ptr(), DTYPE_NUMBERS[x.dtype], *x.shape, scale)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         size, together = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
         assert x[0].is_contiguous() if x.dim() == 3 and x.shape[0] else x.is_contiguous()
         out = self._empty(*x.shape, dtype=x.dtype)
         self._calls.rms_norm(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
             DTYPE_NUMBERS[weight.dtype], out.data_ptr(), DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
-            together, x.stride(0) if x.dim() > 1 else size,
+            scale, together, x.stride(0) if x.dim() > 1 else size,
         )  # fmt: skip
         return out
 
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide x in place."""
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        self.kernel_set.divide(x.data_ptr(), x.numel(), divisor)
+
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
         """Rotate q in place; write rotated k and v into their slots."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
-            cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
+            cos_sin.data_ptr(), 0 if query_scale is None else query_scale.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
             DTYPE_NUMBERS[k_cache.dtype], DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
-            batch.block_size,
+            cos_sin.shape[1], interleaved, batch.block_size,
         )  # fmt: skip
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention over paged KV."""
         num_tokens, num_heads, head_dim = q.shape
@@ -348,16 +380,26 @@ class CpuKernels:
             batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.positions.data_ptr(),
             batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
+            softcap or 0.0,
         )  # fmt: skip
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up."""
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
-        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), size, DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        self._calls.gate(
+            gate_up.data_ptr(), out.data_ptr(), size, DTYPE_NUMBERS[gate_up.dtype], rows, size,
+            ACTIVATION_NUMBERS[activation],
+        )  # fmt: skip
         return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x by cap * tanh(x / cap)."""
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        self.kernel_set.soft_cap(x.data_ptr(), x.numel(), cap)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id per row."""

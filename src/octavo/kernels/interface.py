@@ -7,7 +7,7 @@ row's own absolute positions, never by how many rows stand beside it or how a pr
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.kernels.quantization import GROUP_MULTIPLE
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
 
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
+
+
+Activation = Literal["silu", "gelu_tanh"]  # gelu_tanh: GELU as tanh approximates it (Hendrycks and Gimpel 2016)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +180,19 @@ class Kernels(Protocol):
         """
         ...
 
-    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return silu(gate) * up of x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features / 2].
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias: [num_tokens, in] -> [num_tokens, out_features / 2].
 
-        The first half of the out_features are the gates. The bits are those of `silu_and_mul(linear(x, packed))`: gate
-        and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
+        The first half of the out_features are the gates. The bits are those of `gate(linear(x, packed), activation)`:
+        gate and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
         """
         ...
 
-    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the unpacked weight times `scale`: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`.
+
+        They are multiplied in float32 and rounded once.
+        """
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -215,18 +221,38 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place (rounded to its dtype), return rms_norm(residual). Both [num_tokens, hidden]."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place, return rms_norm(residual). Both [num_tokens, hidden].
+
+        The product and the sum are of float32; the latter is rounded to their dtype.
+        """
+        ...
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place, as `add_rms_norm` does. Both [num_tokens, hidden]."""
         ...
 
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place and k on its way (Su et al. 2021, halves as in GPT-NeoX), write k and v into their slots.
+        """Rotate q in place and k on its way (Su et al. 2021), write k and v into their slots.
 
         q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
         contiguous, the token stride is free (they may be views of one fused projection).
-        cos_sin float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+        cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. The first
+        rotary_dim dimensions of a head turn, which may be none of them: i with i + rotary_dim / 2, as in GPT-NeoX, or
+        interleaved, 2 i with 2 i + 1, as in GPT-J.
+        query_scale float32 [max_positions]: rounded rotated queries are multiplied by that of their position.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
         dtype is that of q, k and v; or int8, rounded as `quantize_rows` does from that dtype, with scales behind the
         rows of each block and head (`octavo.kernels.quantization.kv_scales`).
@@ -234,18 +260,33 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
 
         Rows of the result may stand further apart than they are long. Row at position p sees positions
         max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes as in `rope_and_write_kv`. Sums
-        run over tiles that are fixed by absolute position.
+        run over tiles that are fixed by absolute position. softcap: the cap of scaled scores (see `soft_cap`), or None.
         """
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace float32 x, contiguous, by cap * tanh(x / cap) (Gemma Team 2024)."""
+        ...
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide float32 x, contiguous, in place."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -7,7 +7,7 @@ by shape, so a row's last bits may depend on its neighbours: the law of exactnes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import WeightToPack
+    from octavo.kernels.interface import Activation, WeightToPack
 
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
@@ -101,22 +101,24 @@ class ReferenceKernels:
         out = torch.cat([F.linear(wide, part.float()) for part in weight.split(_WEIGHT_CHUNK)], dim=1)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
-    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return silu(gate) * up of x @ weight.T + bias."""
-        return self.silu_and_mul(self.linear(x, packed))
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias."""
+        return self.gate(self.linear(x, packed), activation)
 
-    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the weight."""
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the weight times `scale`."""
         weight = packed.storage
         if isinstance(weight, list):
             (vocabulary,) = weight
-            return cast("Tensor", vocabulary.select_rows(token_ids).dequantize().to(dtype))
-        if isinstance(weight, Int4Weight):
+            rows: Tensor = vocabulary.select_rows(token_ids).dequantize()
+        elif isinstance(weight, Int4Weight):
             whole, units = weight.rows(token_ids).whole_values()
-            return (whole.float() * units.unsqueeze(1)).to(dtype)
-        if isinstance(weight, Int8Weight):
-            return weight.rows(token_ids).dequantize().to(dtype)
-        return F.embedding(token_ids, weight).to(dtype)
+            rows = whole.float() * units.unsqueeze(1)
+        elif isinstance(weight, Int8Weight):
+            rows = weight.rows(token_ids).dequantize()
+        else:
+            rows = F.embedding(token_ids, weight)
+        return (rows if scale == 1.0 else rows.float() * scale).to(dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return x[rows]."""
@@ -139,20 +141,40 @@ class ReferenceKernels:
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return (wide * scale * weight.float()).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return its norm."""
-        residual.add_(x)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
+        self.add(x, residual, scale)
         return self.rms_norm(residual, weight, eps)
 
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        residual.copy_(residual.float() + x.float() * scale)
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide x in place."""
+        x.div_(divisor)
+
     def rope_and_write_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
     ) -> None:
         """Rotate q in place; write rotated k and v into their slots."""
-        cosine, sine = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2]
-        q.copy_(_rotate(q, cosine, sine))
+        turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
+        q.copy_(_rotate(q, turns, interleaved=interleaved))
+        if query_scale is not None:
+            q.copy_(q.float() * query_scale[batch.positions, None, None])
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
-        for cache, rows in ((k_cache, _rotate(k, cosine, sine)), (v_cache, v)):
+        for cache, rows in ((k_cache, _rotate(k, turns, interleaved=interleaved)), (v_cache, v)):
             if cache.dtype == torch.int8:
                 values, scales = quantize_rows(rows.flatten(0, 1))
                 cache[block, :, offset] = values.view(rows.shape).to(torch.int8)
@@ -161,7 +183,14 @@ class ReferenceKernels:
                 cache[block, :, offset] = rows
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention, one sequence after the other."""
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -174,13 +203,19 @@ class ReferenceKernels:
             )
             for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
                 rows = slice(first, min(first + _QUERY_CHUNK, query_start[i + 1]))
-                out[rows] = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window).to(q.dtype)
+                attended = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window, softcap)
+                out[rows] = attended.to(q.dtype)
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up."""
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return (activated * up).to(gate_up.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x by cap * tanh(x / cap)."""
+        x.div_(cap).tanh_().mul_(cap)
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
@@ -232,9 +267,14 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where(nothing, -1, first)
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+    turning, rest = x.split_with_sizes([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
+    half = turns.shape[-1] // 2
+    pairs = turning.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    cosine, sine = turns.chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat([torch.stack(turned, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype), rest], dim=-1)
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
@@ -243,11 +283,21 @@ def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
     return rows * kv_scales(cache)[blocks].unsqueeze(-1) if cache.dtype == torch.int8 else rows
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     """Float32 attention of rows [n, num_heads, head_dim] of one sequence over its KV: [n, num_heads * head_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     kv_positions = torch.arange(keys.shape[0], device=q.device)
     seen = kv_positions <= positions.unsqueeze(1)
     if window is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config import DEFAULT_GROUP_SIZE
@@ -42,6 +42,11 @@ class Architecture:
     stored              how weights are stored that are integers already, or None
     block_bytes         bytes in memory of each matrix that stands in blocks of a GGUF file, by its tensor's name
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
+    embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
+    norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
+    logit_softcap       the cap of logits (see `Kernels.soft_cap`), or None
+    text_part_of        the class of the model of text and images whose text part this is, or None
+    logits_scaling      logits are divided by it
     """
 
     name: str
@@ -57,6 +62,11 @@ class Architecture:
     stored: StoredQuantization | None = None
     block_bytes: Mapping[str, int] = field(default_factory=dict)
     has_head: bool = True
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    logit_softcap: float | None = None
+    text_part_of: str | None = None
+    logits_scaling: float = 1.0
 
     def tensors(self) -> ModelTensors:
         """Declare all that the model takes from a checkpoint."""
@@ -70,6 +80,10 @@ class Architecture:
             final_norm=Norm("model.norm", self.hidden_size),
             head=None if self.tie_word_embeddings else head,
         )
+
+    def within(self, max_model_len: int) -> Architecture:
+        """Return what is computed for sequences of up to so many tokens; see `RopeConfig.within`."""
+        return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
     def attentions(self) -> list[AttentionConfig]:
@@ -88,13 +102,14 @@ class Architecture:
         quantization: str | None = None,
         group_size: int = DEFAULT_GROUP_SIZE,
     ) -> int:
-        """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations).
+        """Bytes of all weights in `dtype`; norm weights in `norm_dtype` (the activations') or, with an offset, float32.
 
         quantization, group_size: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte
         a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and
         four for the unit of each row.
         """
-        in_blocks = self._kept_blocks()
+        norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
+        in_blocks = self._kept_blocks() if quantization is None else {}
         total = sum(in_blocks.values())
         for name, shape in self.tensor_shapes().items():
             if name in in_blocks:
@@ -105,7 +120,7 @@ class Architecture:
             elif bits == 4:
                 total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1) + 4 * shape[0]
             else:
-                total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
+                total += math.prod(shape) * DTYPE_BYTES[norm_dtype if is_norm(name) else dtype]
         return total
 
     def _kept_blocks(self) -> dict[str, int]:

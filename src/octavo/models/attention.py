@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from octavo.models.declared import Linear, Norm
 from octavo.models.kv_layout import KVShape
@@ -32,18 +32,26 @@ class AttentionTensors(NamedTuple):
 class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
-    window    tokens a position sees, itself included, or None for all
-    qk_norm   queries and keys are normalized before they are rotated: one weight of [head_dim] each, for all heads
+    rope          how queries and keys are rotated, or None: they are not
+    window        tokens a position sees, itself included, or None for all
+    scale         of products of queries and keys, or None: head_dim ** -0.5
+    softcap       the cap of these scaled products (see `Kernels.soft_cap`), or None
+    qk_norm       queries and keys are normalized before they are rotated: "head" has one weight of [head_dim] each, for
+                  all heads; "width" takes all heads of a token as one row
+    is_fused      the checkpoint holds queries, keys and values as one matrix
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "width"] | None = None
+    is_fused: bool = False
 
     @classmethod
     def read(
@@ -55,7 +63,8 @@ class AttentionConfig:
         default_num_kv_heads: int | None = None,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: Literal["head", "width"] | None = None,
+        is_fused: bool = False,
     ) -> AttentionConfig:
         """Read the shapes, of layers without a window. Raises `ModelError` for what octavo cannot compute."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -72,6 +81,7 @@ class AttentionConfig:
             raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
         if head_dim > _MAX_HEAD_DIM:
             raise config.error("head_dim", f"octavo's kernels compute heads of up to {_MAX_HEAD_DIM}, not {head_dim}")
+        rope.check(config, head_dim)
         return cls(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -80,6 +90,7 @@ class AttentionConfig:
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             qk_norm=qk_norm,
+            is_fused=is_fused,
         )
 
     @property
@@ -95,25 +106,31 @@ class AttentionConfig:
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
         """Declare the tensors of a layer whose attention is called `name` in the checkpoint."""
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
+        apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
+        qkv = ((f"{name}.qkv_proj", self.qkv_size),) if self.is_fused else apart
+        q_size, k_size = (q_rows, kv_rows) if self.qk_norm == "width" else (self.head_dim, self.head_dim)
         return AttentionTensors(
             qkv=Linear(qkv, hidden_size, self.qkv_bias),
             o=Linear(((f"{name}.o_proj", hidden_size),), q_rows, self.o_bias),
-            q_norm=Norm(f"{name}.q_norm", self.head_dim) if self.qk_norm else None,
-            k_norm=Norm(f"{name}.k_norm", self.head_dim) if self.qk_norm else None,
+            q_norm=None if self.qk_norm is None else Norm(f"{name}.q_norm", q_size),
+            k_norm=None if self.qk_norm is None else Norm(f"{name}.k_norm", k_size),
         )
 
 
 class Attention:
     """The attention of one layer, whose weights are packed."""
 
-    __slots__ = ("config", "cos_sin", "eps", "k_norm", "kernels", "o", "q_norm", "qkv", "scale")
+    __slots__ = (
+        "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
+    )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
         self.config = config
         self.kernels = context.kernels
         self.cos_sin = context.cos_sin(config.rope, config.head_dim)
-        self.scale = config.head_dim**-0.5
+        self.query_scale = context.query_scale(config.rope)
+        self.interleaved = config.rope is not None and config.rope.interleaved
+        self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self.eps = context.architecture.rms_norm_eps
         self.qkv = context.weights.linear(tensors.qkv)
         self.o = context.weights.linear(tensors.o)
@@ -127,11 +144,20 @@ class Attention:
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = kernels.rms_norm(q, self.q_norm, self.eps), kernels.rms_norm(k, self.k_norm, self.eps)
-        kernels.rope_and_write_kv(q, k, v, self.cos_sin, batch, k_cache, v_cache)
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        kernels.rope_and_write_kv(
+            q, k, v, self.cos_sin, batch, k_cache, v_cache, interleaved=self.interleaved, query_scale=self.query_scale
+        )
         return q
+
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalize [num_tokens, num_heads, head_dim] in rows as long as the weight, which may be a token's heads."""
+        num_tokens, num_heads, head_dim = heads.shape
+        rows = heads.view(num_tokens, num_heads * head_dim // weight.shape[0], weight.shape[0])
+        return self.kernels.rms_norm(rows, weight, self.eps).view(heads.shape)
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.config.window)
+        config = self.config
+        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
-from octavo.models.weight_files import BARE_EMBEDDING, find_weight_files, some
+from octavo.models.weight_files import find_weight_files, own_names, some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 _RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
-_PREFIX = "model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Tensors that some checkpoints carry and that are computed anew here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -32,10 +31,10 @@ class CheckpointFiles:
     The files stay mapped while this object or a tensor from it lives. Of what was handed out, only the last pages stay
     in this process's memory; the system reads others again if they are asked for.
 
-    Models for embeddings are often saved without their head, and their names without `model.`: they get it here.
+    Names are those that a decoder knows its tensors by: see `octavo.models.weight_files.own_names`.
     """
 
-    __slots__ = ("_file_of", "_handed_out", "_left_out", "directory")
+    __slots__ = ("_file_of", "_handed_out", "_stored_name", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,9 +48,8 @@ class CheckpointFiles:
                         f"{path}: {name} stands in {self._file_of[name][0].name}, too; remove the file that is too much"
                     )
                 self._file_of[name] = (path, file)
-        self._left_out = _PREFIX if BARE_EMBEDDING in self._file_of else ""
-        if self._left_out:
-            self._file_of = {self._left_out + name: where for name, where in self._file_of.items()}
+        self._stored_name = own_names(self._file_of)
+        self._file_of = {name: self._file_of[stored] for name, stored in self._stored_name.items()}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """Raise unless the files hold exactly the tensors of `expected`; known leftovers are ignored.
@@ -74,7 +72,7 @@ class CheckpointFiles:
             if name not in self._file_of:
                 continue
             path, file = self._file_of[name]
-            stored = file.get_slice(name.removeprefix(self._left_out))
+            stored = file.get_slice(self._stored_name[name])
             if tuple(stored.get_shape()) != shape:
                 found = list(stored.get_shape())
                 raise ModelError(
@@ -111,7 +109,7 @@ class CheckpointFiles:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""
         path, file = self._file_of[name]
         try:
-            tensor: Tensor = file.get_tensor(name.removeprefix(self._left_out))
+            tensor: Tensor = file.get_tensor(self._stored_name[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
         if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:

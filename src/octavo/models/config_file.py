@@ -28,6 +28,8 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "use_sinks": (None, False),
     "attention_chunk_size": (None,),
     "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None,),
+    "clip_qkv": (None,),
     "alibi": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
@@ -66,6 +68,12 @@ class ConfigFile:
             raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
         return cls(path, values)
 
+    def with_defaults(self, **defaults: Any) -> ConfigFile:
+        """Return the same file with values for keys that are missing or null."""
+        other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
+        other._asked_for = self._asked_for
+        return other
+
     def error(self, key: str, problem: str) -> ModelError:
         """Return the error that says what is wrong with a key."""
         shown = repr(self.values.get(key))
@@ -90,6 +98,24 @@ class ConfigFile:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
             raise self.error(key, f"must be a number above {above:g}")
         return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0."""
+        values = self._get(key, _MISSING)
+        are_numbers = isinstance(values, list) and all(
+            isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) and each > 0
+            for each in values
+        )
+        if not are_numbers:
+            raise self.error(key, "must be a list of numbers above 0")
+        return tuple(map(float, values))
+
+    def whole_numbers(self, key: str, default: list[int]) -> list[int]:
+        """Return a list of whole numbers."""
+        values = self._get(key, default)
+        if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+            raise self.error(key, "must be a list of whole numbers")
+        return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
         """Return a finite number greater than `above`, or None where the key is missing or null."""

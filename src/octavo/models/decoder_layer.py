@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from octavo.models.attention import Attention
@@ -47,19 +47,19 @@ class LayerNorms:
     Those before a part are of what it reads, those after it of what it adds to the residual stream.
     """
 
-    before_attention: str = "input_layernorm"
+    before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    before_mlp: str = "post_attention_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
 
 class LayerTensors(NamedTuple):
     """What a layer takes from a checkpoint; mlp: as its configuration declares it."""
 
-    before_attention: Norm
+    before_attention: Norm | None
     attention: AttentionTensors
     after_attention: Norm | None
-    before_mlp: Norm
+    before_mlp: Norm | None
     mlp: tuple[Any, ...]
     after_mlp: Norm | None
 
@@ -71,49 +71,67 @@ class LayerConfig:
     attention: AttentionConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
+    residual_scale: float = 1.0  # of what each part adds to the residual stream
+
+    def within(self, max_model_len: int) -> LayerConfig:
+        """Return the layer for sequences of up to so many tokens."""
+        rope = self.attention.rope
+        if rope is None:
+            return self
+        return replace(self, attention=replace(self.attention, rope=rope.within(max_model_len)))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
         """Declare the tensors of a layer that is called `name` in the checkpoint."""
-        norms = self.norms
-        after_attention, after_mlp = norms.after_attention, norms.after_mlp
+
+        def norm(own_name: str | None) -> Norm | None:
+            return None if own_name is None else Norm(f"{name}.{own_name}", hidden_size)
+
         return LayerTensors(
-            before_attention=Norm(f"{name}.{norms.before_attention}", hidden_size),
+            before_attention=norm(self.norms.before_attention),
             attention=self.attention.tensors(f"{name}.self_attn", hidden_size),
-            after_attention=None if after_attention is None else Norm(f"{name}.{after_attention}", hidden_size),
-            before_mlp=Norm(f"{name}.{norms.before_mlp}", hidden_size),
+            after_attention=norm(self.norms.after_attention),
+            before_mlp=norm(self.norms.before_mlp),
             mlp=self.mlp.tensors(f"{name}.mlp", hidden_size),
-            after_mlp=None if after_mlp is None else Norm(f"{name}.{after_mlp}", hidden_size),
+            after_mlp=norm(self.norms.after_mlp),
         )
 
 
 class DecoderLayer:
-    """The parts of a layer, and what stands behind each of them; behind: the norm of what comes after the layer."""
+    """The parts of a layer, and what stands behind each of them.
+
+    behind: the norm before what comes after the layer, or None.
+    """
 
     __slots__ = ("after_attention", "after_mlp", "attention", "mlp")
 
-    def __init__(self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, behind: Norm) -> None:
+    def __init__(self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, behind: Norm | None) -> None:
         self.attention = Attention(context, config.attention, tensors.attention)
-        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp)
+        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, config.residual_scale)
         self.mlp = config.mlp.build(context, tensors.mlp)
-        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind)
+        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind, config.residual_scale)
 
 
 class ResidualNorm:
     """Adds what a part gives to the residual stream, and normalizes that for the part that comes next.
 
-    added, stream: the weights of both norms; the first is None where what is added is taken as it is.
+    added, stream: the weights of both norms; None where what is added, or what the next part reads, is taken as it is.
+    scale: of what is added.
     """
 
-    __slots__ = ("added", "eps", "kernels", "stream")
+    __slots__ = ("added", "eps", "kernels", "scale", "stream")
 
-    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm) -> None:
+    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
         self.kernels = context.kernels
         self.eps = context.architecture.rms_norm_eps
+        self.scale = scale
         self.added = context.optional_norm(added)
-        self.stream = context.weights.norm(stream)
+        self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Return what the next part reads; adds to `residual` in place. Both [num_tokens, hidden]."""
+        """Return what the next part reads, perhaps `residual`, to which it adds in place. Both [num_tokens, hidden]."""
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
-        return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps)
+        if self.stream is not None:
+            return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)
+        self.kernels.add(hidden, residual, self.scale)
+        return residual

@@ -10,10 +10,12 @@ from octavo.models.declared import Linear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.kernels.interface import Activation
     from octavo.models.config_file import ConfigFile
     from octavo.models.layers import ModelContext
 
-_ACTIVATIONS = ("silu", "swish")  # two names of one function
+# By their names in config.json; the first two are one function.
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class GatedMLPTensors(NamedTuple):
@@ -25,41 +27,57 @@ class GatedMLPTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMLPConfig:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
 
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
+    is_fused: bool = False  # the checkpoint holds gate and up as one matrix
 
     @classmethod
-    def read(cls, config: ConfigFile, *, bias: bool = False) -> GatedMLPConfig:
+    def read(
+        cls,
+        config: ConfigFile,
+        *,
+        bias: bool = False,
+        activation_key: str = "hidden_act",
+        default_activation: str = "silu",
+        is_fused: bool = False,
+    ) -> GatedMLPConfig:
         """Read the shapes. Raises `ModelError` for what octavo cannot compute."""
-        if config.text("hidden_act", "silu") not in _ACTIVATIONS:
-            raise config.error("hidden_act", f"octavo computes {' and '.join(_ACTIVATIONS)} only")
-        return cls(intermediate_size=config.count("intermediate_size"), bias=bias)
+        activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
+        if activation is None:
+            raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
+        return cls(
+            intermediate_size=config.count("intermediate_size"), bias=bias, activation=activation, is_fused=is_fused
+        )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
         """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
         inner = self.intermediate_size
+        apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
+        gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
         return GatedMLPTensors(
-            gate_up=Linear(((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)), hidden_size, self.bias),
+            gate_up=Linear(gate_up, hidden_size, self.bias),
             down=Linear(((f"{name}.down_proj", hidden_size),), inner, self.bias),
         )
 
     def build(self, context: ModelContext, tensors: GatedMLPTensors) -> GatedMLP:
         """Take the tensors."""
-        return GatedMLP(context, tensors)
+        return GatedMLP(context, self, tensors)
 
 
 class GatedMLP:
     """The MLP of one layer, whose weights are packed."""
 
-    __slots__ = ("down", "gate_up", "kernels")
+    __slots__ = ("activation", "down", "gate_up", "kernels")
 
-    def __init__(self, context: ModelContext, tensors: GatedMLPTensors) -> None:
+    def __init__(self, context: ModelContext, config: GatedMLPConfig, tensors: GatedMLPTensors) -> None:
+        self.activation: Activation = config.activation
         self.kernels = context.kernels
         self.gate_up = context.weights.linear(tensors.gate_up)
         self.down = context.weights.linear(tensors.down)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""
-        return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up), self.down)
+        return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up, self.activation), self.down)

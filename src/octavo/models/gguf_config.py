@@ -28,6 +28,19 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_short.weight",
 )
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
+# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
+# takes more in memory.
+BLOCK_KINDS = {
+    TensorType.Q8_0: 0,
+    TensorType.Q4_0: 0,
+    TensorType.Q4_1: 0,
+    TensorType.Q5_0: 0,
+    TensorType.Q5_1: 0,
+    TensorType.Q4_K: 4,
+    TensorType.Q5_K: 4,
+    TensorType.Q6_K: 0,
+    TensorType.MXFP4: 0,
+}
 # Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
 _NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # Llama 3.1 and its successors: of low_freq_factor, high_freq_factor, original_max_position_embeddings.
@@ -35,6 +48,7 @@ _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
 _MAX_FLOAT32 = 3.4e38
+_GELU = "gelu_pytorch_tanh"
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -193,25 +207,33 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return what the model computes in: the matrices' own type, float32 where they are in several or in blocks."""
+    """Return what the model computes in: what all its matrices are exact in.
+
+    Those in blocks are multiplied as they are, whatever this is; in blocks of other kinds they are expanded to float32.
+    """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
-    return _FLOATS.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+    others = kinds - BLOCK_KINDS.keys()
+    if len(others) == 1 and others in (kinds, {TensorType.BF16}):
+        return _FLOATS.get(others.pop(), "float32")
+    return "float32" if others else "bfloat16"
 
 
 def _read_rope(fields: GGUFFields) -> dict[str, Any]:
     """Return `rope_parameters`."""
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "none")
+    kind = fields.values.text("rope.scaling.type", "linear")  # as llama.cpp takes a factor without a kind
     factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
     original = fields.optional("rope.scaling.original_context_length")
-    attention_factor = fields.optional("rope.scaling.attn_factor")
     if fields.has(ROPE_FREQUENCIES):
         return rope | _read_llama3(fields, theta)
     if fields.has(LONG_FACTORS):
         rope |= {"rope_type": "longrope", "long_factor": fields.factors(LONG_FACTORS)}
         rope |= {"short_factor": fields.factors(SHORT_FACTORS)} if fields.has(SHORT_FACTORS) else {}
-        given = {"original_max_position_embeddings": original, "attention_factor": attention_factor}
+        given = {
+            "original_max_position_embeddings": original,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
+        }
         return rope | {key: value for key, value in given.items() if value is not None}
     if factor == 1.0 or kind == "none":
         return rope
@@ -219,7 +241,7 @@ def _read_rope(fields: GGUFFields) -> dict[str, Any]:
     if kind == "yarn":
         given = {
             "original_max_position_embeddings": original,
-            "attention_factor": attention_factor,
+            "attention_factor": fields.optional("rope.scaling.attn_factor"),
             "beta_fast": fields.optional("rope.scaling.yarn_beta_fast"),
             "beta_slow": fields.optional("rope.scaling.yarn_beta_slow"),
         }
@@ -255,7 +277,8 @@ def _read_gemma2(fields: GGUFFields) -> dict[str, Any]:
     window = fields.count("attention.sliding_window", 4096)
     is_27b = fields.num_layers == _GEMMA2_27B_LAYERS
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
         "sliding_window": window,
         "layer_types": fields.layer_types(window, _GEMMA2_PERIOD),
         "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
@@ -268,7 +291,8 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
     window = fields.window()
     local = fields.number("rope.freq_base_swa", _GEMMA_LOCAL_THETA)
     keys: dict[str, Any] = {
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
         "layer_types": fields.layer_types(window, _GEMMA3_PERIOD),
         "rope_parameters": {
             "full_attention": _read_rope(fields),
@@ -310,17 +334,34 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
     window = fields.window()
     if window is None:
         return {}
-    kinds = fields.layer_types(window, _OLMO3_PERIOD)
+    full = _read_rope(fields)
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", full["rope_theta"])}
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": kinds,
+        "layer_types": fields.layer_types(window, _OLMO3_PERIOD),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
+    """Return the keys of Ministral 3; without scaled queries the file is one of Mistral."""
+    beta = fields.optional("attention.temperature_scale")
+    mscale = fields.optional("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        return {"sliding_window": None}
+    scales = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": mscale}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "sliding_window": None,
+        "rope_parameters": _read_rope(fields) | {key: value for key, value in scales.items() if value is not None},
     }
 
 
 def _read_gemma(_: GGUFFields) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"}
+    return {"hidden_act": _GELU, "hidden_activation": _GELU}
 
 
 _GEMMA_NORMS = {
@@ -344,6 +385,7 @@ _FAMILIES = {
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
+    "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),

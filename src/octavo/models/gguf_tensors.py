@@ -12,8 +12,8 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.models.gguf_config import BLOCK_KINDS
 from octavo.models.gguf_file import TensorType
-from octavo.models.gguf_weights import BLOCK_KINDS
 from octavo.models.weight_files import some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 

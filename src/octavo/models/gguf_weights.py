@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.models.gguf_config import (
+    BLOCK_KINDS,
     EMBEDDING,
     HEAD,
     LONG_FACTORS,
@@ -13,7 +14,6 @@ from octavo.models.gguf_config import (
     GGUFFields,
     find_gguf_family,
 )
-from octavo.models.gguf_file import TensorType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,19 +38,6 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
-# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
-# takes more in memory.
-BLOCK_KINDS = {
-    TensorType.Q8_0: 0,
-    TensorType.Q4_0: 0,
-    TensorType.Q4_1: 0,
-    TensorType.Q5_0: 0,
-    TensorType.Q5_1: 0,
-    TensorType.Q4_K: 4,
-    TensorType.Q5_K: 4,
-    TensorType.Q6_K: 0,
-    TensorType.MXFP4: 0,
 }
 _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the configuration
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from octavo.models.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear
@@ -51,18 +52,24 @@ class ModelContext:
     """What layers are built from.
 
     dtype    of the activations
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, head_dim], see `octavo.models.rope`; one for all who ask alike
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all alike
+    query_scale  rope -> float32 [max_model_len] or None, likewise
     """
 
     architecture: Architecture
     kernels: Kernels
     weights: Weights
     dtype: torch.dtype
-    cos_sin: Callable[[RopeConfig, int], Tensor]
+    cos_sin: Callable[[RopeConfig | None, int], Tensor]
+    query_scale: Callable[[RopeConfig | None], Tensor | None]
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return the weight of a norm that a layer may have."""
         return None if declared is None else self.weights.norm(declared)
+
+    def rounded(self, value: float) -> float:
+        """Return a number as the activations' dtype has it."""
+        return torch.tensor(value, dtype=self.dtype).item()
 
 
 class CausalLM:
@@ -72,16 +79,19 @@ class CausalLM:
     `dtype` is that of the activations and of the KV cache.
     """
 
-    __slots__ = ("architecture", "dtype", "embed_tokens", "first_norm", "kernels", "layers", "lm_head")
+    __slots__ = (
+        "architecture", "dtype", "embed_tokens", "embedding_scale", "first_norm", "kernels", "layers", "lm_head",
+    )  # fmt: skip
 
     def __init__(self, context: ModelContext) -> None:
         self.architecture = context.architecture
         self.kernels = context.kernels
         self.dtype = context.dtype
+        self.embedding_scale = context.rounded(context.architecture.embedding_scale)
         weights, tensors = context.weights, context.architecture.tensors()
         self.embed_tokens = weights.linear(tensors.embedding)
-        self.first_norm = weights.norm(tensors.layers[0].before_attention)
-        # What stands behind a layer: the next one's norm, or the final one.
+        self.first_norm = context.optional_norm(tensors.layers[0].before_attention)
+        # The norm that stands behind a layer: the one before the next, if that has one, or the final one.
         behind = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
         layers = zip(context.architecture.layers, tensors.layers, behind, strict=True)
         self.layers = [DecoderLayer(context, *layer) for layer in layers]
@@ -93,8 +103,10 @@ class CausalLM:
         Rows that are no outputs (`AttentionBatch.outputs`) end behind the last layer's keys and values.
         """
         kernels = self.kernels
-        residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype)
-        hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
+        residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)
+        hidden = residual
+        if self.first_norm is not None:
+            hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             k_cache, v_cache = kv_cache.layer(index)
             q = layer.attention.write_kv(hidden, batch, k_cache, v_cache)
@@ -111,4 +123,9 @@ class CausalLM:
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 [rows, vocab_size] of the rows that are sampled, in `out` if given."""
-        return self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
+        logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
+        if self.architecture.logits_scaling != 1.0:
+            self.kernels.divide(logits, self.architecture.logits_scaling)
+        if self.architecture.logit_softcap is not None:
+            self.kernels.soft_cap(logits, self.architecture.logit_softcap)
+        return logits

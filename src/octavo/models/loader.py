@@ -17,7 +17,7 @@ from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
-from octavo.models.rope import make_cos_sin
+from octavo.models.rope import make_cos_sin, make_query_scale
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def load_model(
     """
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
-    total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source,
         files,
@@ -99,6 +99,7 @@ def load_model(
         weights=kept or packer,
         dtype=computed,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
+        query_scale=cache(lambda rope: make_query_scale(rope, max_model_len, device)),
     )
     try:
         model = CausalLM(context)
@@ -119,7 +120,8 @@ def _open_source(
     The files hold all that the architecture needs.
     """
     if seed is not None:
-        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed), None
+        norm_mean = 1.0 - architecture.norm_offset
+        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean), None
     files = weights.open()
     files.check(architecture.stored_tensors())
     return files, files
@@ -162,7 +164,8 @@ class _Packer:
         self.dtype = dtype
         self.quantization = quantization
         self.group_size = group_size
-        self.norm_dtype = norm_dtype
+        self.norm_offset = architecture.norm_offset
+        self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
         self.done_bytes = 0
         self.total_bytes = total_bytes
@@ -201,8 +204,13 @@ class _Packer:
         return rounded
 
     def _blocks(self, declared: Linear) -> list[BlockWeight]:
-        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats."""
-        found = [] if self.files is None else [self.files.blocks(f"{name}.weight") for name in declared.names]
+        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
+
+        So are those that are to be rounded again.
+        """
+        if self.files is None or self.quantization is not None:
+            return []
+        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
         blocks = [each.to(self.device) for each in found if each is not None]
         if not blocks or len(blocks) < len(declared.names):
             return []
@@ -231,7 +239,8 @@ class _Packer:
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
     def norm(self, declared: Norm) -> Tensor:
-        return self._fuse(list(declared.shapes.items()))
+        weight = self._fuse(list(declared.shapes.items()))
+        return weight.add_(self.norm_offset) if self.norm_offset else weight
 
     def skip(self, declared: Linear) -> None:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)

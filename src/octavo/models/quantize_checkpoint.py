@@ -23,6 +23,7 @@ from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
 from octavo.models.quantized_weights import describe_stored, stored_tensors
 from octavo.models.registry import read_architecture
+from octavo.models.text_part import text_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ def quantize_checkpoint(
         raise ModelError(f"{destination} exists already; name a new directory")
     files = CheckpointFiles(source)
     files.check(architecture.stored_tensors())
-    config = ConfigFile.read(source / "config.json").values
+    config = text_part(ConfigFile.read(source / "config.json")).values
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
     try:
         # Beside or inside the destination, so that what is finished need only be renamed; config.json comes last.

@@ -9,6 +9,7 @@ from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig
 from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.layer_types import SLIDING, read_layer_types
 from octavo.models.rope_config import read_rope
 
 if TYPE_CHECKING:
@@ -42,20 +43,11 @@ def _read_windows(config: ConfigFile) -> tuple[int | None, ...]:
     uses_window = has_window and config.flag("use_sliding_window", default=False)
     window = config.count("sliding_window", _DEFAULT_WINDOW) if uses_window else None
     if config.has("layer_types"):
-        return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config, window))
+        kinds = read_layer_types(config)
+        if window is None and SLIDING in kinds:
+            raise config.error("layer_types", f"{SLIDING} needs use_sliding_window and sliding_window")
+        return tuple(window if kind == SLIDING else None for kind in kinds)
     first = config.values.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise config.error("max_window_layers", "must be a whole number of layers")
     return tuple(window if index >= first else None for index in range(num_layers))
-
-
-def _layer_types(config: ConfigFile, window: int | None) -> list[str]:
-    kinds: list[str] = config.values["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != config.count("num_hidden_layers"):
-        raise config.error("layer_types", f"must list num_hidden_layers = {config.count('num_hidden_layers')} entries")
-    for kind in kinds:
-        if kind not in {"full_attention", "sliding_attention"}:
-            raise config.error("layer_types", f"octavo supports full_attention and sliding_attention, not {kind!r}")
-    if window is None and "sliding_attention" in kinds:
-        raise config.error("layer_types", "sliding_attention needs use_sliding_window and sliding_window")
-    return kinds

@@ -24,7 +24,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
         default_num_kv_heads=32,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
     )
     return read_decoder(
         config,

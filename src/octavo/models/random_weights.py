@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +14,6 @@ from octavo.models.registry import read_architecture
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Any
 
     from torch import Tensor
 
@@ -22,27 +21,61 @@ DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """Tensors of given shapes, normal around 1 for norms and around 0 for all else.
+    """Tensors of given shapes, normal around `norm_mean` for norms and around 0 for all else.
 
     A tensor depends on the seed and its name alone, not on the order in which they are asked for.
     """
 
-    __slots__ = ("dtype", "seed", "shapes", "std")
+    __slots__ = ("dtype", "norm_mean", "seed", "shapes", "std")
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int, std: float = DEFAULT_STD
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        seed: int,
+        std: float = DEFAULT_STD,
+        norm_mean: float = 1.0,
     ) -> None:
         self.shapes = shapes
         self.dtype = dtype
         self.seed = seed
         self.std = std
+        self.norm_mean = norm_mean
 
     def tensor(self, name: str) -> Tensor:
         """Make one tensor."""
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        mean = 1.0 if is_norm(name) else 0.0
+        mean = self.norm_mean if is_norm(name) else 0.0
         return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
+
+
+_NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys than most
+    "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma2ForCausalLM": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 37,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": 37,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Olmo3ForCausalLM": {
+        "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
+        "sliding_window": 37,
+    },
+}
 
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
@@ -65,9 +98,10 @@ def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
         "sliding_window": None,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "pad_token_id": None,
         "dtype": "float32",
     }
-    return config | changes
+    return config | _OF_FAMILY.get(name, {}) | changes
 
 
 def write_checkpoint(
@@ -83,7 +117,7 @@ def write_checkpoint(
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     architecture = read_architecture(directory)
     shapes = architecture.tensor_shapes()
-    weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std)
+    weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     for name in shapes:
         tensor = weights.tensor(name)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from octavo.models.config_file import ConfigFile
+from octavo.models.text_part import TEXT_PARTS, text_part
 from octavo.models.weight_files import was_saved_without_head
 
 if TYPE_CHECKING:
@@ -15,10 +16,22 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 FAMILIES = {
+    "GemmaForCausalLM": "octavo.models.gemma",
+    "Gemma2ForCausalLM": "octavo.models.gemma2",
+    "Gemma3ForCausalLM": "octavo.models.gemma3",
+    "Glm4ForCausalLM": "octavo.models.glm",
+    "GlmForCausalLM": "octavo.models.glm",
+    "GraniteForCausalLM": "octavo.models.granite",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",
+    "MinistralForCausalLM": "octavo.models.ministral",
+    "Ministral3ForCausalLM": "octavo.models.ministral",
+    "Olmo2ForCausalLM": "octavo.models.olmo",
+    "Olmo3ForCausalLM": "octavo.models.olmo",
+    "Phi3ForCausalLM": "octavo.models.phi3",
     "Qwen2ForCausalLM": "octavo.models.qwen2",
     "Qwen3ForCausalLM": "octavo.models.qwen3",
+    "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 
 
@@ -46,7 +59,7 @@ def read_architecture(directory: Path) -> Architecture:
 def architecture_of(config: ConfigFile) -> Architecture:
     """Let the family that `architectures` names read the keys. Raises `ModelError` for what octavo cannot serve."""
     names = config.values.get("architectures")
-    known = ", ".join(FAMILIES)
+    known = ", ".join([*FAMILIES, *TEXT_PARTS])
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise config.error("architectures", f"must name the model's class; octavo serves {known}")
     for name in names:
@@ -54,4 +67,6 @@ def architecture_of(config: ConfigFile) -> Architecture:
             architecture = find_family(name).read_architecture(config, name)
             config.refuse_unread(name)
             return architecture
+        if name in TEXT_PARTS:
+            return replace(architecture_of(text_part(config)), text_part_of=name)
     raise config.error("architectures", f"unknown architecture; octavo serves {known}")

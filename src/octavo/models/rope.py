@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 _SLICE_POSITIONS = 16384
 
 
-def make_cos_sin(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """Return float32 [num_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
+    """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
 
-    Angles are products of float32 numbers as in transformers, so that both round alike; yarn's attention factor is
-    folded in. Made in slices: for a million positions the table is all the memory there should be.
+    Angles are products of float32 numbers as in transformers, so that both round alike; an attention factor is folded
+    in. Made in slices: for a million positions the table is all the memory there should be. No rope turns nothing.
     """
-    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
-    frequencies = inverse_frequencies(rope, head_dim)
+    if rope is None:
+        return torch.empty(num_positions, 0, dtype=torch.float32)
+    rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
+    table = torch.empty(num_positions, rotary_dim, dtype=torch.float32)
+    frequencies = inverse_frequencies(rope, rotary_dim)
     for start in range(0, num_positions, _SLICE_POSITIONS):
         rows = table[start : start + _SLICE_POSITIONS]
         cosines, sines = rows.chunk(2, dim=-1)
@@ -33,9 +36,18 @@ def make_cos_sin(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
     return table
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return float32 [head_dim / 2]: radians per position of each pair."""
-    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
+    """Return float32 [num_positions]: what queries are multiplied by, or None where they are not (Llama 4)."""
+    if rope is None or not rope.query_scale_beta:
+        return None
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    passed = positions / rope.original_max_position_embeddings
+    return 1.0 + rope.query_scale_beta * torch.log(1.0 + passed.floor())
+
+
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """Return float32 [rotary_dim / 2]: radians per position of each pair."""
+    wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "default":
             return 1.0 / wavelengths
@@ -44,7 +56,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         case "llama3":
             return _llama3(rope, 1.0 / wavelengths)
         case "yarn":
-            return _yarn(rope, wavelengths, head_dim)
+            return _yarn(rope, wavelengths, rotary_dim)
+        case "longrope":
+            assert rope.short_factors == rope.long_factors, "the factors are chosen by `within`"
+            return 1.0 / (torch.tensor(rope.short_factors, dtype=torch.float32) * wavelengths)
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
@@ -57,20 +72,20 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     return torch.where(wavelengths < original / high, frequencies, scaled)
 
 
-def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
     """Interpolate slow pairs, keep fast ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
         """Index of the pair that turns so often within the original context."""
         original = rope.original_max_position_embeddings
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
         last += 0.001  # a step instead of a ramp, without dividing by zero
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
-_DEFAULT_THETA = 10_000.0  # of every family here, as in transformers
-_PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
-_UNSUPPORTED_KEYS = ("mrope_section", "llama_4_scaling_beta", "full_attention", "sliding_attention")
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+_DEFAULT_THETA = 10_000.0  # of most families, as in transformers
+_PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
+_UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +21,22 @@ class RopeConfig:
     """Numbers of one rotary embedding; a kind reads only those it is listed with.
 
     theta             all       base of the wavelengths
+    partial_rotary_factor       all: the share of a head's dimensions, from the first on, that turn
+    interleaved       all       each even dimension turns with the next, not one of the first half with its like behind
+    query_scale_beta  all       queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
     factor            linear, llama3, yarn   how far positions are stretched
     low_freq_factor, high_freq_factor        llama3: where interpolation starts and ends
-    original_max_position_embeddings         llama3, yarn: context before stretching
-    attention_factor  yarn      multiplies cosines and sines; derived from the factor unless given
+    original_max_position_embeddings         llama3, yarn, longrope: context before stretching
+    attention_factor  yarn, longrope         multiplies cosines and sines; derived from the factor unless given
     beta_fast, beta_slow, truncate           yarn: ends of the ramp, in rotations; whether they are rounded
+    short_factors, long_factors              longrope: of each wavelength, see `within`
     """
 
     kind: RopeKind = "default"
     theta: float = _DEFAULT_THETA
+    partial_rotary_factor: float = 1.0
+    interleaved: bool = False
+    query_scale_beta: float = 0.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -38,6 +45,32 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, config: ConfigFile, head_dim: int) -> None:
+        """Raise `ModelError` where heads of this size cannot be rotated so."""
+        rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
+        if rotary_dim % 2 or not rotary_dim:
+            raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
+        if self.kind == "longrope" and factors != rotary_dim // 2:
+            raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
+
+    def within(self, max_model_len: int) -> RopeConfig:
+        """Return what turns sequences of up to so many tokens.
+
+        longrope has two sets of factors, for sequences within the original context and for longer ones. They are chosen
+        for all sequences of an engine by the longest that it serves, as vLLM does: chosen by a sequence's own length,
+        keys would change behind it once it has grown, and KV could not be shared with a longer one.
+        """
+        if self.kind != "longrope":
+            return self
+        factors = self.long_factors if max_model_len > self.original_max_position_embeddings else self.short_factors
+        return replace(self, short_factors=factors, long_factors=factors)
 
     def max_context_tokens(self, max_position_embeddings: int) -> int:
         """Longest context that it was made for; linear and yarn scaling extend it (as vLLM reckons)."""
@@ -48,14 +81,38 @@ class RopeConfig:
         return max_position_embeddings
 
 
-def read_rope(config: ConfigFile, max_position_embeddings: int) -> RopeConfig:
-    """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers."""
-    section = config.section("rope_scaling") or config.section("rope_parameters")
-    theta = config.number("rope_theta", _DEFAULT_THETA)
-    _refuse_unsupported(config)
-    if section is None:
-        return RopeConfig(theta=theta)
-    _refuse_unsupported(section)
+def read_rope(
+    config: ConfigFile,
+    max_position_embeddings: int,
+    *,
+    section: ConfigFile | None = None,
+    is_partial: bool = False,
+    scales_queries: bool = False,
+) -> RopeConfig:
+    """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers.
+
+    section: of the layers in question, where these have parameters of their own. is_partial: the family may rotate a
+    part of each head. scales_queries: it scales queries by their position. Others refuse the keys of that.
+    """
+    section = section or config.section("rope_scaling") or config.section("rope_parameters")
+    sections = [config] if section is None else [config, section]
+    theta, rotary_factor = config.number("rope_theta", _DEFAULT_THETA), 1.0
+    for each in sections:
+        _refuse_unsupported(each, is_partial=is_partial, scales_queries=scales_queries)
+        rotary_factor = each.number(_PARTIAL, rotary_factor)
+        if rotary_factor > 1.0:
+            raise each.error(_PARTIAL, "must not be above 1")
+    rope = (
+        RopeConfig(theta=theta) if section is None else _read_section(config, section, theta, max_position_embeddings)
+    )
+    if section is not None and scales_queries and section.has(_QUERY_SCALE):
+        original = _original_length(config, section, max_position_embeddings)
+        beta = section.number(_QUERY_SCALE)
+        rope = replace(rope, query_scale_beta=beta, original_max_position_embeddings=original)
+    return replace(rope, partial_rotary_factor=rotary_factor)
+
+
+def _read_section(config: ConfigFile, section: ConfigFile, theta: float, max_position_embeddings: int) -> RopeConfig:
     theta = section.number("rope_theta", theta)
     key = "rope_type" if section.has("rope_type") else "type"
     match section.text(key, "default"):
@@ -68,22 +125,26 @@ def read_rope(config: ConfigFile, max_position_embeddings: int) -> RopeConfig:
         case "yarn":
             original = _original_length(config, section, max_position_embeddings)
             return _read_yarn(section, theta, original, max_position_embeddings)
+        case "longrope" | "su":  # its name in the first checkpoints
+            return _read_longrope(section, theta, _original_length(config, section, None), max_position_embeddings)
         case _:
             raise section.error(key, f"octavo supports the rope types {', '.join(SUPPORTED_KINDS)}")
 
 
-def _refuse_unsupported(config: ConfigFile) -> None:
-    for key in _PARTIAL_KEYS:
+def _refuse_unsupported(config: ConfigFile, *, is_partial: bool, scales_queries: bool) -> None:
+    for key in ("rotary_pct",) if is_partial else (_PARTIAL, "rotary_pct"):
         if config.number(key, 1.0) != 1.0:
-            raise config.error(key, "octavo rotates whole heads only")
-    for key in _UNSUPPORTED_KEYS:
+            raise config.error(key, "octavo rotates whole heads of this family only")
+    for key in _UNSUPPORTED_KEYS if scales_queries else (*_UNSUPPORTED_KEYS, _QUERY_SCALE):
         if config.has(key):
-            raise config.error(key, "octavo does not compute this rotary embedding yet")
+            raise config.error(key, "octavo does not compute this rotary embedding of this family")
 
 
-def _original_length(config: ConfigFile, section: ConfigFile, max_position_embeddings: int) -> int:
+def _original_length(config: ConfigFile, section: ConfigFile, default: int | None) -> int:
     key = "original_max_position_embeddings"
-    return config.count(key) if config.has(key) else section.count(key, max_position_embeddings)
+    if config.has(key):
+        return config.count(key)
+    return section.count(key) if default is None else section.count(key, default)
 
 
 def _read_llama3(section: ConfigFile, theta: float, original: int) -> RopeConfig:
@@ -122,6 +183,25 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=section.flag("truncate", default=True),
+    )
+
+
+def _read_longrope(section: ConfigFile, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
+    """Read both lists of factors (Ding et al. 2024)."""
+    factor = section.number("factor", max_position_embeddings / original)
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = section.numbers("short_factor"), section.numbers("long_factor")
+    if len(short) != len(long):
+        raise section.error("long_factor", f"must have as many numbers as short_factor, which has {len(short)}")
+    return RopeConfig(
+        kind="longrope",
+        theta=theta,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        short_factors=short,
+        long_factors=long,
     )
 
 

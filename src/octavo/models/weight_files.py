@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 BARE_EMBEDDING = "embed_tokens.weight"  # in files whose names stand without "model."
+# Of models of text and images: the text part in both orders that transformers has written, and what is not of it.
+_TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -66,3 +74,15 @@ def some(names: list[str]) -> str:
     """Return the first of these names, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def own_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return the names that a decoder knows its tensors by, and those that they are stored by.
+
+    Models for embeddings are often saved without their head, and their names without `model.`: they get it here. Of
+    models of text and images only the text part is named.
+    """
+    stored = list(stored)
+    if BARE_EMBEDDING in stored:
+        return {f"model.{name}": name for name in stored}
+    return {_TEXT_PART.sub("", name): name for name in stored if not _OTHER_PARTS.match(name)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.errors import ModelError
 from octavo.models.model_path import resolve_model_path
+from octavo.models.weight_files import some
 from octavo.startup.folder_checkpoint import FolderCheckpoint
 from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 
@@ -74,4 +76,6 @@ def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
     path = Path(model).expanduser()
     if path.is_file():
         return GGUFCheckpoint(path)
+    if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise ModelError(f"{path} is a folder of GGUF files; name one of them: {some([str(each) for each in files])}")
     return FolderCheckpoint(resolve_model_path(model, weights=weights))

@@ -54,7 +54,8 @@ class ServedModel:
         if not config.skip_tokenizer_init:
             text.check_tokenizer()
         architecture = checkpoint.read_architecture()
-        return cls(checkpoint, text, architecture, resolve_max_model_len(config, architecture))
+        max_model_len = resolve_max_model_len(config, architecture)
+        return cls(checkpoint, text, architecture.within(max_model_len), max_model_len)
 
 
 def launch_engine(
@@ -98,6 +99,11 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
         template = _chat_template(config, served, tokenizer)
+    if served.architecture.text_part_of is not None:
+        logger.warning(
+            "%s is a model of text and images; octavo serves its text part and refuses images",
+            served.architecture.text_part_of,
+        )
     info = _model_info(config, served, tokenizer)
     return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
 

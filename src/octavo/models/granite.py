@@ -1,0 +1,38 @@
+"""Granite 3 (dense): Llama's decoder with factors of the embeddings, residuals, attention scores and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from octavo.models.architecture import Architecture, read_decoder
+from octavo.models.attention import AttentionConfig
+from octavo.models.decoder_layer import LayerConfig
+from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.rope_config import read_rope
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+
+
+def read_architecture(config: ConfigFile, name: str) -> Architecture:
+    """Read Granite's keys."""
+    max_positions = config.count("max_position_embeddings", 2048)
+    rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
+    attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias)
+    layer = LayerConfig(
+        attention=replace(attention, scale=config.number("attention_multiplier", 1.0)),
+        mlp=GatedMLPConfig.read(config, bias=config.flag("mlp_bias", default=False)),
+        residual_scale=config.number("residual_multiplier", 1.0),
+    )
+    architecture = read_decoder(
+        config,
+        name,
+        layers=(layer,) * config.count("num_hidden_layers"),
+        max_context_tokens=rope.max_context_tokens(max_positions),
+    )
+    return replace(
+        architecture,
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        logits_scaling=config.number("logits_scaling", 1.0),
+    )

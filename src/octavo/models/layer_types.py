@@ -1,0 +1,27 @@
+"""`layer_types` of a configuration: which layers see a sliding window only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layer_types(config: ConfigFile, *, pattern: int | None = None) -> list[str]:
+    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, else every `pattern`-th one is full.
+
+    pattern: None where `layer_types` must be there. Raises `ModelError`.
+    """
+    num_layers = config.count("num_hidden_layers")
+    if pattern is not None and not config.has("layer_types"):
+        return [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
+    kinds = config.values.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} entries")
+    for kind in kinds:
+        if kind not in {FULL, SLIDING}:
+            raise config.error("layer_types", f"octavo supports {FULL} and {SLIDING}, not {kind!r}")
+    return kinds

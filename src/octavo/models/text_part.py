@@ -1,0 +1,60 @@
+"""The text part of models of text and images, where it stands alone: which family serves it, and its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.models.config_file import ConfigFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# The class of the whole model: for each `model_type` of its text part, the class that this is by itself.
+TEXT_PARTS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "LlavaForConditionalGeneration": {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+    },
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Qwen2VLForConditionalGeneration": {"qwen2_vl_text": "Qwen2ForCausalLM"},
+    "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
+}
+# Models whose keys of text may stand among those of the whole.
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+_OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+_TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
+
+
+def text_part(config: ConfigFile) -> ConfigFile:
+    """Return the configuration of the text part of a model of `TEXT_PARTS`, and that of any other as it is.
+
+    What stands of the whole model goes before what stands of its part. Raises `ModelError` for a part that is none.
+    """
+    names = config.values.get("architectures")
+    whole = next((name for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
+    return config if whole is None else _part_of(config, whole)
+
+
+def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
+    part, kinds = config.section("text_config"), TEXT_PARTS[whole]
+    kind = config.values.get("model_type") if part is None else part.values.get("model_type", next(iter(kinds)))
+    if part is None and kind in _FLAT:
+        part, kind = config, _FLAT[kind]
+    if part is None:
+        raise config.error("text_config", f"{whole} needs it: it describes the part that octavo serves")
+    if kind not in kinds:
+        raise part.error("model_type", f"octavo serves {', '.join(kinds)} as the text part of {whole}")
+    values = part.values | {key: config.values[key] for key in _OF_WHOLE if config.has(key)}
+    tied = [each.flag(_TIED) for each in (config, part) if each.has(_TIED)]
+    values |= {_TIED: any(tied)} if tied else {}
+    values |= {key: _of_text(values[key]) for key in _ROPES if isinstance(values.get(key), dict)}
+    return ConfigFile(config.path, values | {"architectures": [kinds[kind]]}, part.prefix)
+
+
+def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rotary embedding of sections for time, height and width (mrope) as text has it: all three are alike."""
+    kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
+    return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}
