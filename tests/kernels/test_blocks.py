@@ -125,7 +125,7 @@ def test_parts_of_several_kinds_are_columns_of_one_product(kernels, generator, r
     expected = [reference(x, [w], b) for w, b in zip(weights, bias.split([64, 33, 33, 5]), strict=True)]
     assert_same_bits(kernels.linear(x, packed), torch.cat(expected, dim=1))
     gates = kernels.pack_linear([weights[0], random_blocks(generator, BlockKind.Q5_0, 64, 512)])
-    assert torch.equal(kernels.gated_linear(x, gates), kernels.silu_and_mul(kernels.linear(x, gates)))
+    assert torch.equal(kernels.gated_linear(x, gates), kernels.gate(kernels.linear(x, gates), "silu"))
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
@@ -135,6 +135,8 @@ def test_an_embedding_gives_the_rows_that_the_weight_stands_for(kernels, generat
     ids = torch.cat([torch.randperm(77, generator=generator), torch.tensor([76, 0, 0])])
     packed = kernels.pack_linear([weight])
     assert_same_bits(kernels.embedding(ids, packed, out_dtype), weight.dequantize()[ids].to(out_dtype))
+    scaled = (weight.dequantize()[ids] * 3.7).to(out_dtype)
+    assert_same_bits(kernels.embedding(ids, packed, out_dtype, 3.7), scaled)
     assert kernels.embedding(ids[:0], packed, out_dtype).shape == (0, weight.in_features)
 
 

@@ -112,9 +112,9 @@ class Architecture:
         a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, four
         for the unit of each row, and four for each input feature if these may stand in another order.
         """
-        in_blocks = {} if quantization else self._kept_blocks()
-        total = self._order_bytes() + sum(in_blocks.values())
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
+        in_blocks = self._kept_blocks() if quantization is None else {}
+        total = self._order_bytes() + sum(in_blocks.values())
         for name, shape in self.tensor_shapes().items():
             if name in in_blocks:
                 continue
