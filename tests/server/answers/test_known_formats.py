@@ -16,6 +16,7 @@ from running import run_server
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.object_calls import GigaChat3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import PythonicFormat
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
@@ -202,6 +203,14 @@ def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None
         assert not grammars.accepts(behind, wrong), wrong
 
 
+def test_a_call_with_a_section_of_its_own_has_no_second_one_there() -> None:
+    call = GigaChat3Format().write([("now", {})])
+    text = call + '{"name": "now", "arguments": {}}'
+    expected = [Part("call", "now"), Part("arguments", "{}"), Part("content", text.removeprefix(call))]
+    assert read(GigaChat3Format(), [text]) == expected
+    assert read(GigaChat3Format(), list(text)) == expected
+
+
 HARMONY = [
     ("<|channel|>final<|message|>Hello.", [Part("content", "Hello.")]),
     ("<|channel|>commentary<|message|>Hello.<|end|>", [Part("content", "Hello.")]),
@@ -252,6 +261,7 @@ SCHEMA: dict[str, Any] = {
         "share": {"type": ["number", "null"]},
         "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
         "flag": {"type": "boolean"},
+        "amount": {"type": ["number", "string"]},
         "list": {"type": "array"},
         "code": {"enum": ["1", "2"]},
         "free": {},
@@ -273,6 +283,8 @@ SCHEMA: dict[str, Any] = {
         ("either", "12 or so", "12 or so"),
         ("either", "true", "true"),
         ("flag", "True", True),
+        ("amount", "2", 2),
+        ("amount", "true", "true"),
         ("list", "[1, NaN]", "[1, NaN]"),
         ("list", '["a"]', ["a"]),
         ("code", "1", "1"),
