@@ -79,13 +79,13 @@ CONFIGS: dict[str, dict[str, object]] = {
     "itself": {"method": "draft_model", "model": str(built_in_model_path())},  # what it guesses is right
 }
 FEW_BLOCKS = {"block_size": 4, "num_blocks": 80, "max_num_seqs": 12}
+UNCUT = Run("uncut", "uncut", num_drafts=3, share_right=0.7)
 RUNS = [
     Run("no_drafts", num_drafts=0),
     Run("all_right", num_drafts=8, share_right=1.0),
     Run("all_wrong", num_drafts=2, share_right=0.0),
     Run("half", num_drafts=5),
     Run("policy", num_drafts=8, has_policy=True),
-    Run("uncut", "uncut", num_drafts=3, share_right=0.7),
     Run("one_at_a_time", num_drafts=1, max_num_seqs=1),
     Run("chunks", threshold=5, budget=40, num_drafts=6, share_right=0.8),
     Run("warm", rounds=2, num_drafts=3, share_right=0.9),
@@ -248,6 +248,10 @@ def test_tokens_are_the_same_with_and_without(run):
     check(run, "bfloat16", 30)
 
 
+def test_tokens_are_the_same_where_drafts_are_none_that_a_grammar_allows():
+    check(UNCUT, "bfloat16", 30)
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", ["scripted", "ngram"])
 @pytest.mark.parametrize("number_format", FORMATS[1:])
@@ -325,7 +329,7 @@ def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number_format", FORMATS[1:])
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*RUNS, UNCUT], ids=lambda run: run.name)
 def test_every_run_in_every_number_format(run, number_format):
     check(run, number_format, 30)
 
