@@ -18,6 +18,7 @@ import torch
 from onednn import OneDnnKernels
 
 from octavo.kernels import AttentionBatch, SamplingRows
+from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
@@ -100,6 +101,27 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
                     return kernels.linear(x, packed[i % len(packed)], float32_out=wide)
 
                 yield case(f"{name} {layer} x{rows}", kernels, call, 2 * rows * depth * width, stored.nbytes)
+
+
+def block_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
+    """The product of gate and up of weights in GGUF's blocks. only: as in `linear_cases`."""
+    depth, width = 1024, 2 * INTERMEDIATE  # a multiple of 256
+    for kind in BlockKind:
+        wanted = [rows for rows in (1, 8, 32, 512) if only in f"{kind.name} x{rows}"]
+        if not wanted:
+            continue
+        # bytes below 120 are finite numbers as halves of float16
+        data = torch.randint(0, 120, (width, kind.row_bytes(depth)), dtype=torch.uint8)
+        weight = BlockWeight(kind, data, depth)
+        copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // weight.nbytes)
+        packed = [kernels.pack_linear([weight]) for _ in range(copies)]
+        for rows in wanted:
+            x = torch.randn(rows, depth, dtype=torch.bfloat16)
+
+            def call(i: int, x=x, packed=packed) -> object:  # noqa: ANN001
+                return kernels.linear(x, packed[i % len(packed)])
+
+            yield case(f"{kind.name} x{rows}", kernels, call, 2 * rows * depth * width, weight.nbytes)
 
 
 def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
@@ -310,7 +332,8 @@ def main() -> None:
         backends.append(ReferenceKernels())
     groups = (attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
-    cases += [c for group in (linear_cases, gated_cases) for kernels in backends for c in group(kernels, options.only)]
+    products = (linear_cases, block_cases, gated_cases)
+    cases += [c for group in products for kernels in backends for c in group(kernels, options.only)]
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:

@@ -123,8 +123,8 @@ struct BlockHead {
   }
 };
 
-// The values of a vector of columns of a group, word by word: four k of each column, as unsigned bytes less nothing, or, where
-// bytes have no center, signed ones.
+// The values of a vector of columns of a group, word by word: four k of each column, as unsigned bytes with their center added,
+// or, where bytes have none, signed ones.
 template <BlockValues kValues>
 class GroupValues {
  public:

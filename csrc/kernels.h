@@ -15,7 +15,8 @@ constexpr int kPanelColumns = 32;  // columns of a packed weight that stand toge
 // Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
 // [ceil(k / 4)][32][4] of a rotated weight (rotation.h), and behind all panels float32 scales and int32 sums of the columns,
 // [ceil(n / 32) * 32] each. int4: groups of k, each with int16 multiples [32] and perhaps zero points, then
-// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h).
+// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h). Blocks of GGUF
+// files, whose rows are whole blocks: groups of 32 k with their scales (block_formats.h).
 struct Int4Format {
   int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
   bool has_zeros;      // zero points of each group, else all are 8
@@ -72,7 +73,7 @@ struct RoundArgs {
 
 // A weight before it is packed.
 struct PackArgs {
-  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte
+  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte; blocks: [n, bytes of a row], `stride` apart
   DType dtype;
   int64_t n;
   int64_t k;

@@ -51,10 +51,10 @@ def byte_vocabulary(size):
     }
 
 
-def write_gguf(directory, path, *, kind="F32", changes=None, splits=1):
+def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=1):
     """Write a checkpoint of a family that octavo has as a GGUF file; matrices in a type of GGUF. Return the path.
 
-    changes: metadata, set last; None removes a key.
+    kinds: other types of parts of layers, by llama.cpp's names. changes: metadata, set last; None removes a key.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = _ARCHITECTURES[config["architectures"][0]]
@@ -69,8 +69,8 @@ def write_gguf(directory, path, *, kind="F32", changes=None, splits=1):
     for key, value in metadata.items():
         add(writer, key, value)
     for name, value in tensors.items():
-        if value.ndim == 2 and kind != "F32":
-            stored = gguf.GGMLQuantizationType[kind]
+        stored = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], kind)]
+        if value.ndim == 2 and stored.name != "F32":
             writer.add_tensor(name, gguf.quantize(value, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, value)

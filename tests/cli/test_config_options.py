@@ -68,7 +68,7 @@ def test_every_field_is_an_option_that_says_what_it_does_or_is_internal(part: ty
     shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())  # however its lines are broken
     for name, option in offered.items():
         flag = "--" + (option.name or name).replace("_", "-")
-        assert re.search(flag + r"[^.]{0,80}?" + re.escape("".join(option.help.split())), shown), flag
+        assert re.search(flag + r"[^.]{0,400}?" + re.escape("".join(option.help.split())), shown), flag
 
 
 def other_values(part: type) -> Iterator[tuple[str, str, Any]]:

@@ -25,6 +25,7 @@ from server import running
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.named_calls import DeepSeekV3Format
 from octavo.server.answers.tools import read_chat_tools
 from octavo.startup.launch import ServedModel, make_processors
 
@@ -254,6 +255,7 @@ WITH_JSON = ("json or calls", *JSON_SCHEMAS)
 MODELS = {
     "qwen3": ("json", *WITH_TOOLS),
     "qwen3, markers special": ("json", *WITH_TOOLS),
+    "qwen3-coder": WITH_TOOLS,
     "hermes3": ("json", *WITH_TOOLS),
     "llama31": ("json", *WITH_TOOLS),
     "llama31 with its tag": WITH_TOOLS,
@@ -326,9 +328,17 @@ HERMES = (
 LLAMA = f'{{"name": "get_weather", "parameters": {CITY}}}; {{"name": "now", "parameters": {{}}}}'
 MISTRAL = f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
 NAMED_CALLS = f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}"
+TAGS = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "<parameter=note>\na < b, ü🙂 </tool_call>\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+)
+MARKS = DeepSeekV3Format().write([("get_weather", json.loads(CITY)), ("now", {})])
 WRITTEN = {  # what models of these families write
     "qwen3": f"{THOUGHT}I look.\n{HERMES}",
     "qwen3, markers special": f"{THOUGHT}I look.\n{HERMES}",
+    "qwen3-coder": f"I look.\n{TAGS}",
+    "deepseek-r1-distill": f"I look.\n{MARKS}",
     "hermes3": f"I look.\n{HERMES}",
     "llama31": LLAMA,
     "llama31 with its tag": f"<|python_tag|>{LLAMA}",

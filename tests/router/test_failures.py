@@ -196,7 +196,7 @@ LAST_EVENTS = {
         b'event: response.failed\ndata: {"response":{}}\n\n',
         b"event: error\ndata: {}\n\n",
     ],
-    "/api/chat": [b'{"done":true,"done_reason":"stop"}\n', b'{"error":"x"}\n'],
+    "/api/chat": [b' {"done":true,"done_reason":"stop"}\n', b'{"error":"x"}\n'],
 }
 
 

@@ -204,6 +204,7 @@ def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
     assert pool.choose(ask(model="z"), [b]) is a, "who may say that there is none"
     b.is_ready = False
     assert pool.choose(ask(model="y"), []) is None, "it comes back"
+    assert pool.choose(ask(model="y:latest"), []) is None
     b.is_ready = True
     assert pool.choose(ask(), [a, b]) is None
     new, gone = pool.change(["http://b", "http://c"])

@@ -66,7 +66,9 @@ def engine(checkpoint: Path, stores: KVTransferConfig | None) -> LLMEngine:
     return LLMEngine(
         ModelConfig(model=str(checkpoint)),
         cache_config=CacheConfig(num_gpu_blocks=600, block_size=BLOCK),
-        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
+        scheduler_config=SchedulerConfig(  # a busy machine may be slow to find and to read
+            max_num_seqs=8, max_num_batched_tokens=128, kv_lookup_timeout_s=10.0, kv_transfer_timeout_s=20.0
+        ),
         kv_transfer_config=stores,
     )
 

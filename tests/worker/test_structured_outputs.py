@@ -269,7 +269,8 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
     assert len(compiler._waited_for) == num_held
     del waiting, wanted
     gc.collect()
-    assert not compiler._waited_for
+    while compiler._waited_for:  # see above
+        assert time.monotonic() < until
     assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 

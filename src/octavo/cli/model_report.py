@@ -158,20 +158,27 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Say what there is that makes text of tokens, and prompts of conversations, and how answers are read."""
-    from octavo.config import ModelConfig
-    from octavo.server.answers.answer_form import AnswerStyle
-    from octavo.startup.launch import ServedModel, make_processors
+    """Say what there is that makes text of tokens, and prompts of conversations."""
+    from octavo.server.answers.known_formats import find_tool_format
+    from octavo.server.answers.reasoning_forms import find_reasoning_form
+    from octavo.server.answers.template_probe import TemplateProbe
 
-    served = ServedModel(checkpoint, checkpoint, architecture, architecture.max_context_tokens)
     try:
-        inputs, _ = make_processors(ModelConfig(model=str(checkpoint.path)), served)
         tokenizer = checkpoint.read_tokenizer()
+        template = checkpoint.read_chat_template(tokenizer.special_tokens)
     except OctavoError as error:
         return {"tokenizer": f"none: {error}"}
     found = {"tokenizer": f"{tokenizer.vocab_size:,} tokens"}
     if tokenizer.vocab_size > architecture.vocab_size:
         found["tokenizer"] += f", more than the {architecture.vocab_size:,} rows of the embedding"
-    if not inputs.has_chat_template:
+    if template is None:
         return found | {"chat template": "none; --raw and /v1/completions need none"}
-    return found | {"chat template": "found", "answers": AnswerStyle.find("auto", "auto", inputs).summary}
+    probe, sources = TemplateProbe.of(template.render), [*template.templates.values()]
+    tools = find_tool_format("auto", sources, probe.call, lambda _: None)
+    reasoning = find_reasoning_form("auto", [*sources, *probe.texts])
+    untold = "" if tools is None or probe.shows_tools else "; the chat template tells the model of no tools"
+    return found | {
+        "chat template": ", ".join(sorted(template.templates)),
+        "tool calls": "in no format that octavo reads" if tools is None else tools.name + untold,
+        "reasoning": "none that is split off" if reasoning is None else reasoning.name,
+    }

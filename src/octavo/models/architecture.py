@@ -112,11 +112,11 @@ class Architecture:
         a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, four
         for the unit of each row, and four for each input feature if these may stand in another order.
         """
-        total = self._order_bytes()
+        in_blocks = {} if quantization else self._kept_blocks()
+        total = self._order_bytes() + sum(in_blocks.values())
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         for name, shape in self.tensor_shapes().items():
-            if quantization is None and name in self.block_bytes:
-                total += self.block_bytes[name]
+            if name in in_blocks:
                 continue
             bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
@@ -132,6 +132,13 @@ class Architecture:
             return 0
         linears = (each for each in in_order(self.tensors()) if isinstance(each, Linear))
         return sum(4 * each.in_features for each in linears if self.stored.covers(each.names[0]))
+
+    def _kept_blocks(self) -> dict[str, int]:
+        """Return `block_bytes` of what stays in blocks: parts beside floats in one product are expanded."""
+        linears = [each for each in in_order(self.tensors()) if isinstance(each, Linear)]
+        products = [[f"{name}.weight" for name in linear.names] for linear in linears]
+        kept = [names for names in products if all(name in self.block_bytes for name in names)]
+        return {name: self.block_bytes[name] for names in kept for name in names}
 
     def _rounding(
         self, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from fakes import FakeExecutor
 from running import DEADLINE_S, ask_as_written, run_server, wait_until
+from scripted_drafts import verify_all
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
@@ -457,9 +458,9 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     ],
 )
 def test_guesses_are_told_in_the_usage_and_in_the_metrics(path: str, asked: dict[str, Any]) -> None:
-    """At least the first guesses of both choices are verified; how many behind them hangs on how long steps take."""
     body = {**asked, "model": "fake", "max_tokens": 8, "ignore_eos": True, "n": 2}
     with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
+        verify_all(running.engine)
         usage = http.post(path, json=body).json()["usage"]
         drafts, text = running.engine.core.metrics.stats.drafts, http.get("/metrics").text
         figures, places = astuple(drafts)[:3], list(drafts.num_accepted_tokens_per_pos)

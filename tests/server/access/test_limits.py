@@ -59,16 +59,19 @@ def check_serves(running: Running) -> None:
 
 
 @contextlib.contextmanager
-def flat_memory(num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
+def flat_memory(running: Running, num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
     """Hold what is allocated meanwhile to parts of what is sent: at once, and what the server keeps in the end.
 
-    At once everything in this process counts, and other threads may take a MB or two: so much more is sent.
+    The end is when it has no connection any more. At once everything in this process counts, and other threads may take
+    a MB or two: so much more is sent.
     """
     gc.collect()
     tracemalloc.start()
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
+        state = running.server.server_state
+        wait_until(lambda: not state.connections and not state.tasks, "all is over")
         gc.collect()
         rest = allocated_in("asyncio", "octavo", "uvicorn")
     finally:
@@ -100,7 +103,7 @@ def flood(running: Running, name: str) -> int:
 def test_s8_headers_without_end_are_cut_off(shared: Running) -> None:
     assert sum(flood(shared, name) for name in FLOODS) == len(FLOODS) * (MAX_HEADER_BYTES + 1)
     check_serves(shared)  # what is allocated but once
-    with flat_memory(32 * len(FLOODS) * MAX_HEADER_BYTES, at_once=1 / 2, kept=1 / 64):
+    with flat_memory(shared, 32 * len(FLOODS) * MAX_HEADER_BYTES, at_once=1 / 2, kept=1 / 64):
         for _ in range(32):
             for name in FLOODS:
                 flood(shared, name)
@@ -117,8 +120,8 @@ def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
 
     check_serves(shared)  # what is allocated but once
     with (
+        flat_memory(shared, num_pieces * len(piece), at_once=1 / 32, kept=1 / 1024),
         connect(shared) as sock,
-        flat_memory(num_pieces * len(piece), at_once=1 / 32, kept=1 / 1024),
         pytest.raises((BrokenPipeError, ConnectionResetError)),
     ):
         flood_on(sock)
@@ -136,10 +139,10 @@ def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> 
 def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
     chunks = b"1\r\na\r\n" * 10_000
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
-    with run_server(max_body_bytes=1 << 20) as running, connect(running) as sock:
+    with run_server(max_body_bytes=1 << 20) as running:
         check_serves(running)
         sent = 0
-        with flat_memory(104 * len(chunks), at_once=1, kept=1 / 12):
+        with flat_memory(running, 104 * len(chunks), at_once=1, kept=1 / 12), connect(running) as sock:
             sock.sendall(request)
             for _ in range(104):
                 sock.sendall(chunks)
@@ -161,16 +164,15 @@ def test_s8_trailers_are_not_kept(shared: Running) -> None:
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
     request += b"Connection: close\r\n\r\n"
     check_serves(shared)  # what is allocated but once
-    with connect(shared) as sock:
+    trailers = (b"a: " + b"b" * 1019 + b"\r\n") * 64
+    with flat_memory(shared, 1000 * len(trailers), at_once=1 / 16, kept=1 / 512), connect(shared) as sock:
         sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
         wait_until(lambda: shared.server.server_state.connections, "it is connected")
-        trailers = (b"a: " + b"b" * 1019 + b"\r\n") * 64
-        with flat_memory(1000 * len(trailers), at_once=1 / 16, kept=1 / 512):
-            for _ in range(1000):
-                sock.sendall(trailers)
-            kept = [len(each.headers or ()) for each in list(shared.server.server_state.connections)]
-            sock.sendall(b"\r\n")
-            answer = read_all(sock)
+        for _ in range(1000):
+            sock.sendall(trailers)
+        kept = [len(each.headers or ()) for each in list(shared.server.server_state.connections)]
+        sock.sendall(b"\r\n")
+        answer = read_all(sock)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert max(kept) < 10
     check_serves(shared)

@@ -150,6 +150,10 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
         {"role": "tool", "content": "", "name": None, "tool_call_id": second},
         {"role": "user", "content": "And?"},
     ]
+    messages[1]["tool_calls"][1]["function"] = {"name": "other", "arguments": {}}
+    messages[2]["tool_name"] = "other"
+    results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
+    assert results == [second, first], "a result is that of a call of its tool"
     messages[1]["tool_calls"][1]["id"] = "own"
     messages[2]["tool_call_id"] = "own"
     results = [message["tool_call_id"] for message in read_conversation(messages) if message["role"] == "tool"]
@@ -160,6 +164,7 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
     ("options", "expected"),
     [
         ({}, {}),
+        ({"think": ""}, {}),
         ({"think": True}, {"enable_thinking": True}),
         ({"think": False}, {"enable_thinking": False}),
         ({"think": "low"}, {"enable_thinking": True, "reasoning_effort": "low"}),
@@ -405,6 +410,8 @@ def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: 
         ({"prompt": "a", "template": "x"}, "template"),
         ({"prompt": "a", "width": 64}, "width"),
         ({"prompt": "a", "raw": 1}, "raw"),
+        ({"prompt": "a", "raw": True, "system": "Be brief."}, "without system"),
+        ({"prompt": "a", "raw": True, "think": True}, "without system and think"),
         ({"messages": MESSAGES}, "messages"),
     ],
 )
@@ -534,3 +541,32 @@ def test_open_webui_unloads_nothing(running: Running) -> None:
     with running.http() as http:
         told = http.post("/api/generate", json={"model": "fake:latest", "keep_alive": 0, "prompt": ""}).json()
         assert (told["done"], told["done_reason"]) == (True, "load")
+
+
+def test_keys_are_asked_for_as_on_every_route() -> None:
+    with run_server(api_key="secret") as running:
+        with ollama.Client(running.url, timeout=DEADLINE_S) as stranger:
+            for ask in (stranger.list, lambda: stranger.chat("fake", MESSAGES), lambda: stranger.pull("fake")):
+                with pytest.raises(ollama.ResponseError, match="a valid API key is needed") as refused:
+                    ask()
+                assert refused.value.status_code == 401
+        with ollama.Client(running.url, timeout=DEADLINE_S, headers={"Authorization": "Bearer secret"}) as client:
+            assert client.chat("fake", MESSAGES).message.content
+
+
+def test_a_full_server_says_when_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    """And each request that was taken is a line of the audit log, by the name that is served."""
+    executor = FakeExecutor(step_s=0.005)
+    with (
+        caplog.at_level(logging.INFO, "octavo.audit"),
+        run_server(executor, max_open_requests=1) as running,
+        running.http() as http,
+    ):
+        endless = {**CHAT, "model": "fake:latest", "stream": True, "options": {"num_predict": 2000, "ignore_eos": True}}
+        with http.stream("POST", "/api/chat", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            refused = http.post("/api/chat", json=CHAT)
+            assert (refused.status_code, list(refused.json())) == (429, ["error"])
+            assert int(refused.headers["retry-after"]) >= 1
+        wait_until(lambda: "/api/chat" in caplog.text and '"model": "fake"' in caplog.text, "it is written down")

@@ -180,7 +180,8 @@ def test_a_step_tells_which_guesses_were_right() -> None:
     assert figures["tokens_per_step"] == round(1 + accepted / len(verified), 2)
     timed = [each for each in watched.events if isinstance(each, DraftsTimed)]
     without_s, with_s = sum(each.seconds_without for each in timed), sum(each.seconds for each in timed)
-    assert figures["speed_up"] == round(without_s / with_s, 2)
+    # What a step takes without is not known where each of these few, on a busy machine, had guesses.
+    assert figures["speed_up"] == (round(without_s / with_s, 2) if timed else None)
 
 
 def test_no_figures_of_drafts_where_there_were_none() -> None:

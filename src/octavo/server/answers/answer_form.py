@@ -57,9 +57,8 @@ class AnswerStyle:
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
         """Find it by the options of the server: names, or "auto" for what the chat templates write."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
-        probe = TemplateProbe.of(inputs)
-        shown = [text for text in (*templates, probe.prompt, probe.call) if text is not None]
-        reasoning = find_reasoning_form(reasoning_parser, shown)
+        probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
+        reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
 
         def spell(text: str) -> str | None:
             token_id = inputs.tokenizer.token_id(text)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
+_HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
@@ -95,9 +96,7 @@ class ToolParser:
             if found:
                 start, opener = min(found)
             else:
-                is_whole = self._is_over and not self._is_cut
-                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in openers)
-                start, opener = len(self._text) - num_held_back, ""
+                start, opener = len(self._text) - self._num_begun(openers), ""
             is_last = self._is_over and start == len(self._text)
             shown = start if is_last else without_space(self._text[:start])
             self._position = shown
@@ -108,6 +107,14 @@ class ToolParser:
             if self._is_over:
                 return ""
             yield
+
+    def _num_begun(self, openers: tuple[str, ...]) -> int:
+        """Return how many characters at the end of the text may begin an opener; the last may be half a one."""
+        if self._is_over and not self._is_cut:
+            return 0
+        end = self._text.rstrip(_HALF)
+        num_begun = max(num_held_back_chars(end, each) for each in openers)
+        return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _rest_is_content(self) -> Wait[None]:
         while True:
@@ -150,7 +157,7 @@ class ToolParser:
 
     def _drop_cut(self, expected: str) -> None:
         """Drop the beginning of a text with which the answer was cut off."""
-        if self._is_cut and expected.startswith(self._text[self._position :]):
+        if self._is_cut and expected.startswith(self._text[self._position :].rstrip(_HALF)):
             self._position = len(self._text)
             self._drop()
 
@@ -262,7 +269,8 @@ class ToolParser:
             if seen == expected:
                 self._position += len(expected)
                 return True
-            if self._is_over or not expected.startswith(seen):
+            begun = seen.rstrip(_HALF) if len(seen) < len(expected) else seen
+            if self._is_over or not expected.startswith(begun):
                 return False
             yield
 

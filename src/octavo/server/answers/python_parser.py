@@ -103,6 +103,7 @@ class PythonParser(SectionParser):
             if self._is_cut and self._position == len(self._text):
                 raise MalformedError  # of a word whose end is not known
             self._tell("arguments", _word(word), call)
+            self._drop()
 
     def _items(self, call: Call, closer: str, depth: int) -> Wait[None]:
         self._tell("arguments", "[", call)

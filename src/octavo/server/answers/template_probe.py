@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
-    from octavo.engine.input_processor import InputProcessor
+    from collections.abc import Callable
 
 NAME = "lookup"
 ARGUMENTS: dict[str, Any] = {"city": "Rome", "days": 2}
@@ -39,13 +39,11 @@ class TemplateProbe:
     call: str | None = None
 
     @classmethod
-    def of(cls, inputs: InputProcessor) -> TemplateProbe:
-        """Render them."""
-        if not inputs.has_chat_template:
-            return cls()
-        prompt = _rendered(inputs, [_QUESTION], add_generation_prompt=True)
-        question = _rendered(inputs, [_QUESTION])
-        calling = _rendered(inputs, [_QUESTION, _CALLING])
+    def of(cls, render: Callable[..., str]) -> TemplateProbe:
+        """Render them. render: makes a prompt of messages and tools; raises `RequestError` for what it refuses."""
+        prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
+        question = _rendered(render, [_QUESTION])
+        calling = _rendered(render, [_QUESTION, _CALLING])
         if question is None or calling is None:
             return cls(prompt)
         num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(question, calling, strict=False)))
@@ -56,11 +54,16 @@ class TemplateProbe:
         """Whether the model is told which tools there are."""
         return self.prompt is not None and NAME in self.prompt
 
+    @property
+    def texts(self) -> list[str]:
+        """What there is of them."""
+        return [text for text in (self.prompt, self.call) if text is not None]
+
 
 def _rendered(
-    inputs: InputProcessor, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False
+    render: Callable[..., str], messages: list[dict[str, Any]], *, add_generation_prompt: bool = False
 ) -> str | None:
     try:
-        return inputs.chat_text(messages, tools=[_TOOL], add_generation_prompt=add_generation_prompt)
+        return render(messages, tools=[_TOOL], add_generation_prompt=add_generation_prompt)
     except RequestError:
         return None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.engine.chat_template import read_arguments
+from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
-_SPELLED = {"structured_outputs": "format", "max_tokens": "num_predict", "logprobs": "top_logprobs"}
-
 
 async def chat(service: Service, http_request: Request, request: ChatRequest) -> Response:
     """Answer a conversation."""
@@ -57,8 +56,10 @@ async def generate(service: Service, http_request: Request, request: PromptReque
     options = _job_options(service, request)
     if not request.prompt:
         return _loaded(service, Answer(request.model, response=""))
+    if request.raw and (request.system or request.think):
+        raise RequestError("raw: the prompt stands as it is, without system and think", parameter="raw")
     params = await look_at(http_request, partial(request.params, service))
-    reply = partial(OllamaReply, service, request, is_chat=False)
+    reply, told = partial(OllamaReply, service, request, is_chat=False), request.template_options(service)
     if request.raw or not (request.system or service.engine.input_processor.has_chat_template):
         with service.enter(http_request, 1) as place:
             job = Job(
@@ -72,15 +73,14 @@ async def generate(service: Service, http_request: Request, request: PromptReque
             return await answer(service, http_request, job, reply(job, AnswerForm()))
     messages = [{"role": "system", "content": request.system}] if request.system else []
     messages.append({"role": "user", "content": request.prompt})
-    conversation = Conversation(messages, NO_TOOLS, request.template_options(service), field="prompt")
+    conversation = Conversation(messages, NO_TOOLS, told, field="prompt")
     return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="gen-", **options)
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
     """Check a request's fields; return what it tells its job beside its prompt and parameters."""
-    name = request.settle(service)
-    is_stream = request.stream is not False
-    return {"model": name, "stream": is_stream, "form": LINES, "cache_salt": request.cache_salt, "spelled": _SPELLED}
+    name, is_stream = request.settle(service), request.stream is not False
+    return {"model": name, "stream": is_stream, "form": LINES, "cache_salt": request.cache_salt}
 
 
 def _loaded(service: Service, told: Answer) -> Response:
@@ -93,9 +93,9 @@ def _loaded(service: Service, told: Answer) -> Response:
 class OllamaReply:
     """Spells outputs as lines, the last of which has the counts. Calls are told whole."""
 
-    def __init__(self, service: Service, request: AnswerRequest, job: Job, form: AnswerForm, *, is_chat: bool) -> None:
+    def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
-        self._request, self._job, self._form, self._is_chat = request, job, form, is_chat
+        self._request, self._form, self._is_chat = request, form, is_chat
         self._reader = AnswerReader(form)
         self._called, self._arguments, self._num_calls = "", "", 0  # of the call that is being written
         self._reason = ""

@@ -14,12 +14,12 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
 
     Calls and results need no ids in this API, and some templates want them: the same ones in every turn.
     """
-    open_calls: list[str] = []
+    open_calls: dict[Any, Any] = {}
     return read_messages([_spelled(message, index, open_calls) for index, message in enumerate(messages)])
 
 
-def _spelled(message: Any, index: int, open_calls: list[str]) -> Any:
-    """Spell one message. open_calls: ids of the calls that have no result yet; mutated."""
+def _spelled(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
+    """Spell one message. open_calls: tools by the ids of calls that have no result yet; mutated."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -31,13 +31,25 @@ def _spelled(message: Any, index: int, open_calls: list[str]) -> Any:
         result["content"] = ""
     if isinstance(calls, list):
         result["tool_calls"] = [_with_id(call, f"call{index:03}{number:02}") for number, call in enumerate(calls)]
-        open_calls[:] = [call["id"] for call in result["tool_calls"] if isinstance(call, dict)]
+        open_calls.clear()
+        open_calls.update(_tools_by_id(result["tool_calls"]))
     if role == "tool":
-        result["name"] = message.get("tool_name") or message.get("name")
-        result["tool_call_id"] = message.get("tool_call_id") or next(iter(open_calls), None)
-        open_calls[:] = [call_id for call_id in open_calls if call_id != result["tool_call_id"]]
+        name = message.get("tool_name") or message.get("name")
+        own = [call_id for call_id, called in open_calls.items() if called == name]
+        call_id = message.get("tool_call_id") or next(iter([*own, *open_calls]), None)
+        result["name"], result["tool_call_id"] = name, call_id
+        if isinstance(call_id, str):
+            open_calls.pop(call_id, None)
     return result
 
 
 def _with_id(call: Any, own: str) -> Any:
     return {**call, "id": call.get("id") or own} if isinstance(call, dict) else call
+
+
+def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
+    """Return the name of the tool that each call names; what is wrong with them is told where they are read."""
+    named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
+    functions = [call.get("function") for call in named]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+    return {call["id"]: name for call, name in zip(named, names, strict=True)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 API_VERSION = "0.12.11"  # the version of Ollama whose API this is: clients ask for a least one
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # when a model is unloaded that Ollama keeps for ever
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
-# What would change models, by method and path.
+# Routes that would change models, and the method of each.
 REFUSED = {
     **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}"), "POST"),
     "/api/delete": "DELETE",

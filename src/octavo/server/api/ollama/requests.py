@@ -109,7 +109,7 @@ class AnswerRequest(Body):
 
     def template_options(self, service: Service) -> dict[str, Any]:
         """Return what the chat template is told. Raises `RequestError` for thinking where it knows none."""
-        if self.think is None:
+        if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
             raise RequestError(f"{self.model[:100]!r} does not support thinking", parameter="think")
