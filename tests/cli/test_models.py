@@ -61,7 +61,7 @@ def test_one_that_runs_is_told_whole(built_in):
         name: architecture.weight_bytes(architecture.dtype, None, None if name == architecture.dtype else name)
         for name in (architecture.dtype, "int8", "int4", "int4_all")
     }
-    assert details["text"]["chat template"] == "found"
+    assert details["text"]["chat template"] == "default"
     assert "tokens" in details["text"]["tokenizer"]
     shown = run(built_in)
     assert f"{built_in}: runs\n" in shown
@@ -78,15 +78,12 @@ def test_layers_that_differ_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ tools }}<tool_call>\n{{ messages[-1].tool_calls[0].function | tojson }}\n</tool_call>", "hermes"),
-        ("{{ messages[-1].content }}", "not known"),
-    ],
+    ("marks", "expected"),
+    [("<tool_call>{{ tools }}", "hermes"), ("{{ tools }}", "in no format that octavo reads")],
 )
-def test_the_form_of_calls_is_told(template, expected, built_in):
-    (built_in / "chat_template.jinja").write_text(template)
-    assert report(built_in)["details"]["text"]["answers"].startswith(f"tool calls: {expected}")
+def test_the_format_of_calls_is_told(marks, expected, built_in):
+    (built_in / "chat_template.jinja").write_text(marks)
+    assert report(built_in)["details"]["text"]["tool calls"] == expected
 
 
 def test_what_stands_beside_the_weights_may_be_missing(built_in):
