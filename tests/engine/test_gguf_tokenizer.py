@@ -130,10 +130,28 @@ def test_merged_bytes_are_those_of_the_library():
 def test_what_ends_an_answer_is_named_or_known_by_its_text():
     metadata = byte_vocabulary(288)
     assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)  # <|endoftext|>, and <|im_end|> by its text
-    metadata["tokenizer.ggml.token_type"][2] = 4
     metadata["tokenizer.ggml.eot_token_id"] = 3
     metadata["tokenizer.ggml.eom_token_id"] = 4096  # outside
-    assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 3)
+    assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2, 3)
+
+
+@pytest.mark.parametrize("kind", [1, 4, 5])
+def test_what_ends_a_turn_does_so_whatever_its_type(kind):
+    """Files of Gemma and of ChatML over Llama have it as a word of the user, or as any other."""
+    metadata = byte_vocabulary(288)
+    metadata["tokenizer.ggml.token_type"][2] = kind
+    vocabulary = GGUFVocabulary(PATH, metadata)
+    assert vocabulary.eos_token_ids() == (0, 2)
+    tokenizer = vocabulary.build()
+    assert tokenizer.encode("he<|im_end|>")[-1] == 2
+    assert tokenizer.decode([2]) == ""
+
+
+def test_marks_of_html_among_the_words_of_the_user_end_nothing():
+    metadata = byte_vocabulary(288)
+    metadata["tokenizer.ggml.tokens"][3] = "</s>"
+    assert metadata["tokenizer.ggml.token_type"][3] == 4
+    assert GGUFVocabulary(PATH, metadata).eos_token_ids() == (0, 2)
 
 
 def test_a_vocabulary_alike_in_every_kind_of_cut():

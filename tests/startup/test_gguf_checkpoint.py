@@ -107,6 +107,21 @@ def test_a_tokenizer_can_be_another_checkpoints(folder, path, tmp_path):
     assert ServedModel.find(ModelConfig(model=str(unknown), skip_tokenizer_init=True)).architecture.vocab_size == 288
 
 
+def test_a_file_without_a_tokenizer_is_served_with_another_ones(folder, path, tmp_path):
+    none = dict.fromkeys(byte_vocabulary(288))
+    bare = write_gguf(folder, tmp_path / "bare.gguf", changes=none | {"tokenizer.ggml.model": "no_vocab"})
+    assert "tokenizer.ggml.tokens" not in GGUFCheckpoint(bare).file.metadata
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.model = 'no_vocab': .* give another tokenizer"):
+        ServedModel.find(ModelConfig(model=str(bare)))
+    untold = write_gguf(folder, tmp_path / "untold.gguf", changes={"tokenizer.ggml.tokens": None})
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.tokens = None: there are none; give another tokenizer"):
+        ServedModel.find(ModelConfig(model=str(untold)))
+    assert ServedModel.find(ModelConfig(model=str(bare), skip_tokenizer_init=True)).architecture.vocab_size == 288
+    config = ModelConfig(model=str(bare), tokenizer=str(path))
+    inputs, _ = make_processors(config, ServedModel.find(config))
+    assert inputs.tokenizer.vocab_size == 288
+
+
 def test_of_a_folder_of_files_one_is_to_be_named(path):
     with pytest.raises(ModelError, match=rf"is a folder of GGUF files; name one of them: {path}"):
         open_checkpoint(path.parent)

@@ -39,19 +39,19 @@ _IDS = {  # key of tokenizer_config.json -> that of GGUF, without "_token_id"
 }
 _ENDS = ("eos", "eot", "eom")
 # What ends an answer by its name: many files name one token only, and the model's turn ends with another.
-_END_TEXTS = frozenset(
+_END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
-        *("<|endoftext|>", "<|end_of_text|>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>", "<end_of_utterance>"),
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # texts may hold these, too: HTML's </s>
 
 
 class GGUFVocabulary:
     """What the metadata of a GGUF file say of its tokenizer. Raises `ModelError`.
 
-    size: its tokens.
+    size: its tokens; 0 where there are none, of a file that is served with another's tokenizer.
     """
 
     __slots__ = ("_metadata", "_path", "_tokens", "_types", "size")
@@ -60,9 +60,13 @@ class GGUFVocabulary:
         self._path = path
         self._metadata = metadata
         # Texts that are missing are called as llama.cpp calls them.
-        self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(self._list("tokens", str))]
+        tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
+        self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
-        self._types = self._list("token_type", int, [_NORMAL] * self.size)
+        types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
+        # Nobody writes these marks but to end a turn, and many files have them as words like others: as llama.cpp does.
+        marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
+        self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
         """Raise unless the tokenizer is of a kind that can be built."""
@@ -71,6 +75,8 @@ class GGUFVocabulary:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
         if kind == _BYTES:
             self._pre_tokenizer()
+        if self.size == 0:
+            raise self._error("tokens", "there are none; give another tokenizer")
         if len(self._types) != self.size:
             raise self._error("token_type", f"has {len(self._types)} entries, but there are {self.size} tokens")
         if len(set(self._tokens)) != self.size:
