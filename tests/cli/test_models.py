@@ -132,6 +132,17 @@ def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
     assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
 
 
+def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
+    path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", kinds={"ffn_down": "Q8_0"}, splits=3)
+    found = report(path)
+    assert found["size_bytes"] == sum(file.stat().st_size for file in tmp_path.glob("*.gguf")) > path.stat().st_size
+    assert found["details"]["stored_as"] == "Q4_0, Q8_0"
+    assert list(found["details"]["memory_bytes"]) == ["as stored", "int8", "int4", "int4_all"]
+    floats = report(write_gguf(folder, tmp_path / "floats.gguf", kind="BF16"))["details"]
+    assert (floats["stored_as"], next(iter(floats["memory_bytes"]))) == ("BF16", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [

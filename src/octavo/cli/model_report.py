@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_source import WeightSource
     from octavo.startup.checkpoint import Checkpoint
 
 _PRECISIONS = (None, "int8", "int4", "int4_all")
@@ -65,6 +66,8 @@ class ModelReport:
 class _Described(Protocol):
     """As much of an `octavo.startup.checkpoint.Checkpoint` as a report needs."""
 
+    @property
+    def weights(self) -> WeightSource: ...
     def read_config(self) -> dict[str, Any]: ...
     def read_architecture(self) -> Architecture: ...
 
@@ -73,7 +76,10 @@ class _Folder:
     """One whose config.json is read without what reads tokenizers and templates."""
 
     def __init__(self, path: Path) -> None:
+        from octavo.models.weight_source import FolderWeights
+
         self.path = path
+        self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
         from octavo.models.config_file import ConfigFile  # when a command asks for it
@@ -114,8 +120,11 @@ def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelRep
 
     names, problem = None, ""
     left_out: tuple[str, ...] = ()
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     try:
         described = opened()
+        if path.is_file():  # or the first of several
+            files = described.weights.weight_files()
         names = described.read_config().get("architectures")
         left_out = _left_out(described.read_architecture())
     except ModelError as error:
@@ -127,7 +136,7 @@ def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelRep
         is_known=bool(known),
         problem=problem,
         left_out=left_out,
-        size_bytes=sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors"))),
+        size_bytes=sum(file.stat().st_size for file in files),
         path=str(path),
     )
 
@@ -145,13 +154,14 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
     architecture = checkpoint.read_architecture()
     dtype, num_layers = architecture.dtype, len(architecture.layers)
     stored = architecture.stored or architecture.stored_floats
+    as_it_is = "as stored" if architecture.block_bytes else dtype
     return ModelDetails(
         parameters=architecture.num_parameters,
         layers=num_layers,
         max_context_tokens=architecture.max_context_tokens,
         parts=[part.describe(num_layers) for part in parts_of(architecture)],
-        stored_as=dtype if stored is None else stored.summary,
-        memory_bytes={each or dtype: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
+        stored_as=(checkpoint.weights.types or dtype) if stored is None else stored.summary,
+        memory_bytes={each or as_it_is: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
         kv_bytes_per_token=architecture.kv_layout.bytes_per_token(dtype),
         text=_look_at_text(checkpoint, architecture),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from octavo.models.gguf_config import (
@@ -60,6 +62,15 @@ class GGUFWeights:
             fields = GGUFFields(file, architecture)
             heads = fields.count("attention.head_count")
             self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
+
+    @property
+    def types(self) -> str:
+        """Name the types of its matrices, that of the most values first."""
+        values: Counter[str] = Counter()
+        for stored in self.file.tensors.values():
+            if len(stored.shape) == 2:
+                values[stored.type.name] += math.prod(stored.shape)
+        return ", ".join(name for name, _ in values.most_common())
 
     def weight_files(self) -> list[Path]:
         """Return the file, or all of them."""

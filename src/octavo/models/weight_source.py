@@ -48,6 +48,11 @@ class WeightSource(Protocol):
         """Where it is, in messages and for what is kept of it."""
         ...
 
+    @property
+    def types(self) -> str:
+        """Name the types of its matrices; empty where the configuration says it."""
+        ...
+
     def weight_files(self) -> list[Path]:
         """Return the files that hold the weights. Raises `ModelError` where there are none."""
         ...
@@ -65,6 +70,7 @@ class FolderWeights:
     """The weights in a folder in Hugging Face's layout: safetensors files, and `config.json`."""
 
     __slots__ = ("path",)
+    types = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path
