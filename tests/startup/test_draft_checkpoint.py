@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -52,6 +53,20 @@ def test_what_drafts_and_how_it_is_loaded(tmp_path):
     same = changed_draft(tmp_path / "same")
     (same / "tokenizer.json").write_text(json.dumps(json.loads((same / "tokenizer.json").read_text()), indent=3))
     assert find(method="draft_model", model=str(same)).weights.path == same
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("Q4_0", None), ("Q4_0", "int8"), ("Q8_0", None)])
+def test_blocks_of_few_bits_are_not_rounded_to_as_many(kind, quantization, tmp_path):
+    config = tiny_config("LlamaForCausalLM", vocab_size=288)
+    path = write_gguf(write_checkpoint(tmp_path / "folder", config), tmp_path / "model.gguf", kind=kind)
+    target = {"model": str(path), "quantization": quantization}
+    if (kind, quantization) != ("Q4_0", None):
+        assert find(target, method="quantized").shares_kv
+        return
+    with pytest.raises(
+        ConfigError, match=r"method quantized .* in int4, but .*model.gguf takes little more as it is: "
+    ):
+        find(target, method="quantized")
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):

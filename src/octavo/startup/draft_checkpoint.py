@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_WORTHWHILE_SHARE = 0.8  # of the model's bytes: a draft of more takes almost as long as a token
 _BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
@@ -73,6 +74,17 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
             f"{config.quantization}: a draft would take as long as a token; use another method of "
             "speculative_config"
         )
+    architecture = target.architecture
+    if architecture.block_bytes and config.quantization is None:
+        as_it_is, rounded = (
+            architecture.weight_bytes(architecture.dtype, quantization=each) for each in (None, quantization)
+        )
+        if rounded > _WORTHWHILE_SHARE * as_it_is:
+            raise ConfigError(
+                f"method quantized drafts with the model's weights in {quantization}, but {target.checkpoint.path} "
+                f"takes little more as it is: {rounded / 1e6:.0f} of {as_it_is / 1e6:.0f} MB; use another method of "
+                "speculative_config"
+            )
     return DraftCheckpoint(
         name=f"the model itself in {quantization}",
         weights=target.checkpoint.weights,
