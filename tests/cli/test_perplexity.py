@@ -63,6 +63,16 @@ def test_quantize_tells_what_rounding_cost(tmp_path):
     assert 0.8 < after / before < 1.3
 
 
+def test_of_a_gguf_file_no_copy_is_rounded(tmp_path):
+    """Said with what rounds it instead; a message that asked for a directory alone would deny that files are served."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    result = CliRunner().invoke(app, ["quantize", str(tmp_path / "model.gguf"), str(tmp_path / "copy")])
+    assert result.exit_code == 1
+    assert "model.gguf is a GGUF file" in result.stderr
+    assert "--quantization int8" in result.stderr
+    assert not (tmp_path / "copy").exists()
+
+
 def test_quantize_without_perplexity_loads_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.cli.perplexity.opened", None)
     run = ["quantize", str(built_in_model_path()), str(tmp_path / "int8"), "--no-perplexity"]

@@ -343,6 +343,15 @@ def test_resolve_model_path(tmp_path, monkeypatch):
         resolve_model_path("some-owner/some-model")
 
 
+def test_of_a_hub_id_of_gguf_files_one_is_to_be_named(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda _model, **_: str(tmp_path))
+    with pytest.raises(ModelError, match=r"some-owner/x-GGUF has no config.json .*: hf download some-owner/x-GGUF "):
+        resolve_model_path("some-owner/x-GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model_path("some-owner/x-GGUF") == tmp_path
+
+
 def test_hub_id_offline(monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -355,6 +364,7 @@ def test_hub_id_offline(monkeypatch, tmp_path):
 def test_hub_download_takes_no_weights_for_other_programs(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     asked = {}
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(hub, "snapshot_download", lambda _model, **options: asked.update(options) or str(tmp_path))
     assert resolve_model_path("some-owner/some-model", "v2") == tmp_path
     kept = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.command import command
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError, ModelError, OctavoError
 
 _MEASURED_S = 20.0  # of the source; of the copy the same pieces are measured
 
@@ -74,6 +74,11 @@ def quantize(
 
     if quantization not in PRECISIONS:
         raise ConfigError(f"quantization must be one of {', '.join(PRECISIONS)}, got {quantization!r}")
+    if Path(source).expanduser().is_file():
+        raise ModelError(
+            f"{source} is a GGUF file; octavo quantize copies directories in Hugging Face layout. Serve the file as it "
+            "is, or with --quantization int8 or int4, which rounds it as it is loaded"
+        )
     measured = _read(text) if text is not None and perplexity else None
     path = resolve_model_path(source)
     with LoadingProgress("rounding weights") as progress:

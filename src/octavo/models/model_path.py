@@ -35,10 +35,16 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         ) from error
     try:
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
+        found = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
         # Its versions stand on requests, httpx or httpx2, and let the exceptions of each through.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"
         ) from error
+    if not (found / "config.json").is_file():
+        raise ModelError(
+            f"{model} has no config.json on the Hugging Face hub; where it holds GGUF files download one of them, "
+            f"and give its path: hf download {model} NAME.gguf --local-dir ."
+        )
+    return found

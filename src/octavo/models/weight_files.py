@@ -35,7 +35,9 @@ def find_weight_files(directory: Path) -> list[Path]:
             f"{directory} holds weights as {some(pickles)} only; octavo reads safetensors, because a pickle can run "
             "code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
         )
-    raise ModelError(f"{directory} holds no *.safetensors weights; download the checkpoint again")
+    raise ModelError(
+        f"{directory} holds no *.safetensors weights; download the checkpoint again, or give a GGUF file's path"
+    )
 
 
 def _indexed_files(index_path: Path) -> list[Path]:
