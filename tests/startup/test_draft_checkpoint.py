@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gguf_files import write_gguf
+from gguf_files import byte_vocabulary, write_gguf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -83,6 +83,25 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     assert "has another vocabulary: token" in refused(other)
     skipping = {"skip_tokenizer_init": True}
     assert find(skipping, method="draft_model", model=str(other)).weights.path == other
+
+
+def test_rows_without_a_token_that_only_the_models_file_names_are_no_other_vocabulary(tmp_path):
+    """llama.cpp's conversions name each row of the embedding, and tokenizer.json those that are tokens."""
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
+    whole = write_gguf(folder, tmp_path / "whole.gguf")
+    tokens = byte_vocabulary(264)["tokenizer.ggml.tokens"]
+    assert byte_vocabulary(265)["tokenizer.ggml.tokens"][264:] == ["[PAD264]"]
+    cut = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": byte_vocabulary(264)["tokenizer.ggml.token_type"],
+    }
+    draft = write_gguf(folder, tmp_path / "draft.gguf", changes=cut)
+    assert find({"model": str(whole)}, method="draft_model", model=str(draft)).weights.path == draft
+    tokens += ["[PAD265]", "[PAD264]"]
+    cut["tokenizer.ggml.token_type"] += [5, 5]
+    write_gguf(folder, draft, changes=cut)
+    with pytest.raises(ConfigError, match="has another vocabulary: token"):
+        find({"model": str(whole)}, method="draft_model", model=str(draft))
 
 
 def test_a_draft_model_without_a_tokenizer_is_taken_with_a_warning(tmp_path, caplog):
