@@ -1,5 +1,6 @@
 """`octavo models`: what it says of families and of checkpoints, whatever these hold."""
 
+import functools
 import json
 import shutil
 
@@ -130,6 +131,21 @@ def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
     found = {each["name"]: each for each in json.loads(run(tmp_path, "--json"))["checkpoints"]}
     assert found.keys() == {"octavo-demo (built in)", "whole.gguf", "cut.gguf"}
     assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
+
+
+def test_files_of_gguf_in_the_hubs_cache_are_listed(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    snapshot = tmp_path / "models--owner--x-GGUF" / "snapshots" / ("0" * 40)
+    (snapshot / "BF16").mkdir(parents=True)
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
+    write_gguf(folder, snapshot / "x-F32.gguf")
+    write_gguf(folder, snapshot / "BF16" / "x.gguf", kind="BF16", splits=2)
+    monkeypatch.setattr(hub, "scan_cache_dir", functools.partial(hub.scan_cache_dir, tmp_path))
+    shutil.rmtree(folder)
+    found = {each["name"]: each["verdict"] for each in json.loads(run("--json"))["checkpoints"]}
+    files = ["owner/x-GGUF x-F32.gguf", "owner/x-GGUF BF16/x-00001-of-00002.gguf"]
+    assert [found[name] for name in files] == ["runs", "runs"]
+    assert len(found) == 3
 
 
 def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):

@@ -118,7 +118,7 @@ def _built_in() -> Iterator[ModelReport]:
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
-    """Snapshots that huggingface_hub keeps; none where it is not installed."""
+    """Snapshots that huggingface_hub keeps, and GGUF files in them; none where it is not installed."""
     try:
         from huggingface_hub import scan_cache_dir  # optional
         from huggingface_hub.errors import CacheNotFound
@@ -134,20 +134,27 @@ def _in_hub_cache() -> Iterator[ModelReport]:
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         if (newest.snapshot_path / "config.json").is_file():
             yield report_on(newest.snapshot_path, repository.repo_id)
+        for path in _gguf_files(newest.snapshot_path):
+            yield report_on(path, f"{repository.repo_id} {path.relative_to(newest.snapshot_path)}")
 
 
 def _below(directory: Path) -> Iterator[ModelReport]:
-    """Checkpoints in folders below a directory, and GGUF files: of one in several files the first."""
-
-    def find(name: str) -> list[Path]:
-        return sorted(path for depth in range(_MAX_DEPTH + 1) for path in directory.glob("*/" * depth + name))
-
-    for path in find("config.json"):
+    """Checkpoints in folders below a directory, and GGUF files."""
+    for path in _find(directory, "config.json"):
         if any(path.parent.glob("*.safetensors")):
             yield report_on(path.parent, path.parent.resolve().name)
-    for path in find("*.gguf"):
-        if (part := _PART.search(path.name)) is None or int(part[1]) == 1:
-            yield report_on(path, path.name)
+    for path in _gguf_files(directory):
+        yield report_on(path, path.name)
+
+
+def _gguf_files(directory: Path) -> list[Path]:
+    """Return those below a directory; of a model in several files the first."""
+    parts = {path: _PART.search(path.name) for path in _find(directory, "*.gguf")}
+    return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
+
+
+def _find(directory: Path, name: str) -> list[Path]:
+    return sorted(path for depth in range(_MAX_DEPTH + 1) for path in directory.glob("*/" * depth + name))
 
 
 def show_size(num_bytes: int) -> str:
