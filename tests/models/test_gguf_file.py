@@ -112,8 +112,10 @@ def test_a_model_in_several_files_is_one(checkpoint, small, tmp_path):
         (file_of(num_tensors=2**62), "4611686018427387904 tensors"),
         (file_of(num_keys=1), "ends within|more than the file can hold"),
         (file_of(("key", 8, struct.pack("<Q", 2**63) + b"x")), "ends within a string of key"),
-        (file_of(("key", 9, struct.pack("<IQ", 8, 2**61))), "key has 2305843009213693952 strings"),
-        (file_of(("key", 9, struct.pack("<IQ", 10, 2**61))), "the file ends within key"),
+        (file_of(("key", 9, struct.pack("<IQ", 8, 2**61))), "2305843009213693952 items in key; at most 4194304"),
+        (file_of(("key", 9, struct.pack("<IQ", 8, 2**22))), "key has 4194304 strings"),
+        (file_of(("key", 9, struct.pack("<IQ", 10, 2**22))), "the file ends within key"),
+        (file_of(("key", 9, struct.pack("<IQ", 7, 2**22 + 1) + bytes(2**22 + 1))), "4194305 items in key; at most"),
         (file_of(("key", 9, struct.pack("<IQIQ", 9, 1, 4, 1))), "key is an array in an array"),
         (file_of(("key", 13, b"xxxx")), "key is of the unknown type 13"),
         (file_of(("key", 9, struct.pack("<IQ", 99, 3))), "key is of the unknown type 99"),
@@ -145,8 +147,9 @@ def test_broken_files_name_what_is_wrong(tmp_path, content, message):
 
 def test_a_description_in_another_encoding_does_no_harm(tmp_path):
     path = tmp_path / "latin.gguf"
-    path.write_bytes(file_of(("general.name", 8, text("Modèle".encode("latin-1")))))
-    assert GGUFFile.read(path).metadata == {"general.name": "Mod\ufffdle"}
+    for key in ("general.name", "quantize.imatrix.file"):
+        path.write_bytes(file_of((key, 8, text("Modèle".encode("latin-1")))))
+        assert GGUFFile.read(path).metadata == {key: "Mod\ufffdle"}
 
 
 def test_every_cut_is_noticed(small, tmp_path):

@@ -28,6 +28,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # of a string
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
+_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000, and an object each
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
@@ -214,7 +215,7 @@ class _Reader:
             return self.text(key)
         if code != _ARRAY:
             return self.numbers(code, 1, key)[0]
-        code, count = self.number("I", key), self.number("Q", key)
+        code, count = self.number("I", key), self.limited(f"items in {key}", _MAX_ITEMS)
         if code != _STRING:
             return self.numbers(code, count, key)
         return self.texts(key, count)
@@ -255,7 +256,7 @@ class _Reader:
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from  # a vocabulary has hundreds of thousands
-        errors = "replace" if key.startswith("general.") else "strict"
+        errors = "replace" if key.startswith(("general.", "quantize.")) else "strict"
         texts: list[str] = []
         begin = self.position
         for _ in range(count):
