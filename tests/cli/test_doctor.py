@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from alone_and_crowd import needs_kernels
+from gguf_files import write_gguf
 from typer.testing import CliRunner
 
 from octavo.cli import app
+from octavo.models.random_weights import tiny_config, write_checkpoint
 
 pytestmark = needs_kernels
 
@@ -50,6 +52,24 @@ def test_the_report(doctor):
         shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
         assert product["of_limit"] == pytest.approx(max(shares))
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
+
+
+def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
+    """In products whose rows are whole blocks: a file has others in other types."""
+    config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
+    folder = write_checkpoint(tmp_path / "folder", config)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1", kinds={"attn_v": "F16", "ffn_up": "Q8_0"})
+    status, text, _ = doctor("--json", "--isa", "portable", str(path))
+    checks = json.loads(text)["checks"]
+    assert (status, {check["precision"] for check in checks}) == (0, {"Q4_1", "Q8_0", "int8"})
+    assert all(0 < check["error"] < 0.02 for check in checks)
+    _, text, _ = doctor("--json", "--isa", "portable", "--precision", "Q6_K", str(path))
+    assert {check["name"] for check in json.loads(text)["checks"]} == {"down"}
+    status, text, _ = doctor("--isa", "portable", "--precision", "Q6_K", str(path))
+    assert "activations are rounded" in text
+    write_gguf(write_checkpoint(folder, config | {"intermediate_size": 128}), path)
+    status, _, problem = doctor("--precision", "Q6_K", str(path))
+    assert (status, "precision Q6_K: no product" in problem) == (1, True)
 
 
 @pytest.mark.parametrize("slow_at", ["first", "last"])

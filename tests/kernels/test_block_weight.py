@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from block_weights import random_blocks
 
-from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind
+from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind, random_blocks
 
 
 @pytest.mark.parametrize("kind", BlockKind)

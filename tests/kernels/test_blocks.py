@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from block_weights import random_blocks
 from kernel_backends import ISAS, compiled_kernels
 from test_int4 import memory_before_a_guard
 from test_quantized import assert_same_bits, random
 
-from octavo.kernels.block_weight import BlockKind
+from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.reference import ReferenceKernels
 
 KINDS = list(BlockKind)

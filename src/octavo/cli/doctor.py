@@ -37,8 +37,8 @@ Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
-        metavar="float32|bfloat16|float16|int8|int4|int4_all",
-        help="Examine these weights; may be given again. Default: the checkpoint's, and int8.",
+        metavar="float32|bfloat16|float16|int8|int4|int4_all|Q4_K|...",
+        help="Examine these weights (Q4_K: blocks of GGUF); may be given again. Default: the checkpoint's, and int8.",
         show_default=False,
     ),
 ]
@@ -65,20 +65,23 @@ def doctor(
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
-    for each in precision or ():
-        if each not in _PRECISIONS:
-            raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")
     from octavo.assets import built_in_model_path  # what a command needs, when it runs
+    from octavo.models.gguf_config import BLOCK_KINDS
     from octavo.startup.checkpoint import open_checkpoint
     from octavo.worker.machine_report import examine
 
+    blocks = tuple(kind.name for kind in BLOCK_KINDS)
+    for each in precision or ():
+        if each not in (*_PRECISIONS, *blocks):
+            raise ConfigError(f"precision must be one of {', '.join((*_PRECISIONS, *blocks))}, got {each!r}")
     found = open_checkpoint(built_in_model_path() if model is None else model, weights=False)
     architecture = found.read_architecture()
+    own = [each for each in found.weights.types if each in blocks] or [architecture.dtype]
     report = examine(
         architecture,
         isa=isa,  # type: ignore[arg-type]  # checked above
         num_threads=num_threads,
-        precisions=tuple(dict.fromkeys(precision or (architecture.dtype, "int8"))),
+        precisions=tuple(dict.fromkeys(precision or (*own, "int8"))),
         progress=_show_progress,
     )
     if json_:
@@ -141,7 +144,7 @@ def show(report: Report) -> None:
         typer.echo("exact      every row is the same bits alone and in company, on one thread and on all")
     for precision in dict.fromkeys(check.precision for check in report.checks):
         worst = max(check.error for check in report.checks if check.precision == precision)
-        note = " (activations are rounded)" if precision.startswith("int") else ""
+        note = "" if "float" in precision else " (activations are rounded)"
         typer.echo(f"error      {precision}: at most {worst:.1e} of the result{note}")
 
 

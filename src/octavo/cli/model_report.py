@@ -160,7 +160,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
         layers=num_layers,
         max_context_tokens=architecture.max_context_tokens,
         parts=[part.describe(num_layers) for part in parts_of(architecture)],
-        stored_as=(checkpoint.weights.types or dtype) if stored is None else stored.summary,
+        stored_as=(", ".join(checkpoint.weights.types) or dtype) if stored is None else stored.summary,
         memory_bytes={each or as_it_is: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
         kv_bytes_per_token=architecture.kv_layout.bytes_per_token(dtype),
         text=_look_at_text(checkpoint, architecture),

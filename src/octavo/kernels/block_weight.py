@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
 _SUPER_GROUPS = 8  # of a block of 256
+# Of the float16 numbers of a block, where that is not the first alone.
+_SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
@@ -124,6 +126,18 @@ class BlockWeight:
     def to(self, device: torch.device) -> BlockWeight:
         """Return it on a device."""
         return BlockWeight(self.kind, self.rows.to(device), self.in_features)
+
+
+def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:
+    """Return a weight whose integers are any, and whose scales are of usual size."""
+    num_blocks = out_features * in_features // kind.block_values
+    blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # what random bytes would make NaN of
+        scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
+        blocks[:, place : place + 2] = scales.view(torch.uint8)
+    if kind is BlockKind.MXFP4:
+        blocks[:, 0] = torch.randint(110, 130, (num_blocks,), generator=generator, dtype=torch.uint8)
+    return BlockWeight(kind, blocks.view(out_features, -1), in_features)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:

@@ -64,13 +64,13 @@ class GGUFWeights:
             self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
 
     @property
-    def types(self) -> str:
+    def types(self) -> tuple[str, ...]:
         """Name the types of its matrices, that of the most values first."""
         values: Counter[str] = Counter()
         for stored in self.file.tensors.values():
             if len(stored.shape) == 2:
                 values[stored.type.name] += math.prod(stored.shape)
-        return ", ".join(name for name, _ in values.most_common())
+        return tuple(name for name, _ in values.most_common())
 
     def weight_files(self) -> list[Path]:
         """Return the file, or all of them."""

@@ -49,8 +49,8 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def types(self) -> str:
-        """Name the types of its matrices; empty where the configuration says it."""
+    def types(self) -> tuple[str, ...]:
+        """Name the types of its matrices; none where the configuration says it."""
         ...
 
     def weight_files(self) -> list[Path]:
@@ -70,7 +70,7 @@ class FolderWeights:
     """The weights in a folder in Hugging Face's layout: safetensors files, and `config.json`."""
 
     __slots__ = ("path",)
-    types = ""
+    types: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path

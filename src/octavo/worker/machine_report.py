@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes, usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from octavo.kernels.block_weight import BlockWeight
     from octavo.kernels.cpu import Isa
     from octavo.kernels.interface import PackedLinear
     from octavo.kernels.limits import Limits
@@ -140,8 +142,9 @@ def examine(
     """Measure limits and products, and check exactness.
 
     Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB where caches are large.
-    precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all". progress is
-    told what is being done. Raises `ConfigError` where there are no compiled kernels, or none for `isa`.
+    precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all", or kinds of
+    blocks, of the products whose rows are whole blocks. progress is told what is being done. Raises `ConfigError` where
+    there are no compiled kernels, or none for `isa`, or no product is of a precision.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -151,6 +154,10 @@ def examine(
         kernels, one_thread = CpuKernels(isa, num_threads=num_threads), CpuKernels(isa, num_threads=1)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    shapes = layer_shapes(architecture)
+    for precision in precisions:
+        if not any(_is_possible(name, depth, precision) for name, (_, depth) in shapes.items()):
+            raise ConfigError(f"precision {precision}: no product of this model has rows of whole blocks")
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
@@ -159,10 +166,10 @@ def examine(
         limits_before, best_before = _measure_limits(kernels, best)
         timings: list[Timing] = []
         checks = []
-        for name, (width, depth) in layer_shapes(architecture).items():
+        for name, (width, depth) in shapes.items():
             for precision in precisions:
-                if precision == "int4" and name == "lm_head":
-                    continue  # it is int8 then
+                if not _is_possible(name, depth, precision):
+                    continue
                 progress(f"{precision} {name}")
                 checks.append(_check(name, width, depth, precision, kernels, one_thread))
                 timings += _measure(name, width, depth, precision, kernels)
@@ -201,9 +208,18 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 
-def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight:
+def _is_possible(name: str, depth: int, precision: str) -> bool:
+    """Whether a model may have such a product in such weights."""
+    if precision in BlockKind.__members__:
+        return depth % BlockKind[precision].block_values == 0
+    return precision != "int4" or name != "lm_head"  # it is int8 then
+
+
+def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight | list[BlockWeight]:
     if precision in _DTYPES:
         return weight.to(_DTYPES[precision])
+    if precision in BlockKind.__members__:
+        return [random_blocks(torch.Generator().manual_seed(0), BlockKind[precision], *weight.shape)]
     return quantize_int8(weight) if precision == "int8" else quantize_int4(weight)
 
 
@@ -241,7 +257,8 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
         for some, every in zip(results(kernels, x[part], packed), whole, strict=True)
     )
     equal = all(map(torch.equal, results(one_thread, x, other), whole))
-    meant = stored if isinstance(stored, torch.Tensor) else stored.dequantize()
+    whole_weight = stored[0] if isinstance(stored, list) else stored
+    meant = whole_weight if isinstance(whole_weight, torch.Tensor) else whole_weight.dequantize()
     sums = x[:_BLOCK_ROWS].double() @ meant.double().T
     error = ((whole[0][:_BLOCK_ROWS].double() - sums).norm() / sums.norm()).item()
     return Check(name, precision, independent, equal, error)
