@@ -155,9 +155,7 @@ def examine(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     shapes = layer_shapes(architecture)
-    for precision in precisions:
-        if not any(_is_possible(name, depth, precision) for name, (_, depth) in shapes.items()):
-            raise ConfigError(f"precision {precision}: no product of this model has rows of whole blocks")
+    _refuse_impossible(shapes, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
@@ -206,6 +204,12 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     attention, (gate_up, down) = tensors.layers[0].attention, tensors.layers[0].mlp
     linears = {"qkv": attention.qkv, "o": attention.o, "gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+
+
+def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str, ...]) -> None:
+    for precision in precisions:
+        if not any(_is_possible(name, depth, precision) for name, (_, depth) in shapes.items()):
+            raise ConfigError(f"precision {precision}: no product of this model has rows of whole blocks")
 
 
 def _is_possible(name: str, depth: int, precision: str) -> bool:
