@@ -42,9 +42,9 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         raise ModelError(
             f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"
         ) from error
-    if not (found / "config.json").is_file():
+    if not any((found / name).is_file() for name in ("config.json", "tokenizer.json")):
         raise ModelError(
-            f"{model} has no config.json on the Hugging Face hub; where it holds GGUF files download one of them, "
+            f"{model} has neither config.json nor tokenizer.json on the Hugging Face hub; where it holds GGUF files download one of them, "
             f"and give its path: hf download {model} NAME.gguf --local-dir ."
         )
     return found
