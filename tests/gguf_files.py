@@ -4,8 +4,11 @@ import json
 
 import gguf
 import numpy as np
+import torch
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
+
+from octavo.kernels.block_weight import BlockKind, random_blocks
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _PARTS = {
@@ -54,7 +57,8 @@ def byte_vocabulary(size):
 def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=1):
     """Write a checkpoint of a family that octavo has as a GGUF file; matrices in a type of GGUF. Return the path.
 
-    kinds: other types of parts of layers, by llama.cpp's names. changes: metadata, set last; None removes a key.
+    kinds: other types of parts of layers, by llama.cpp's names. K types, which the package cannot write, are random
+    blocks. changes: metadata, set last; None removes a key.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = _ARCHITECTURES[config["architectures"][0]]
@@ -70,7 +74,10 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
         add(writer, key, value)
     for name, value in tensors.items():
         stored = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], kind)]
-        if value.ndim == 2 and stored.name != "F32":
+        if value.ndim == 2 and stored.name.endswith("_K"):
+            rows = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *value.shape).rows
+            writer.add_tensor(name, rows.numpy(), raw_dtype=stored)
+        elif value.ndim == 2 and stored.name != "F32":
             writer.add_tensor(name, gguf.quantize(value, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, value)

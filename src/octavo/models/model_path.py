@@ -44,7 +44,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         ) from error
     if not any((found / name).is_file() for name in ("config.json", "tokenizer.json")):
         raise ModelError(
-            f"{model} has neither config.json nor tokenizer.json on the Hugging Face hub; where it holds GGUF files download one of them, "
-            f"and give its path: hf download {model} NAME.gguf --local-dir ."
+            f"{model} has neither config.json nor tokenizer.json on the Hugging Face hub; where it holds GGUF files "
+            f"download one of them, and give its path: hf download {model} NAME.gguf --local-dir ."
         )
     return found
