@@ -9,7 +9,7 @@ import pytest
 from mooncake_master import Master, needs_mooncake
 
 from octavo import SamplingParams
-from octavo.config import CacheConfig, KVTransferConfig
+from octavo.config import CacheConfig, KVTransferConfig, SchedulerConfig
 from octavo.data.events import KVLoadEnded, KVLoadStarted
 from octavo.llm import LLMEngine
 
@@ -29,6 +29,7 @@ class Engine:
         self.events = []
         self.engine = LLMEngine(
             cache_config=CacheConfig(num_gpu_blocks=512, kv_cache_dtype=kv_cache_dtype),
+            scheduler_config=SchedulerConfig(kv_lookup_timeout_s=20.0),  # a machine may be full of other tests
             kv_transfer_config=config,
             sink=self,
         )
