@@ -20,7 +20,7 @@ from octavo.server.answers.object_calls import GigaChat3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import PythonicFormat
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
-from octavo.server.answers.tagged_calls import Qwen3CoderFormat
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_formats import HermesFormat
 
@@ -306,6 +306,7 @@ PYTHON = [
     ("[now(a='it\\'s', b=\"\\u72d0 \\ud83d\\ude00\", c=None)]", {"a": "it's", "b": "狐 😀", "c": None}),
     ("[now(a=[1, -2.5e3, 0x10, 1_000], b=(True, False), c={'d': {}, \"e\": true,},)]",
      {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
+    ("[now(a=1٢)]", {"a": 12}),
     (" [ now ( ) ] ", {}),
 ]  # fmt: skip
 
@@ -325,3 +326,14 @@ def test_a_call_of_python_that_breaks_stays_one(text: str) -> None:
     whole = read(PythonicFormat(), [text])
     assert read(PythonicFormat(), list(text)) == whole
     assert [part.text for part in whole if part.kind == "call"] == ["now"]
+
+
+@pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
+def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
+    """Longer ones are content, and not looked at from their beginning with every token."""
+    form = family()
+    before, _, _ = form.write([("get_weather", {})]).partition("get_weather")
+    parser = form.parser(FUNCTIONS)
+    parts = parser.feed(before + "get_weather" * 60)
+    assert parts, "it is told before its end is known"
+    assert {part.kind for part in parts + parser.finish()} == {"content"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-_MAX_DEPTH = 8  # of references and alternatives in a schema
+from octavo.structured_output.lark import lark_json
+
 _TYPES: dict[type, str] = {
     type(None): "null",
     bool: "boolean",
@@ -16,6 +17,7 @@ _TYPES: dict[type, str] = {
     dict: "object",
 }
 _ALL_TYPES = frozenset(_TYPES.values())
+_DEFINITIONS = ("$defs", "definitions")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -26,24 +28,35 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
-def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
     """Return the JSON types that values of a schema may have. root: where its references point."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return _ALL_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_referred(reference, root), root, depth + 1)
+    found, left, referred = set[str](), [schema], set[str]()
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict):
+            return _ALL_TYPES
+        if isinstance(reference := part.get("$ref"), str):
+            if reference not in referred:  # once: they may point at each other
+                referred.add(reference)
+                left.append(_referred(reference, root))
+            continue
+        options = part.get("anyOf") or part.get("oneOf")
+        if own := _own_types(part):
+            found |= own
+        elif isinstance(options, list):
+            left += options
+        else:
+            return _ALL_TYPES
+    return frozenset(found) or _ALL_TYPES
+
+
+def _own_types(schema: dict[str, Any]) -> set[str]:
+    """Return the types that a schema itself says; none where it says none."""
     kinds = schema.get("type")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    options = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(kinds, str | list):
-        named = {kinds} if isinstance(kinds, str) else {each for each in kinds if isinstance(each, str)}
-    elif isinstance(values, list):
-        named = {_TYPES[type(value)] for value in values}
-    elif isinstance(options, list):
-        named = {each for option in options for each in types_of(option, root, depth + 1)}
-    else:
-        named = set()
-    return _ALL_TYPES & named or _ALL_TYPES
+        return {each for each in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(each, str)} & _ALL_TYPES
+    return {_TYPES[type(value)] for value in values} if isinstance(values, list) else set()
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
@@ -73,14 +86,32 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 def _referred(reference: str, root: Any) -> Any:
     for key in reference.removeprefix("#/").split("/"):
-        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        root = root.get(_unescaped(key)) if isinstance(root, dict) else None
     return root
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("~1", "/").replace("~0", "~")
 
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(word)
 
 
-def definitions_of(root: dict[str, Any]) -> dict[str, Any]:
-    """Return what a part of a schema needs of the whole one, for its references."""
-    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """Return how a grammar names JSON of a part of a schema: with the definitions that it refers to, and no others."""
+    needed: dict[str, dict[str, Any]] = {}
+    left: list[Any] = [schema]
+    while left:
+        match left.pop():
+            case list() as items:
+                left += items
+            case dict() as part:
+                left += part.values()
+                _, *path = str(part.get("$ref")).split("/")
+                section, name = (path[0], _unescaped(path[1])) if len(path) > 1 else ("", "")
+                defined = root.get(section) if section in _DEFINITIONS else None
+                if isinstance(defined, dict) and name in defined and name not in needed.get(section, ()):
+                    needed.setdefault(section, {})[name] = defined[name]
+                    left.append(defined[name])
+    return lark_json({**schema, **needed})

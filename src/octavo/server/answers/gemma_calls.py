@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.python_parser import PythonParser
@@ -75,7 +75,7 @@ class GemmaFormat(SectionFormat):
             item = f"value{place}_0"
             return [f'value{place}: "[" ({item} ("," {item})*)? "]"', *self._value(f"{place}_0", schema["items"], root)]
         if kinds and kinds <= _SCALARS:
-            return [f"value{place}: {lark_json({**schema, **definitions_of(root)})}"]
+            return [f"value{place}: {json_of(schema, root)}"]
         known = {frozenset({"string"}): "quoted", frozenset({"object"}): "anyobject"}
         return [f"value{place}: {known.get(kinds, 'any')}"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text
-from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+from octavo.structured_output.lark import FEW_BLANKS, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
         return [f"{name}: {' | '.join(words)}"]
     return [
         f"{name}: {' | '.join([*words, 'json_' + name])}",
-        f"json_{name}: {lark_json({**schema, **definitions_of(root)})}",
+        f"json_{name}: {json_of(schema, root)}",
     ]
 
 

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _PLAIN = re.compile(r"""[^"'\\]+""")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 _MAX_WORD_CHARS = 512
 _MAX_DEPTH = 64

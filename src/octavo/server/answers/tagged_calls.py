@@ -6,11 +6,11 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import definitions_of, is_text, types_of
+from octavo.server.answers.argument_values import is_text, json_of, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
-from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+from octavo.structured_output.lark import FEW_BLANKS, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ class TaggedFormat(SectionFormat):
         if not is_json and (options := _texts(schema)):
             return f"{pad}({' | '.join(map(json_text, options))}) {closes}", []
         if is_json or "string" not in types_of(schema, root):
-            return f"{pad}{lark_json({**schema, **definitions_of(root)})} {closes}", []
+            return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
         text, upper = _text_pattern(schema), name.upper()
         if self.value_closes in self.markers and self._spell(self.value_closes):
