@@ -319,6 +319,29 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
         plain.generate("fake", "x" * 3000)
 
 
+@pytest.mark.parametrize("said", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_program_need_not_say_that_it_sends_json(running: Running, said: str | None) -> None:
+    """As Ollama's documents have it, `curl -d`. A page of a browser, which names its origin, says it."""
+    with running.http() as http:
+
+        def post(path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+            request = http.build_request("POST", path, content=json.dumps(body), headers=headers)
+            request.headers.pop("content-type", None)
+            request.headers.update({} if said is None else {"Content-Type": said})
+            return http.send(request)
+
+        for path, body in (
+            ("chat", CHAT),
+            ("generate", {"model": "fake", "prompt": "Hi"}),
+            ("show", {"model": "fake"}),
+        ):
+            taken = post(f"/api/{path}", body)
+            assert taken.status_code == 200, taken.text
+        page = post("/api/chat", CHAT, {"Origin": running.url})
+        assert (page.status_code, list(page.json())) == (415, ["error"])
+        assert post("/v1/chat/completions", CHAT).status_code == 415
+
+
 def test_a_stream_that_fails_ends_with_a_line_that_says_so() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
