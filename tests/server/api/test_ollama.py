@@ -485,6 +485,19 @@ def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
     assert [caplog.text.count(each) for each in told] == [1, 1, 1]
 
 
+def test_a_field_that_is_refused_names_the_values_that_are_not(running: Running) -> None:
+    with running.http() as http:
+        told = [
+            http.post("/api/chat", json={**CHAT, **fields}).json()["error"]
+            for fields in ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, {"context": [1]}, {"task": "x"})
+        ]
+    assert told == [
+        "repeat_last_n is not supported by this server: leave it out, or give -1",
+        "context is not supported by this server: leave it out, or give []",
+        "task is not supported by this server: leave it out",
+    ]
+
+
 def test_durations_are_nanoseconds_of_the_engines_clock() -> None:
     one = RequestMetrics(1.0, 1.5, 2.0, 4.0)
     assert durations([one]) == (3_000_000_000, 500_000_000, 2_000_000_000)
