@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -14,6 +15,7 @@ from fakes import FakeChatTemplate, FakeExecutor
 from running import run_server
 
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.object_calls import GigaChat3Format
@@ -319,13 +321,25 @@ def test_values_of_python(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[now(1)]", "[now(a=__import__('os'))]", "[now(a=" + "[" * 99 + "]", "[now(a=1e999)]"]
+    ("family", "text", "value"),
+    [
+        (PythonicFormat, "[now(1)]", {}),
+        (PythonicFormat, "[now(a=1, b=__import__('os'))]", {"a": 1}),
+        (PythonicFormat, "[now(a=" + "[" * 99 + "]", {"a": functools.reduce(lambda inner, _: [inner], range(64), [])}),
+        (PythonicFormat, "[now(a=1 + 1)]", {"a": 1}),
+        (PythonicFormat, "[now(a='it is", {"a": "it is"}),
+        (PythonicFormat, "[now(a={'b': [1, (2, x)], 'c': 3})]", {"a": {"b": [1, [2]]}}),
+        (PythonicFormat, "[now(a={'b': 1, 'c", {"a": {"b": 1}}),
+        (PythonicFormat, "[now(a={'b': 1, 2: 3})]", {"a": {"b": 1}}),
+        (GemmaFormat, '<|tool_call>call:now{a:1,b:{<|"|>c<|"|>:<|"|>d', {"a": 1, "b": {"c": "d"}}),
+        (GemmaFormat, "<|tool_call>call:now{a:1,b:c}<tool_call|>", {"a": 1}),
+    ],
 )
-def test_a_call_of_python_that_breaks_stays_one(text: str) -> None:
-    """Its name is told when it breaks; what follows is content."""
-    whole = read(PythonicFormat(), [text])
-    assert read(PythonicFormat(), list(text)) == whole
-    assert [part.text for part in whole if part.kind == "call"] == ["now"]
+def test_a_call_that_breaks_stays_one(family: type[ToolFormat], text: str, value: Any) -> None:
+    """Its name is told when it breaks: its arguments are what is whole of them, and what follows is content."""
+    whole = read(family(), [text])
+    assert read(family(), list(text)) == whole
+    assert valued(told(whole)[1]) == [("now", value)]
 
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])

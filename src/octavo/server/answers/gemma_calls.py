@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -117,36 +116,34 @@ class GemmaParser(PythonParser):
         name = yield from self._run(_NAME)
         yield from self._expect("{")
         call.name = name
-        self._begin(call)
-        self._drop()
-        self._tell("arguments", "{", call)
-        yield from self._pairs(call, "}", 0)
-        self._tell("arguments", "}", call)
-        self._drop()
+        yield from self._arguments(call, "}")
 
-    def _key(self, call: Call, behind: str) -> Wait[None]:
-        if (yield from self._peek()) == "<":
-            yield from self._quoted(call)
-        else:
-            yield from self._bare_key(call, _KEY)
+    def _key(self, behind: str) -> Wait[str]:
+        key = (yield from self._quoted(None)) if (yield from self._peek()) == "<" else (yield from self._bare_key(_KEY))
         yield from self._skip_space()
         yield from self._expect(behind)
+        return key
 
-    def _quoted(self, call: Call) -> Wait[None]:
-        """Read a string, and tell it as it comes."""
+    def _quoted(self, call: Call | None) -> Wait[str]:
+        """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()
-        self._tell("arguments", '"', call)
+        if call is not None:
+            self._say_opened('"', '"', call)
+        written = ""
         while (end := self._text.find(QUOTE)) < 0:
             is_whole = self._is_over and not self._is_cut
             self._position = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, QUOTE))
-            self._tell("arguments", json.dumps(self._text[: self._position], ensure_ascii=False)[1:-1], call)
+            written += self._piece(self._text[: self._position], call)
             self._drop()
             if self._is_over:
                 self._position = len(self._text)
                 raise MalformedError
             yield
-        self._tell("arguments", json.dumps(self._text[:end], ensure_ascii=False)[1:-1] + '"', call)
+        written += self._piece(self._text[:end], call)
         self._position = end + len(QUOTE)
         self._drop()
+        if call is not None:
+            self._say_closed(call)
+        return f'"{written}"'
