@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from call_grammars import Grammars
 
 from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.python_calls import PythonicFormat
-from octavo.server.answers.tagged_calls import Qwen3CoderFormat
+from octavo.server.answers.tagged_calls import GLMFormat, Qwen3CoderFormat
+from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tools import read_chat_tools
 
 DEFINITIONS: dict[str, Any] = {
@@ -82,3 +85,24 @@ def test_parameters_that_are_too_long_are_refused_before_parts_repeat_them(famil
     with pytest.raises(RequestError, match="longer than 65536 characters"):
         structure(1900)
     assert written == [0]
+
+
+@pytest.mark.parametrize("family", [Qwen3CoderFormat, GLMFormat])
+@pytest.mark.parametrize("kind", ["plain", "added"])
+@pytest.mark.parametrize(
+    ("schema", "text", "others"),
+    [
+        ({"pattern": "^https?://[^/]+/?$"}, "https://a.org/", ["ftp://a.org", "https://a.org/b"]),
+        ({"pattern": "^[0-9]+\\$"}, "12$ or so", ["12", "a12$"]),
+        ({"pattern": "b+"}, "abba", ["a"]),
+        ({"minLength": 2, "maxLength": 3}, "狐狐狐", ["狐", "狐狐狐狐"]),
+        ({"maxLength": 1}, "", ["ab"]),
+    ],
+)
+def test_a_bare_string_keeps_to_its_schema(family: Any, kind: str, schema: Any, text: str, others: list[str]) -> None:
+    grammars = Grammars(kind, list(family.markers))
+    form = family(grammars.spell)
+    parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    structure = StructuredOutputsParams(grammar=form.forced([Function("now", parameters)], only_one=True))
+    assert grammars.accepts(structure, form.write([("now", {"a": text})]))
+    assert not any(grammars.accepts(structure, form.write([("now", {"a": each})])) for each in others)
