@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import MalformedError
-from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.python_parser import PythonParser
-from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 QUOTE = '<|"|>'
 _KEY = re.compile(r"""[^\s:,{}\[\]<]*""")
-_NAME = re.compile(r"[\w.:/-]*")
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
@@ -79,19 +78,13 @@ class GemmaFormat(SectionFormat):
         return [f"value{place}: {known.get(kinds, 'any')}"]
 
     def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Properties in their order; first<i> are those from the i-th on where none was written, further<i> others."""
+        """Return the rules of properties in their order."""
         named, required = list(schema["properties"].items()), schema.get("required")
-        rules = [f'value{place}: "{{" first{place}_0 "}}"']
+        are_needed = [isinstance(required, list) and key in required for key, _ in named]
+        rules = [f'value{place}: "{{" first{place}_0 "}}"', *ordered_rules(place, are_needed, '","')]
         for number, (key, part) in enumerate(named):
-            here, is_last = f"{place}_{number}", number + 1 == len(named)
-            first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
-            is_needed = isinstance(required, list) and key in required
-            rules += [
-                f'pair{here}: {json_text(key)} ":" value{here}',
-                f"first{here}: pair{here} {further}{'' if is_needed else ' | ' + first}",
-                f'further{here}: ("," pair{here}){"" if is_needed else "?"} {further}',
-                *self._value(here, part, root),
-            ]
+            here = f"{place}_{number}"
+            rules += [f'argument{here}: {json_text(key)} ":" value{here}', *self._value(here, part, root)]
         return rules
 
 
@@ -113,7 +106,7 @@ class GemmaParser(PythonParser):
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
-        name = yield from self._run(_NAME)
+        name = yield from self._run(NAME)
         yield from self._expect("{")
         call.name = name
         yield from self._arguments(call, "}")

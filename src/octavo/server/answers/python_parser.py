@@ -8,12 +8,11 @@ from string import hexdigits
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import SectionParser
+from octavo.server.answers.call_sections import NAME, SectionParser
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
 
-_NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _PLAIN = re.compile(r"""[^"'\\]+""")
@@ -39,7 +38,7 @@ class PythonParser(SectionParser):
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
-        name = yield from self._run(_NAME)
+        name = yield from self._run(NAME)
         yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
