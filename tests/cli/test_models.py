@@ -132,6 +132,23 @@ def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
     assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
 
 
+def test_what_the_hub_gave_is_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "cache"))
+    plain, packed = (tmp_path / "cache" / f"models--owner--{name}" / "snapshots" / "1" for name in ("plain", "packed"))
+    shutil.copytree(built_in_model_path(), plain)
+    packed.mkdir(parents=True)
+    write_gguf(
+        write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM")), packed / "q8-00001-of-00002.gguf"
+    )
+    (packed / "q8-00002-of-00002.gguf").write_bytes(b"")
+    found = {each["name"]: each["verdict"] for each in json.loads(run("--json"))["checkpoints"]}
+    assert found == {
+        "octavo-demo (built in)": "runs",
+        "owner/plain": "runs",
+        "owner/packed/q8-00001-of-00002.gguf": "runs",
+    }
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [

@@ -134,6 +134,8 @@ def _in_hub_cache() -> Iterator[ModelReport]:
         newest = max(repository.revisions, key=lambda revision: revision.last_modified)
         if (newest.snapshot_path / "config.json").is_file():
             yield report_on(newest.snapshot_path, repository.repo_id)
+        for path in _first_parts(sorted(newest.snapshot_path.glob("*.gguf"))):
+            yield report_on(path, f"{repository.repo_id}/{path.name}")
 
 
 def _below(directory: Path) -> Iterator[ModelReport]:
@@ -145,9 +147,15 @@ def _below(directory: Path) -> Iterator[ModelReport]:
     for path in find("config.json"):
         if any(path.parent.glob("*.safetensors")):
             yield report_on(path.parent, path.parent.resolve().name)
-    for path in find("*.gguf"):
+    for path in _first_parts(find("*.gguf")):
+        yield report_on(path, path.name)
+
+
+def _first_parts(paths: list[Path]) -> Iterator[Path]:
+    """GGUF files without the further ones of a checkpoint in several."""
+    for path in paths:
         if (part := _PART.search(path.name)) is None or int(part[1]) == 1:
-            yield report_on(path, path.name)
+            yield path
 
 
 def show_size(num_bytes: int) -> str:
