@@ -3,11 +3,13 @@
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct
     python benchmarks/perplexity.py OWNER/NAME --precision bf16 --precision int8 --text ./novel.txt --rounds 3
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct --llama-cpp PYTHON --gguf ./SmolLM2-135M-Instruct.gguf
+    python benchmarks/perplexity.py ./SmolLM2-135M-Instruct --precision bf16 --llama-cpp PYTHON --gguf ... --ftype Q4_0
 
 Perplexity over 40 pieces of 512 tokens of Python's language reference, or of a text, each piece by itself; the weights
 as they stand in memory; a prompt of 1,024 tokens and one stream of 64, all precisions in turns, medians. Prints a table
 for docs/benchmarks.md. --llama-cpp: the Python of an environment with llama-cpp-python; its formats of the GGUF file
-take their turns behind octavo's precisions, on the same token ids and as many threads.
+take their turns behind octavo's precisions, on the same token ids and as many threads, and each file is then served by
+octavo as it is: that row is compared with llama.cpp's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.cli.perplexity import MAX_PIECES, mean_losses, opened, perplexity, python_reference, text_pieces
 from octavo.models.model_path import resolve_model_path
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
 
 PRECISIONS = {"bf16": None, "int8": "int8", "int4": "int4", "int4_all": "int4_all"}
-LLAMA_CPP = ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_1", "Q4_0")
+LLAMA_CPP = ("BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0")
 PROMPT_TOKENS, STREAM_TOKENS = 1024, 64
 
 
@@ -55,6 +57,22 @@ def speeds(llm: LLM, ids: list[int]) -> tuple[float, float]:
     first = seconds(ids[:32], 1)
     stream = (STREAM_TOKENS - 1) / (seconds(ids[:32], STREAM_TOKENS) - first)
     return PROMPT_TOKENS / seconds(ids[:PROMPT_TOKENS], 1), stream
+
+
+class Scored(NamedTuple):
+    """A row of the table."""
+
+    num_bytes: int
+    perplexity: float
+    rates: list[tuple[float, float]]
+
+
+def score(scored: dict[str, Scored], name: str, llm: LLM, pieces: list[list[int]], ids: list[int]) -> None:
+    """Measure a model; without pieces its speeds alone."""
+    if pieces:
+        num_bytes = weight_bytes(llm.llm_engine.core.executor.worker.model)
+        scored[name] = Scored(num_bytes, perplexity(mean_losses(llm, pieces)), [])
+    scored[name].rates.append(speeds(llm, ids))
 
 
 def ask_llama_cpp(options: argparse.Namespace, ftype: str, pieces: list[list[int]], ids: list[int]) -> dict[str, Any]:
@@ -91,34 +109,34 @@ def main() -> None:
     )
     parser.add_argument("--llama-cpp", help="Python with llama-cpp-python", metavar="PYTHON")
     parser.add_argument("--gguf", type=Path, help="the same weights for it, in any format")
+    parser.add_argument("--ftype", action="append", choices=LLAMA_CPP, help="of llama.cpp's formats (default: all)")
     parser.add_argument("--home", type=Path, default=Path("/tmp/octavo-gguf"), help="for its files (%(default)s)")
     options = parser.parse_args()
     path = resolve_model_path(options.checkpoint)
     text = python_reference() if options.text is None else options.text.read_text(encoding="utf-8")
     precisions = options.precision or list(PRECISIONS)
-    peers = LLAMA_CPP if options.llama_cpp else ()
-    quality: dict[str, tuple[int, float]] = {}
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in (*precisions, *peers)}
+    peers = (options.ftype or LLAMA_CPP) if options.llama_cpp else ()
+    scored: dict[str, Scored] = {}
     for number in range(options.rounds):
         for name in precisions:
             with opened(path, quantization=PRECISIONS[name], dtype="bfloat16") as llm:
                 ids, pieces = llm.get_tokenizer().encode(text), text_pieces(llm, text, max_pieces=options.pieces)
-                if number == 0:
-                    losses = mean_losses(llm, pieces)
-                    quality[name] = weight_bytes(llm.llm_engine.core.executor.worker.model), perplexity(losses)
-                rates[name].append(speeds(llm, ids))
+                score(scored, name, llm, pieces if number == 0 else [], ids)
         for name in peers:
             answer = ask_llama_cpp(options, name, pieces if number == 0 else [], ids)
             if number == 0:
-                quality[name] = answer["bytes"], perplexity(answer["losses"])
-            rates[name].append((answer["prompt_tokens_per_s"], answer["stream_tokens_per_s"]))
+                scored[f"llama.cpp {name}"] = Scored(answer["bytes"], perplexity(answer["losses"]), [])
+            rate = answer["prompt_tokens_per_s"], answer["stream_tokens_per_s"]
+            scored[f"llama.cpp {name}"].rates.append(rate)
+            with opened(options.home / f"{options.gguf.stem}.{name}.gguf", quantization=None, dtype="bfloat16") as llm:
+                score(scored, f"its {name} file", llm, pieces if number == 0 else [], ids)
     print("| precision | weights, MB | perplexity | | prompt, tok/s | one stream, tok/s |\n|---|---|---|---|---|---|")
-    for name in (*precisions, *peers):
-        num_bytes, value = quality[name]
-        against = value / quality[precisions[0]][1] - 1
-        prompt, stream = (statistics.median(rate) for rate in zip(*rates[name], strict=True))
-        label = f"llama.cpp {name}" if name in peers else name
-        print(f"| {label} | {num_bytes / 1e6:.0f} | {value:.3f} | {against:+.2%} | {prompt:.0f} | {stream:.0f} |")
+    for name, row in scored.items():
+        origin = name.replace("its ", "llama.cpp ").removesuffix(" file") if name.startswith("its ") else precisions[0]
+        against = row.perplexity / scored[origin].perplexity - 1
+        prompt, stream = (statistics.median(rate) for rate in zip(*row.rates, strict=True))
+        quality = f"{row.num_bytes / 1e6:.0f} | {row.perplexity:.3f} | {against:+.2%}"
+        print(f"| {name} | {quality} | {prompt:.0f} | {stream:.0f} |")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,21 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
             assert torch.equal(ours[1], theirs[1])
 
 
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_of_one_token_is_enough_to_record(name, tmp_path, compiled, generator):
+    """It has one row, and a stride of rows that torch does not tell of every view."""
+    path = write_checkpoint(tmp_path, tiny_config(name, attention_bias=True), std=0.1)
+    model = load(path, compiled, "bfloat16", None)
+    plain, recorded = Cache(model), Cache(model)
+    with torch.inference_mode():
+        _, again = compiled.record_forward(
+            lambda *step: model.forward(*step, recorded), *step_of([1], generator, [0]), MAX_TOKENS
+        )
+        ids, batch = step_of([5, 1, 3], generator, [0] * 3)
+        assert torch.equal(again(ids, batch), model.forward(ids, batch, plain))
+
+
 def test_columns_in_an_order_of_their_own_are_recorded(tmp_path, compiled, generator):
     model = load(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.1), compiled, "bfloat16", "int4")
     for layer in model.layers:

@@ -272,7 +272,7 @@ def test_context_length(tmp_path):
         ({"dtype": "float8_e4m3fn"}, ["dtype", "bfloat16"]),
         ({"eos_token_id": [1, "2"]}, ["eos_token_id"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config.bits is missing"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config.quant_method = 'fp8'", "gptq, awq"]),
+        ({"quantization_config": {"quant_method": "new"}}, ["quantization_config.quant_method = 'new'", "gptq, awq"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
         ({"attention_sinks": True}, ["attention_sinks"]),

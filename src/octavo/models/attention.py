@@ -144,17 +144,19 @@ class Attention:
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+            rows = (q, k)
+            if (
+                config.qk_norm == "width"
+            ):  # slices, not views of heads: those of one token have no stride to be recorded
+                q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+                parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
+                rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))
+            q = kernels.rms_norm(rows[0], self.q_norm, self.eps).view(q.shape)
+            k = kernels.rms_norm(rows[1], self.k_norm, self.eps).view(k.shape)
         kernels.rope_and_write_kv(
             q, k, v, self.cos_sin, batch, k_cache, v_cache, interleaved=self.interleaved, query_scale=self.query_scale
         )
         return q
-
-    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Normalize [num_tokens, num_heads, head_dim] in rows as long as the weight, which may be a token's heads."""
-        num_tokens, num_heads, head_dim = heads.shape
-        rows = heads.view(num_tokens, num_heads * head_dim // weight.shape[0], weight.shape[0])
-        return self.kernels.rms_norm(rows, weight, self.eps).view(heads.shape)
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""

@@ -51,9 +51,9 @@ class ServedModel:
         checkpoint = text = open_checkpoint(model, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
+        architecture = checkpoint.read_architecture()
         if not config.skip_tokenizer_init:
             text.check_tokenizer()
-        architecture = checkpoint.read_architecture()
         max_model_len = resolve_max_model_len(config, architecture)
         return cls(checkpoint, text, architecture.within(max_model_len), max_model_len)
 
