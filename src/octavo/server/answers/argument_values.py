@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
 
 _TYPES: dict[type, str] = {
@@ -17,7 +19,7 @@ _TYPES: dict[type, str] = {
     dict: "object",
 }
 _ALL_TYPES = frozenset(_TYPES.values())
-_DEFINITIONS = ("$defs", "definitions")
+_VALUES = frozenset({"const", "default", "enum", "examples"})
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -84,9 +86,50 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """Return how a grammar names JSON of a part of a schema: with what it refers to in the whole one, and no more.
+
+    Raises `RequestError` for what is too long for any grammar.
+    """
+    definitions: dict[str, Any] = {}
+    names, left = dict[int, str](), list[Any]()
+    whole = _with_names(schema, root, names, left)
+    while left:
+        part = left.pop()
+        definitions[names[id(part)]] = _with_names(part, root, names, left)
+    text = lark_json({**whole, "$defs": definitions} if definitions else whole)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"a part of a schema has {len(text)} characters with what it refers to")
+    return text
+
+
+def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
+    """Return a schema whose references are to definitions. Mutated: names, of what is referred to; left, the new."""
+    if isinstance(schema, list):
+        return [_with_names(each, root, names, left) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {key: each if key in _VALUES else _with_names(each, root, names, left) for key, each in schema.items()}
+    reference = schema.get("$ref")
+    referred = _referred(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
+    if isinstance(referred, dict):
+        if id(referred) not in names:  # however the reference is spelled
+            names[id(referred)] = f"part{len(names)}"
+            left.append(referred)
+        told["$ref"] = f"#/$defs/{names[id(referred)]}"
+    return told
+
+
 def _referred(reference: str, root: Any) -> Any:
-    for key in reference.removeprefix("#/").split("/"):
-        root = root.get(_unescaped(key)) if isinstance(root, dict) else None
+    """Return what a reference within a schema names; None where that is nothing."""
+    for key in map(_unescaped, reference.removeprefix("#").split("/")[1:]):
+        match root:
+            case dict():
+                root = root.get(key)
+            case list() if key.isdecimal() and int(key) < len(root):
+                root = root[int(key)]
+            case _:
+                return None
     return root
 
 
@@ -96,22 +139,3 @@ def _unescaped(key: str) -> str:
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(word)
-
-
-def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return how a grammar names JSON of a part of a schema: with the definitions that it refers to, and no others."""
-    needed: dict[str, dict[str, Any]] = {}
-    left: list[Any] = [schema]
-    while left:
-        match left.pop():
-            case list() as items:
-                left += items
-            case dict() as part:
-                left += part.values()
-                _, *path = str(part.get("$ref")).split("/")
-                section, name = (path[0], _unescaped(path[1])) if len(path) > 1 else ("", "")
-                defined = root.get(section) if section in _DEFINITIONS else None
-                if isinstance(defined, dict) and name in defined and name not in needed.get(section, ()):
-                    needed.setdefault(section, {})[name] = defined[name]
-                    left.append(defined[name])
-    return lark_json({**schema, **needed})
