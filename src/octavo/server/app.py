@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
@@ -43,11 +44,16 @@ EmbeddingBody = Annotated[EmbeddingRequest, Depends(body_of(EmbeddingRequest))]
 MessagesBody = Annotated[messages.MessagesRequest, Depends(body_of(messages.MessagesRequest))]
 CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(messages.CountTokensRequest, is_count=True))]
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
-OllamaChatBody = Annotated[ollama_requests.ChatRequest, Depends(body_of(ollama_requests.ChatRequest))]
-OllamaPromptBody = Annotated[ollama_requests.PromptRequest, Depends(body_of(ollama_requests.PromptRequest))]
-OllamaEmbedBody = Annotated[ollama_requests.EmbedRequest, Depends(body_of(ollama_requests.EmbedRequest))]
-OllamaVectorBody = Annotated[ollama_requests.EmbeddingsRequest, Depends(body_of(ollama_requests.EmbeddingsRequest))]
-OllamaShowBody = Annotated[ollama_requests.ShowRequest, Depends(body_of(ollama_requests.ShowRequest, is_count=True))]
+_ollama_body = partial(body_of, any_type=True)  # as `curl -d` sends it
+OllamaChatBody = Annotated[ollama_requests.ChatRequest, Depends(_ollama_body(ollama_requests.ChatRequest))]
+OllamaPromptBody = Annotated[ollama_requests.PromptRequest, Depends(_ollama_body(ollama_requests.PromptRequest))]
+OllamaEmbedBody = Annotated[ollama_requests.EmbedRequest, Depends(_ollama_body(ollama_requests.EmbedRequest))]
+OllamaVectorBody = Annotated[
+    ollama_requests.EmbeddingsRequest, Depends(_ollama_body(ollama_requests.EmbeddingsRequest))
+]
+OllamaShowBody = Annotated[
+    ollama_requests.ShowRequest, Depends(_ollama_body(ollama_requests.ShowRequest, is_count=True))
+]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, is_count=True))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 

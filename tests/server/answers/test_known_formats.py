@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -14,13 +15,14 @@ from fakes import FakeChatTemplate, FakeExecutor
 from running import run_server
 
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.object_calls import GigaChat3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import PythonicFormat
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
-from octavo.server.answers.tagged_calls import Qwen3CoderFormat
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_formats import HermesFormat
 
@@ -306,6 +308,7 @@ PYTHON = [
     ("[now(a='it\\'s', b=\"\\u72d0 \\ud83d\\ude00\", c=None)]", {"a": "it's", "b": "狐 😀", "c": None}),
     ("[now(a=[1, -2.5e3, 0x10, 1_000], b=(True, False), c={'d': {}, \"e\": true,},)]",
      {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
+    ("[now(a=1٢)]", {"a": 12}),
     (" [ now ( ) ] ", {}),
 ]  # fmt: skip
 
@@ -318,10 +321,33 @@ def test_values_of_python(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[now(1)]", "[now(a=__import__('os'))]", "[now(a=" + "[" * 99 + "]", "[now(a=1e999)]"]
+    ("family", "text", "value"),
+    [
+        (PythonicFormat, "[now(1)]", {}),
+        (PythonicFormat, "[now(a=1, b=__import__('os'))]", {"a": 1}),
+        (PythonicFormat, "[now(a=" + "[" * 99 + "]", {"a": functools.reduce(lambda inner, _: [inner], range(64), [])}),
+        (PythonicFormat, "[now(a=1 + 1)]", {"a": 1}),
+        (PythonicFormat, "[now(a='it is", {"a": "it is"}),
+        (PythonicFormat, "[now(a={'b': [1, (2, x)], 'c': 3})]", {"a": {"b": [1, [2]]}}),
+        (PythonicFormat, "[now(a={'b': 1, 'c", {"a": {"b": 1}}),
+        (PythonicFormat, "[now(a={'b': 1, 2: 3})]", {"a": {"b": 1}}),
+        (GemmaFormat, '<|tool_call>call:now{a:1,b:{<|"|>c<|"|>:<|"|>d', {"a": 1, "b": {"c": "d"}}),
+        (GemmaFormat, "<|tool_call>call:now{a:1,b:c}<tool_call|>", {"a": 1}),
+    ],
 )
-def test_a_call_of_python_that_breaks_stays_one(text: str) -> None:
-    """Its name is told when it breaks; what follows is content."""
-    whole = read(PythonicFormat(), [text])
-    assert read(PythonicFormat(), list(text)) == whole
-    assert [part.text for part in whole if part.kind == "call"] == ["now"]
+def test_a_call_that_breaks_stays_one(family: type[ToolFormat], text: str, value: Any) -> None:
+    """Its name is told when it breaks: its arguments are what is whole of them, and what follows is content."""
+    whole = read(family(), [text])
+    assert read(family(), list(text)) == whole
+    assert valued(told(whole)[1]) == [("now", value)]
+
+
+@pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])
+def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
+    """Longer ones are content, and not looked at from their beginning with every token."""
+    form = family()
+    before, _, _ = form.write([("get_weather", {})]).partition("get_weather")
+    parser = form.parser(FUNCTIONS)
+    parts = parser.feed(before + "get_weather" * 60)
+    assert parts, "it is told before its end is known"
+    assert {part.kind for part in parts + parser.finish()} == {"content"}

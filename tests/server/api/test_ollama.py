@@ -319,6 +319,29 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
         plain.generate("fake", "x" * 3000)
 
 
+@pytest.mark.parametrize("said", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_program_need_not_say_that_it_sends_json(running: Running, said: str | None) -> None:
+    """As Ollama's documents have it, `curl -d`. A page of a browser, which names its origin, says it."""
+    with running.http() as http:
+
+        def post(path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+            request = http.build_request("POST", path, content=json.dumps(body), headers=headers)
+            request.headers.pop("content-type", None)
+            request.headers.update({} if said is None else {"Content-Type": said})
+            return http.send(request)
+
+        for path, body in (
+            ("chat", CHAT),
+            ("generate", {"model": "fake", "prompt": "Hi"}),
+            ("show", {"model": "fake"}),
+        ):
+            taken = post(f"/api/{path}", body)
+            assert taken.status_code == 200, taken.text
+        page = post("/api/chat", CHAT, {"Origin": running.url})
+        assert (page.status_code, list(page.json())) == (415, ["error"])
+        assert post("/v1/chat/completions", CHAT).status_code == 415
+
+
 def test_a_stream_that_fails_ends_with_a_line_that_says_so() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, ollama.Client(running.url, timeout=DEADLINE_S) as client:
@@ -460,6 +483,19 @@ def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
             assert http.post("/api/chat", json=body).status_code == 200
     told = ("num_ctx 32768 is more than max_model_len 2048", "new_field", "new_option")
     assert [caplog.text.count(each) for each in told] == [1, 1, 1]
+
+
+def test_a_field_that_is_refused_names_the_values_that_are_not(running: Running) -> None:
+    with running.http() as http:
+        told = [
+            http.post("/api/chat", json={**CHAT, **fields}).json()["error"]
+            for fields in ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, {"context": [1]}, {"task": "x"})
+        ]
+    assert told == [
+        "repeat_last_n is not supported by this server: leave it out, or give -1",
+        "context is not supported by this server: leave it out, or give []",
+        "task is not supported by this server: leave it out",
+    ]
 
 
 def test_durations_are_nanoseconds_of_the_engines_clock() -> None:

@@ -31,17 +31,21 @@ FREE_BYTES = 64 << 10
 _HUGE = 2**64
 
 
-def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Request], Awaitable[Schema]]:
+def body_of(
+    schema: type[Schema], *, is_count: bool = False, any_type: bool = False
+) -> Callable[[Request], Awaitable[Schema]]:
     """Make the dependency that gives a route its checked body.
 
     The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
     is_count: no answer of the model is asked for, which `request.state.is_count` says to those who do the work.
+    any_type: a program need not say that it sends JSON.
     `request.state.kv_transfer`: what its headers say of another engine that has a part in it.
     """
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
-        _check_media_type(request.headers.get("content-type"))
+        if not any_type or "origin" in request.headers:  # browsers send that with every POST
+            _check_media_type(request.headers.get("content-type"))
         state = request.app.state
         request.state.kv_transfer = read_kv_transfer(request.headers, state.role)
         async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-_MAX_DEPTH = 8  # of references and alternatives in a schema
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_GRAMMAR_CHARS
+from octavo.structured_output.lark import lark_json
+
 _TYPES: dict[type, str] = {
     type(None): "null",
     bool: "boolean",
@@ -16,6 +19,7 @@ _TYPES: dict[type, str] = {
     dict: "object",
 }
 _ALL_TYPES = frozenset(_TYPES.values())
+_VALUES = frozenset({"const", "default", "enum", "examples"})
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -26,24 +30,35 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
-def types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
     """Return the JSON types that values of a schema may have. root: where its references point."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return _ALL_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_referred(reference, root), root, depth + 1)
+    found, left, referred = set[str](), [schema], set[str]()
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict):
+            return _ALL_TYPES
+        if isinstance(reference := part.get("$ref"), str):
+            if reference not in referred:  # once: they may point at each other
+                referred.add(reference)
+                left.append(_referred(reference, root))
+            continue
+        options = part.get("anyOf") or part.get("oneOf")
+        if own := _own_types(part):
+            found |= own
+        elif isinstance(options, list):
+            left += options
+        else:
+            return _ALL_TYPES
+    return frozenset(found) or _ALL_TYPES
+
+
+def _own_types(schema: dict[str, Any]) -> set[str]:
+    """Return the types that a schema itself says; none where it says none."""
     kinds = schema.get("type")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    options = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(kinds, str | list):
-        named = {kinds} if isinstance(kinds, str) else {each for each in kinds if isinstance(each, str)}
-    elif isinstance(values, list):
-        named = {_TYPES[type(value)] for value in values}
-    elif isinstance(options, list):
-        named = {each for option in options for each in types_of(option, root, depth + 1)}
-    else:
-        named = set()
-    return _ALL_TYPES & named or _ALL_TYPES
+        return {each for each in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(each, str)} & _ALL_TYPES
+    return {_TYPES[type(value)] for value in values} if isinstance(values, list) else set()
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
@@ -71,16 +86,56 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
+    """Return how a grammar names JSON of a part of a schema: with what it refers to in the whole one, and no more.
+
+    Raises `RequestError` for what is too long for any grammar.
+    """
+    definitions: dict[str, Any] = {}
+    names, left = dict[int, str](), list[Any]()
+    whole = _with_names(schema, root, names, left)
+    while left:
+        part = left.pop()
+        definitions[names[id(part)]] = _with_names(part, root, names, left)
+    text = lark_json({**whole, "$defs": definitions} if definitions else whole)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"a part of a schema has {len(text)} characters with what it refers to")
+    return text
+
+
+def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
+    """Return a schema whose references are to definitions. Mutated: names, of what is referred to; left, the new."""
+    if isinstance(schema, list):
+        return [_with_names(each, root, names, left) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {key: each if key in _VALUES else _with_names(each, root, names, left) for key, each in schema.items()}
+    reference = schema.get("$ref")
+    referred = _referred(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
+    if isinstance(referred, dict):
+        if id(referred) not in names:  # however the reference is spelled
+            names[id(referred)] = f"part{len(names)}"
+            left.append(referred)
+        told["$ref"] = f"#/$defs/{names[id(referred)]}"
+    return told
+
+
 def _referred(reference: str, root: Any) -> Any:
-    for key in reference.removeprefix("#/").split("/"):
-        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    """Return what a reference within a schema names; None where that is nothing."""
+    for key in map(_unescaped, reference.removeprefix("#").split("/")[1:]):
+        match root:
+            case dict():
+                root = root.get(key)
+            case list() if key.isdecimal() and int(key) < len(root):
+                root = root[int(key)]
+            case _:
+                return None
     return root
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("~1", "/").replace("~0", "~")
 
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(word)
-
-
-def definitions_of(root: dict[str, Any]) -> dict[str, Any]:
-    """Return what a part of a schema needs of the whole one, for its references."""
-    return {key: root[key] for key in ("$defs", "definitions") if key in root}

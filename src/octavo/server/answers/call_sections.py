@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
     from octavo.server.answers.tool_format import Function
 
+NAME = re.compile(r"[\w.:/-]*")
 MAX_HEAD_CHARS = 256  # of what stands between two marks and is a name, an id or both
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import MalformedError
-from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.python_parser import PythonParser
-from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 QUOTE = '<|"|>'
 _KEY = re.compile(r"""[^\s:,{}\[\]<]*""")
-_NAME = re.compile(r"[\w.:/-]*")
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
@@ -75,24 +73,18 @@ class GemmaFormat(SectionFormat):
             item = f"value{place}_0"
             return [f'value{place}: "[" ({item} ("," {item})*)? "]"', *self._value(f"{place}_0", schema["items"], root)]
         if kinds and kinds <= _SCALARS:
-            return [f"value{place}: {lark_json({**schema, **definitions_of(root)})}"]
+            return [f"value{place}: {json_of(schema, root)}"]
         known = {frozenset({"string"}): "quoted", frozenset({"object"}): "anyobject"}
         return [f"value{place}: {known.get(kinds, 'any')}"]
 
     def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Properties in their order; first<i> are those from the i-th on where none was written, further<i> others."""
+        """Return the rules of properties in their order."""
         named, required = list(schema["properties"].items()), schema.get("required")
-        rules = [f'value{place}: "{{" first{place}_0 "}}"']
+        are_needed = [isinstance(required, list) and key in required for key, _ in named]
+        rules = [f'value{place}: "{{" first{place}_0 "}}"', *ordered_rules(place, are_needed, '","')]
         for number, (key, part) in enumerate(named):
-            here, is_last = f"{place}_{number}", number + 1 == len(named)
-            first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
-            is_needed = isinstance(required, list) and key in required
-            rules += [
-                f'pair{here}: {json_text(key)} ":" value{here}',
-                f"first{here}: pair{here} {further}{'' if is_needed else ' | ' + first}",
-                f'further{here}: ("," pair{here}){"" if is_needed else "?"} {further}',
-                *self._value(here, part, root),
-            ]
+            here = f"{place}_{number}"
+            rules += [f'argument{here}: {json_text(key)} ":" value{here}', *self._value(here, part, root)]
         return rules
 
 
@@ -114,39 +106,37 @@ class GemmaParser(PythonParser):
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
-        name = yield from self._run(_NAME)
+        name = yield from self._run(NAME)
         yield from self._expect("{")
         call.name = name
-        self._begin(call)
-        self._drop()
-        self._tell("arguments", "{", call)
-        yield from self._pairs(call, "}", 0)
-        self._tell("arguments", "}", call)
-        self._drop()
+        yield from self._arguments(call, "}")
 
-    def _key(self, call: Call, behind: str) -> Wait[None]:
-        if (yield from self._peek()) == "<":
-            yield from self._quoted(call)
-        else:
-            yield from self._bare_key(call, _KEY)
+    def _key(self, behind: str) -> Wait[str]:
+        key = (yield from self._quoted(None)) if (yield from self._peek()) == "<" else (yield from self._bare_key(_KEY))
         yield from self._skip_space()
         yield from self._expect(behind)
+        return key
 
-    def _quoted(self, call: Call) -> Wait[None]:
-        """Read a string, and tell it as it comes."""
+    def _quoted(self, call: Call | None) -> Wait[str]:
+        """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
         if not (yield from self._takes_all(QUOTE)):
             raise MalformedError
         self._drop()
-        self._tell("arguments", '"', call)
+        if call is not None:
+            self._say_opened('"', '"', call)
+        written = ""
         while (end := self._text.find(QUOTE)) < 0:
             is_whole = self._is_over and not self._is_cut
             self._position = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, QUOTE))
-            self._tell("arguments", json.dumps(self._text[: self._position], ensure_ascii=False)[1:-1], call)
+            written += self._piece(self._text[: self._position], call)
             self._drop()
             if self._is_over:
                 self._position = len(self._text)
                 raise MalformedError
             yield
-        self._tell("arguments", json.dumps(self._text[:end], ensure_ascii=False)[1:-1] + '"', call)
+        written += self._piece(self._text[:end], call)
         self._position = end + len(QUOTE)
         self._drop()
+        if call is not None:
+            self._say_closed(call)
+        return f'"{written}"'

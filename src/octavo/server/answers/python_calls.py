@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import definitions_of, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
-from octavo.server.answers.tool_format import choice_of, json_text
-from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
+from octavo.structured_output.lark import FEW_BLANKS, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +49,7 @@ def _value(value: Any) -> str:
 
 
 def _argument_rules(place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the rule of all arguments of a call, and what it is made of. place: tells calls apart.
-
-    first<i> are the arguments from the i-th on where none was written yet, further<i> where one was.
-    """
+    """Return the rule of all arguments of a call, and what it is made of. place: tells calls apart."""
     properties, required = parameters.get("properties"), parameters.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -60,15 +57,11 @@ def _argument_rules(place: str, parameters: dict[str, Any]) -> tuple[str, list[s
             return "", []
         value = _value_rules(f"value{place}", {}, parameters)
         return f"(any{place} (COMMA any{place})*)?", [f'any{place}: {_ANY_KEY} "=" value{place}', *value]
-    rules = []
+    rules = ordered_rules(place, [isinstance(required, list) and key in required for key, _ in named], "COMMA")
     for number, (key, schema) in enumerate(named):
-        here, is_last = f"{place}_{number}", number + 1 == len(named)
-        first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
-        is_needed = isinstance(required, list) and key in required
+        here = f"{place}_{number}"
         rules += [
             f'argument{here}: {json_text(key)} "=" value{here}',
-            f"first{here}: argument{here} {further}{'' if is_needed else ' | ' + first}",
-            f"further{here}: (COMMA argument{here}){'' if is_needed else '?'} {further}",
             *_value_rules(f"value{here}", schema if isinstance(schema, dict) else {}, parameters),
         ]
     return f"first{place}_0", rules
@@ -81,7 +74,7 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
         return [f"{name}: {' | '.join(words)}"]
     return [
         f"{name}: {' | '.join([*words, 'json_' + name])}",
-        f"json_{name}: {lark_json({**schema, **definitions_of(root)})}",
+        f"json_{name}: {json_of(schema, root)}",
     ]
 
 

@@ -8,16 +8,15 @@ from string import hexdigits
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import SectionParser
+from octavo.server.answers.call_sections import NAME, SectionParser
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
 
-_NAME = re.compile(r"[\w.:/-]*")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _PLAIN = re.compile(r"""[^"'\\]+""")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 _MAX_WORD_CHARS = 512
 _MAX_DEPTH = 64
@@ -27,22 +26,49 @@ _CODES = {"x": 2, "u": 4, "U": 8}
 
 
 class PythonParser(SectionParser):
-    """Reads a list between marks. quotes: what strings begin with."""
+    """Reads a list between marks. quotes: what strings begin with.
+
+    However a call ends, unless the answer was cut off within, its arguments are a whole object: names are told with the
+    first of their values, and where a value breaks, what is open is closed.
+    """
 
     quotes = "\"'"
+    _held = ""  # what stands before the next value
+    _open = ""  # what closes what was told, the innermost first
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
-        name = yield from self._run(_NAME)
+        name = yield from self._run(NAME)
         yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
+        yield from self._arguments(call, ")")
+
+    def _arguments(self, call: Call, closer: str) -> Wait[None]:
+        """Decide that this is a call, and tell its arguments."""
         self._begin(call)
         self._drop()
-        self._tell("arguments", "{", call)
-        yield from self._pairs(call, ")", 0)
-        self._tell("arguments", "}", call)
+        self._held = self._open = ""
+        try:
+            yield from self._object(call, closer, 0)
+        except MalformedError:
+            if not self._is_cut:
+                self._tell("arguments", self._open, call)
+            raise
         self._drop()
+
+    def _say(self, text: str, call: Call) -> None:
+        """Tell a value, or where it begins, with what was held back before it."""
+        self._tell("arguments", self._held + text, call)
+        self._held = ""
+
+    def _say_opened(self, opener: str, closer: str, call: Call) -> None:
+        self._say(opener, call)
+        self._open = closer + self._open
+
+    def _say_closed(self, call: Call) -> None:
+        closer, self._open, self._held = self._open[0], self._open[1:], ""
+        self._tell("arguments", closer, call)
 
     def _goes_on(self) -> Wait[bool]:
         """Calls on lines of their own have no mark between them."""
@@ -51,38 +77,39 @@ class PythonParser(SectionParser):
         char = yield from self._skip_space()
         return bool(char) and not self._closes.startswith(char)
 
-    def _pairs(self, call: Call, closer: str, depth: int) -> Wait[None]:
-        """Read names, or strings in a dictionary, with values, up to what closes them."""
-        is_first = True
+    def _object(self, call: Call, closer: str, depth: int) -> Wait[None]:
+        """Read names, or strings in a dictionary, with values, up to what closes them, and tell an object."""
+        self._say_opened("{", "}", call)
+        separator = ""
         while (yield from self._skip_space()) != closer:
-            if not is_first:
-                self._tell("arguments", ", ", call)
-            yield from self._key(call, "=" if closer == ")" else ":")
-            self._tell("arguments", ": ", call)
+            key = yield from self._key("=" if closer == ")" else ":")
+            self._held = f"{separator}{key}: "
             yield from self._python_value(call, depth)
-            is_first = False
+            separator = ", "
             if (yield from self._skip_space()) != ",":
                 break
             self._position += 1
         yield from self._skip_space()
         yield from self._expect(closer)
+        self._say_closed(call)
 
-    def _key(self, call: Call, behind: str) -> Wait[None]:
-        """Read a name and what stands behind it, and tell it."""
+    def _key(self, behind: str) -> Wait[str]:
+        """Read a name and what stands behind it; return it as JSON."""
         if behind == ":":
             if (yield from self._peek()) not in {'"', "'"}:
                 raise MalformedError
-            yield from self._quoted(call)
+            key = yield from self._quoted(None)
         else:
-            yield from self._bare_key(call, _KEY)
+            key = yield from self._bare_key(_KEY)
         yield from self._skip_space()
         yield from self._expect(behind)
+        return key
 
-    def _bare_key(self, call: Call, letters: re.Pattern[str]) -> Wait[None]:
+    def _bare_key(self, letters: re.Pattern[str]) -> Wait[str]:
         key = yield from self._run(letters)
         if not key or (self._is_cut and self._position == len(self._text)):
             raise MalformedError
-        self._tell("arguments", json.dumps(key, ensure_ascii=False), call)
+        return json.dumps(key, ensure_ascii=False)
 
     def _python_value(self, call: Call, depth: int) -> Wait[None]:
         if depth > _MAX_DEPTH:
@@ -92,9 +119,7 @@ class PythonParser(SectionParser):
             yield from self._quoted(call)
         elif char == "{":
             self._position += 1
-            self._tell("arguments", "{", call)
-            yield from self._pairs(call, "}", depth + 1)
-            self._tell("arguments", "}", call)
+            yield from self._object(call, "}", depth + 1)
         elif char and char in "[(":
             self._position += 1
             yield from self._items(call, "]" if char == "[" else ")", depth + 1)
@@ -102,29 +127,28 @@ class PythonParser(SectionParser):
             word = yield from self._run(_WORD)
             if self._is_cut and self._position == len(self._text):
                 raise MalformedError  # of a word whose end is not known
-            self._tell("arguments", _word(word), call)
+            self._say(_word(word), call)
             self._drop()
 
     def _items(self, call: Call, closer: str, depth: int) -> Wait[None]:
-        self._tell("arguments", "[", call)
-        is_first = True
+        self._say_opened("[", "]", call)
         while (yield from self._skip_space()) != closer:
-            if not is_first:
-                self._tell("arguments", ", ", call)
             yield from self._python_value(call, depth)
-            is_first = False
+            self._held = ", "
             if (yield from self._skip_space()) != ",":
                 break
             self._position += 1
         yield from self._expect(closer)
-        self._tell("arguments", "]", call)
+        self._say_closed(call)
 
-    def _quoted(self, call: Call) -> Wait[None]:
-        """Read a string, and tell it as it comes."""
+    def _quoted(self, call: Call | None) -> Wait[str]:
+        """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
         quote = yield from self._peek()
         self._position += 1
         self._drop()
-        self._tell("arguments", '"', call)
+        if call is not None:
+            self._say_opened('"', '"', call)
+        written = ""
         while (char := (yield from self._peek())) != quote:
             if not char:
                 raise MalformedError
@@ -137,11 +161,21 @@ class PythonParser(SectionParser):
                 run = _PLAIN.match(self._text, self._position)
                 text = char if run is None else run.group()
                 self._position += len(text)
-            self._tell("arguments", json.dumps(text, ensure_ascii=False)[1:-1], call)
+            written += self._piece(text, call)
             self._drop()
         self._position += 1
-        self._tell("arguments", '"', call)
         self._drop()
+        if call is not None:
+            self._say_closed(call)
+        return f'"{written}"'
+
+    def _piece(self, text: str, call: Call | None) -> str:
+        """Tell a piece of a string, or return it as JSON where it is told to nobody."""
+        written = json.dumps(text, ensure_ascii=False)[1:-1]
+        if call is None:
+            return written
+        self._tell("arguments", written, call)
+        return ""
 
     def _escape(self) -> Wait[str]:
         self._position += 1

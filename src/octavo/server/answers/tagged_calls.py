@@ -6,17 +6,18 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import definitions_of, is_text, types_of
+from octavo.server.answers.argument_values import is_text, json_of, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
-from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+from octavo.structured_output.lark import FEW_BLANKS, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from octavo.server.answers.tool_format import Function
 
+_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 
 
@@ -96,13 +97,14 @@ class TaggedFormat(SectionFormat):
         if not is_json and (options := _texts(schema)):
             return f"{pad}({' | '.join(map(json_text, options))}) {closes}", []
         if is_json or "string" not in types_of(schema, root):
-            return f"{pad}{lark_json({**schema, **definitions_of(root)})} {closes}", []
+            return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
         text, upper = _text_pattern(schema), name.upper()
         if self.value_closes in self.markers and self._spell(self.value_closes):
             spelled_out = pattern(self.value_closes)
-            rules = [f"{upper}: /{text}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
-            return f"{pad}{upper} {self._literal(self.value_closes)}", rules  # its line feed is part of the text
+            whole = f"({text})\\n" if self.is_padded else text
+            rules = [f"{upper}: /{whole}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
+            return f"{pad}{upper} {self._literal(self.value_closes)}", rules
         mark = json.dumps(end, ensure_ascii=False)
         return f"{pad}value_{name}", [f"value_{name}[lazy]: {upper} {mark}", f"{upper}: /{text}/ {FEW_BLANKS}"]
 
@@ -117,8 +119,10 @@ def _text_pattern(schema: dict[str, Any]) -> str:
     """Return a regular expression of the strings of a schema."""
     wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
     if isinstance(wanted, str):
-        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if wanted.endswith("$") else "(.|\\n)*")
-        inner = re.sub(r"\\?/", r"\\x{2f}", wanted.removeprefix("^").removesuffix("$").replace("\n", "\\n"))
+        is_anchored = _ANCHOR.search(wanted) is not None
+        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
+        inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
+        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
         return f"{before}({inner}){behind}"
     if isinstance(least, int) or isinstance(most, int):
         return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"

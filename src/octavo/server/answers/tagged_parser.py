@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import is_text, property_of, value_text
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import SectionParser
+from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME, SectionParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
     from octavo.server.answers.tagged_calls import TaggedFormat
     from octavo.server.answers.tool_format import Function
-
-_NAME = re.compile(r"[\w.:/-]*")
 
 
 class TaggedParser(SectionParser):
@@ -68,9 +65,12 @@ class TaggedParser(SectionParser):
         return False
 
     def _name(self) -> Wait[str]:
+        """Return a name. Raises `MalformedError` for one that is too long."""
         while True:
-            found = _NAME.match(self._text, self._position)
+            found = NAME.match(self._text, self._position)
             end = self._position if found is None else found.end()
+            if end - self._position > MAX_HEAD_CHARS:
+                raise MalformedError
             if end < len(self._text) or self._is_over:
                 name = self._text[self._position : end]
                 self._position = end

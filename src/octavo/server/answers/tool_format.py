@@ -98,6 +98,22 @@ def choice_of(count: int) -> str:
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
+def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
+    """Return the rules of `argument<place>_0` and those behind it, in their order, as `first<place>_0`.
+
+    first<i> are those from the i-th on where none was written yet, further<i> where one was. are_needed: of each.
+    """
+    rules = []
+    for number, is_needed in enumerate(are_needed):
+        here, is_last = f"{place}_{number}", number + 1 == len(are_needed)
+        first, further = ('""', "") if is_last else (f"first{place}_{number + 1}", f"further{place}_{number + 1}")
+        rules += [
+            f"first{here}: argument{here} {further}{'' if is_needed else ' | ' + first}",
+            f"further{here}: ({separator} argument{here}){'' if is_needed else '?'} {further}",
+        ]
+    return rules
+
+
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
     """Return the rules of one call that is an object, made of the same lexemes as any JSON: it may be one as well.
 

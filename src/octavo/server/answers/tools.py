@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.sampling_params import StructuredOutputsParams
+from octavo.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_format import Function
+from octavo.structured_output.lark import lark_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from octavo.server.answers.parts import AnswerParser
     from octavo.server.answers.tool_format import ToolFormat
@@ -110,24 +111,36 @@ class Toolbox:
             return None if grammar is None else StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
         except (RequestError, ValueError, TypeError, RecursionError):
             message = (
-                "the parameters of the tools, or the schema beside them, are no JSON schemas, too long or too deep"
+                "the parameters of the tools, or the schema beside them, are no JSON schemas, too deep, or longer than "
+                f"{MAX_GRAMMAR_CHARS} characters in all"
             )
             raise RequestError(message, parameter="tools") from None
 
     def _grammar(self, tool_format: ToolFormat, content: StructuredOutputsParams | None) -> str | None:
         if self.is_required:
             wanted = [each for each in self.functions if self.named in {None, each.name}]
-            return tool_format.forced(wanted, only_one=self.only_one or self.named is not None)
+            return tool_format.forced(_bounded(wanted), only_one=self.only_one or self.named is not None)
         if content is not None:
             schema = str(content.json or '{"type": "object"}')
-            return tool_format.or_content(self.functions, schema, only_one=self.only_one)
+            return tool_format.or_content(_bounded(self.functions), schema, only_one=self.only_one)
         if self.is_limited or any(function.strict for function in self.functions):
             functions = [each if each.strict else replace(each, parameters=_ANY) for each in self.functions]
-            return tool_format.optional(functions, only_one=self.only_one)
+            return tool_format.optional(_bounded(functions), only_one=self.only_one)
         return None
 
 
 NO_TOOLS = Toolbox()
+
+
+def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
+    """Return functions of whose parameters a grammar can be made: some repeat what several parts refer to.
+
+    Raises `RequestError` where the parameters alone are too long for one.
+    """
+    num_chars = sum(len(lark_json(each.parameters)) for each in functions)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"the parameters of the tools have {num_chars} characters", parameter="tools")
+    return functions
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:

@@ -5,6 +5,7 @@ A table has the fields of one API that octavo does not spell so itself.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from itertools import islice
@@ -277,4 +278,5 @@ def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]])
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
+            allowed = f", or give {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+            raise RequestError(f"{name} is not supported by this server: leave it out{allowed}", parameter=name)

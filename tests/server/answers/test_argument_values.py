@@ -1,0 +1,134 @@
+"""What the schema of an argument says of it, at no more work than the schema is long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from call_grammars import Grammars
+
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.tagged_calls import GLMFormat, Qwen3CoderFormat
+from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tools import read_chat_tools
+
+DEFINITIONS: dict[str, Any] = {
+    "town": {"type": "object", "properties": {"in": {"$ref": "#/$defs/land~1county"}}},
+    "land/county": {"type": "object", "properties": {"towns": {"type": "array", "items": {"$ref": "#/$defs/town"}}}},
+    "other": {"type": "string"},
+}
+ALL = {"null", "boolean", "integer", "number", "string", "array", "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["integer", "null", 7]}, {"integer", "null"}),
+        ({"type": "text"}, ALL),
+        ({"enum": ["a", 1]}, {"string", "integer"}),
+        ({"const": None}, {"null"}),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"const": 1.5}]}]}, {"string", "number"}),
+        ({"anyOf": [{"type": "string"}, {}]}, ALL),
+        ({"type": "string", "anyOf": [{"minLength": 1}, {"pattern": "a"}]}, {"string"}),
+        ({"$ref": "#/$defs/town"}, {"object"}),
+        ({"anyOf": [{"$ref": "#/$defs/other"}, {"$ref": "#/$defs/other"}, {"type": "null"}]}, {"string", "null"}),
+        ({"$ref": "#/$defs/none"}, ALL),
+        ({}, ALL),
+        (True, ALL),
+    ],
+)
+def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
+    assert types_of(schema, {"$defs": DEFINITIONS}) == types
+
+
+def test_references_to_each_other_are_followed_once() -> None:
+    """Followed each time, these are 300 ** 4 steps."""
+    parts = {"a": {"anyOf": [{"$ref": "#/$defs/b"}] * 300}, "b": {"anyOf": [{"$ref": "#/$defs/a"}] * 300}}
+    assert types_of({"$ref": "#/$defs/a"}, {"$defs": parts}) == ALL
+    parts["b"]["anyOf"].append({"type": "string"})
+    assert types_of({"$ref": "#/$defs/a"}, {"$defs": parts}) == {"string"}
+
+
+def test_json_of_a_part_has_the_definitions_that_it_refers_to() -> None:
+    def definitions(schema: dict[str, Any]) -> Any:
+        return json.loads(json_of(schema, {"$defs": DEFINITIONS}).removeprefix("%json ")).get("$defs", {})
+
+    assert len(definitions({"type": "array", "items": {"$ref": "#/$defs/town"}})) == 2
+    assert [*definitions({"$ref": "#/$defs/other"}).values()] == [{"type": "string"}]
+    assert definitions({"type": "integer"}) == {}
+
+
+@pytest.mark.parametrize("family", [Qwen3CoderFormat, PythonicFormat, HermesFormat])
+def test_references_may_point_anywhere_in_the_parameters(family: Any) -> None:
+    """Some programs write a schema that is there twice as a reference to the first one."""
+    grammars = Grammars("plain", [])
+    parameters = {
+        "type": "object",
+        "properties": {
+            "from": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+            "to": {"type": ["object"], "allOf": [{"$ref": "#/properties/from"}]},
+            "way": {"type": "array", "items": {"anyOf": [{"const": {"$ref": "#/a"}}, {"type": "null"}]}},
+            "more": {"type": "array", "items": {"$ref": "#/properties/way/items/anyOf/1"}},
+            "again": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "required": ["from"],
+        "additionalProperties": False,
+    }
+    form = family(grammars.spell)
+    structure = StructuredOutputsParams(grammar=form.forced([Function("go", parameters)], only_one=True))
+    one = {"x": 1}
+    given = {"from": one, "to": one, "way": [{"$ref": "#/a"}, None], "more": [None], "again": [{"from": one}]}
+    assert grammars.accepts(structure, form.write([("go", given)]))
+    for wrong in ({"to": {"x": "a"}}, {"more": [1]}, {"again": [{"to": one}]}):
+        assert not grammars.accepts(structure, form.write([("go", {"from": one, **wrong})]))
+
+
+@pytest.mark.parametrize("family", [Qwen3CoderFormat, PythonicFormat])
+def test_parameters_that_are_too_long_are_refused_before_parts_repeat_them(family: Any) -> None:
+    written = [0]
+
+    class Counted(family):
+        def forced(self, *args: Any, **kwargs: Any) -> str:
+            text: str = super().forced(*args, **kwargs)
+            written[0] = len(text)
+            return text
+
+    def structure(num_properties: int) -> Any:
+        defined = {"all": {"enum": [f"value {index}" for index in range(num_properties)]}}
+        properties = {f"p{index}": {"$ref": "#/$defs/all"} for index in range(num_properties)}
+        parameters = {"type": "object", "properties": properties, "$defs": defined}
+        tools = [{"type": "function", "function": {"name": "pick", "parameters": parameters}}]
+        return read_chat_tools(tools, "required", None, Counted()).structure(None)
+
+    assert structure(20) is not None
+    written[0] = 0
+    with pytest.raises(RequestError, match="longer than 65536 characters"):
+        structure(1900)
+    assert written == [0]
+
+
+@pytest.mark.parametrize("family", [Qwen3CoderFormat, GLMFormat])
+@pytest.mark.parametrize("kind", ["plain", "added"])
+@pytest.mark.parametrize(
+    ("schema", "text", "others"),
+    [
+        ({"pattern": "^https?://[^/]+/?$"}, "https://a.org/", ["ftp://a.org", "https://a.org/b"]),
+        ({"pattern": "^[0-9]+\\$"}, "12$ or so", ["12", "a12$"]),
+        ({"pattern": "b+"}, "abba", ["a"]),
+        ({"minLength": 2, "maxLength": 3}, "狐狐狐", ["狐", "狐狐狐狐"]),
+        ({"maxLength": 1}, "", ["ab"]),
+    ],
+)
+def test_a_bare_string_keeps_to_its_schema(family: Any, kind: str, schema: Any, text: str, others: list[str]) -> None:
+    grammars = Grammars(kind, list(family.markers))
+    form = family(grammars.spell)
+    parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    structure = StructuredOutputsParams(grammar=form.forced([Function("now", parameters)], only_one=True))
+    assert grammars.accepts(structure, form.write([("now", {"a": text})]))
+    assert not any(grammars.accepts(structure, form.write([("now", {"a": each})])) for each in others)
