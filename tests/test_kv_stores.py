@@ -79,7 +79,13 @@ def engine_over(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
-            **{"min_tokens_to_cache": 2, **PRESSING, **dict(schedule.options), **scheduler_options},
+            **{
+                "min_tokens_to_cache": 2,
+                "kv_lookup_timeout_s": 20.0,  # a machine may be full of other tests
+                **PRESSING,
+                **dict(schedule.options),
+                **scheduler_options,
+            },
         ),
         device_config=DeviceConfig(device="cpu"),
         kv_store=make_store,
