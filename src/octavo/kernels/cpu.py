@@ -245,7 +245,7 @@ class CpuKernels:
             weight.dtype_number, weight.out_features, weight.in_features,
             0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), out.stride(0),
             DTYPE_NUMBERS[out.dtype], gated_by is not None, ACTIVATION_NUMBERS[gated_by or "silu"],
-            weight.int4.group_size, weight.int4.has_zeros, weight.order_address,
+            weight.int4.group_size, weight.int4.has_zeros, weight.order_address if weight.int4.has_order else 0,
         )  # fmt: skip
         return out
 

@@ -89,8 +89,8 @@ class PanelWeight:
 
     @property
     def order_address(self) -> int:
-        """Where the order of columns stands, or 0."""
-        return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features if self.int4.has_order else 0
+        """Where the order of columns stands, of a weight that has one."""
+        return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
