@@ -19,6 +19,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +74,13 @@ def score(scored: dict[str, Scored], name: str, llm: LLM, pieces: list[list[int]
         num_bytes = weight_bytes(llm.llm_engine.core.executor.worker.model)
         scored[name] = Scored(num_bytes, perplexity(mean_losses(llm, pieces)), [])
     scored[name].rates.append(speeds(llm, ids))
+    tell(name, scored[name])
+
+
+def tell(name: str, row: Scored) -> None:
+    """Tell what was measured just now: all of it takes minutes."""
+    prompt, stream = row.rates[-1]
+    print(f"{name}: {row.perplexity:.3f}, {prompt:.0f} and {stream:.0f} tok/s", file=sys.stderr, flush=True)
 
 
 def ask_llama_cpp(options: argparse.Namespace, ftype: str, pieces: list[list[int]], ids: list[int]) -> dict[str, Any]:
@@ -128,6 +136,7 @@ def main() -> None:
                 scored[f"llama.cpp {name}"] = Scored(answer["bytes"], perplexity(answer["losses"]), [])
             rate = answer["prompt_tokens_per_s"], answer["stream_tokens_per_s"]
             scored[f"llama.cpp {name}"].rates.append(rate)
+            tell(f"llama.cpp {name}", scored[f"llama.cpp {name}"])
             with opened(options.home / f"{options.gguf.stem}.{name}.gguf", quantization=None, dtype="bfloat16") as llm:
                 score(scored, f"its {name} file", llm, pieces if number == 0 else [], ids)
     print("| precision | weights, MB | perplexity | | prompt, tok/s | one stream, tok/s |\n|---|---|---|---|---|---|")

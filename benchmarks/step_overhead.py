@@ -110,6 +110,7 @@ def open_engine(model: str, num_requests: int, num_steps: int) -> tuple[LLM, Idl
             num_gpu_blocks_override=num_requests * -(-length // 16),
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
+            speculative_config={"method": "none"},  # a step gives each request one token
         )
     finally:
         _kernels.KernelSet = real
