@@ -268,9 +268,8 @@ def resolve_scheduler(
         return config  # prompts are not cut
     if cost is None:
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
-        bits = (
-            4 if architecture.block_bytes and quantization is None else bits
-        )  # whatever their kind, products of blocks are as fast as int4's
+        if architecture.block_bytes and quantization is None:
+            bits = 4  # whatever their kind, products of blocks are about as fast as int4's
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0

@@ -167,7 +167,7 @@ def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothi
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])
 def test_an_engine_that_tells_no_models_is_left_out(text):
-    assert _cards(text) == []
+    assert _cards(text, "data", "id") == []
     assert _cards(text, "models", "name") == []
 
 

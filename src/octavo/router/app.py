@@ -101,7 +101,7 @@ async def _models(service: RouterService, field: str, key: str, more: dict[str, 
     return JSONResponse({**more, field: list(cards.values())})
 
 
-def _cards(text: bytes, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
+def _cards(text: bytes, field: str, key: str) -> list[dict[str, Any]]:
     """Return what an engine tells of its models; nothing where it is no list of them."""
     try:
         told = getattr(msgspec.json.decode(text, type=_ModelList), field)

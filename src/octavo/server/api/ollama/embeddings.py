@@ -52,7 +52,7 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
     model = request.settle(service)
     if not request.prompt:
         return _none(service, Vector([]))
-    return await embed_prompts(service, http_request, [request.prompt], EmbeddingReply, model=model)
+    return await embed_prompts(service, http_request, [request.prompt], lambda _: EmbeddingReply(), model=model)
 
 
 def _none(service: Service, told: Struct) -> Response:
@@ -77,9 +77,6 @@ class EmbedReply:
 
 class EmbeddingReply:
     """Spells one output as a vector."""
-
-    def __init__(self, _job: Job) -> None:
-        pass
 
     def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
         """Return the vector."""
