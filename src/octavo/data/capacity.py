@@ -16,7 +16,8 @@ class EngineCapacity:
     max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
     step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
     `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
-    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included.
+    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included. num_window_blocks,
+    window_block_bytes: of those that layers with a window keep what they still see in; 0 where no layer has one.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
     hands KV over directly; None: it does not.
@@ -34,6 +35,8 @@ class EngineCapacity:
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
     kv_block_bytes: int = 0
+    num_window_blocks: int = 0
+    window_block_bytes: int = 0
     role: str = "both"
     kv_transfer_port: int | None = None
 
@@ -48,6 +51,8 @@ class EngineCapacity:
         kv_cache_dtype: str = "auto",
         speculative: SpeculativeConfig | None = None,
         kv_block_bytes: int = 0,
+        num_window_blocks: int = 0,
+        window_block_bytes: int = 0,
         role: str = "both",
         kv_transfer_port: int | None = None,
     ) -> EngineCapacity:
@@ -68,6 +73,8 @@ class EngineCapacity:
             speculative_method="none" if speculative is None else speculative.method,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             kv_block_bytes=kv_block_bytes,
+            num_window_blocks=num_window_blocks,
+            window_block_bytes=window_block_bytes,
             role=role,
             kv_transfer_port=kv_transfer_port,
         )

@@ -18,6 +18,8 @@ class NewRequestData:
     token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
     cache_salt: nothing of it is shared with requests that have another one. predicted_token_ids: what its client
     expects as its output.
+    window_block_ids: where layers with a window keep what block_ids holds of the others: parallel to these as far as it
+    goes, -1 behind the window. Empty where no layer has one.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class NewRequestData:
     num_computed_tokens: int
     cache_salt: str | None = None
     predicted_token_ids: list[int] | None = None
+    window_block_ids: list[int] = field(default_factory=list)
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
@@ -48,6 +51,7 @@ class NewRequestData:
             num_computed_tokens=request.num_computed_tokens,
             cache_salt=request.cache_salt,
             predicted_token_ids=request.predicted_token_ids,
+            window_block_ids=list(sequence.window_table),
         )
 
 
@@ -56,26 +60,20 @@ class CachedRequestData:
     """Only what is new of the requests that the worker knows already; parallel lists.
 
     new_token_ids: tokens accepted since the request was last scheduled. new_block_ids: to append to its block table.
+    new_window_block_ids: to append to its table of window blocks, perhaps in another step than the blocks themselves;
+    what has fallen behind the window stays in that table and is never read. No lists where no layer has a window.
     """
 
     req_ids: list[str]
     new_token_ids: list[list[int]]
     new_block_ids: list[list[int]]
     num_computed_tokens: list[int]
+    new_window_block_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
         """No request at all."""
         return cls([], [], [], [])
-
-    def append(
-        self, request_id: str, new_token_ids: list[int], new_block_ids: list[int], num_computed_tokens: int
-    ) -> None:
-        """Add one request's row."""
-        self.req_ids.append(request_id)
-        self.new_token_ids.append(new_token_ids)
-        self.new_block_ids.append(new_block_ids)
-        self.num_computed_tokens.append(num_computed_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +84,24 @@ class BlockCopies:
     written to in this very step. A host block may come twice: then the last one's content is meant.
     block_copies: (block, block), copy on write; a source may be a target of what comes after it.
     swap_in: (host block, block) of requests that resume, or find in host memory what the device had.
+    window_swap_out, window_copies, window_swap_in: the same with window blocks in place of blocks, each beside its
+    neighbour: all that goes out before all copies, and these before all that comes in. A host block has room for both
+    parts; either is copied alone.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    window_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
+    window_swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.block_copies or self.swap_in)
+        return bool(self.swap_out or self.block_copies or self.swap_in or self._has_window_copies)
+
+    @property
+    def _has_window_copies(self) -> bool:
+        return bool(self.window_swap_out or self.window_copies or self.window_swap_in)
 
 
 class TransferDirection(Enum):
@@ -110,6 +118,8 @@ class KVTransfer:
     keys: one for each of block_ids, a hash of all that the KV in it depends on (`core.block_hash`): what is loaded into
     a block is what was saved under its key, or it counts as not there. The blocks are pinned until the transfer ended,
     or the worker was told that it is cancelled. request_id: who waits for it; None for what is saved.
+    window_block_ids: where layers with a window have their part of each block, empty where no layer has one. A load has
+    -1 where nobody will look at that part; a save has all of them. Under a key a store has both parts.
     """
 
     transfer_id: int
@@ -117,6 +127,7 @@ class KVTransfer:
     keys: list[bytes]
     block_ids: list[int]
     request_id: str | None = None
+    window_block_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
