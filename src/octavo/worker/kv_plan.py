@@ -23,8 +23,14 @@ class KVSize:
 class KVPlan:
     """What blocks and window blocks take, and how many of these are of use beside so many of those.
 
+    A sequence has as many blocks as it is long, and window blocks of its window alone. Short ones have as many of both,
+    so that window blocks for all blocks waste nothing, and long ones few window blocks. How long they are is not known.
+    So there are window blocks for all that may run at once, or, if that is more, so many that each of both kinds, short
+    ones and long ones, has the same part of what the best plan for them alone would give: a window block for each
+    bytes_of_both / block_bytes blocks. The cache keeps more of what ended by that, too.
+
     block_bytes: of a block, and of what a drafting model keeps with it. window_block_bytes: 0 where no layer has a
-    window. window_blocks: of one sequence behind a step, and of a step's tokens.
+    window. window_blocks_of_sequence, window_blocks_of_step: what one has behind a step, and what the step takes.
     """
 
     block_bytes: int
@@ -62,8 +68,8 @@ class KVPlan:
         return self.block_bytes + self.window_block_bytes
 
     @property
-    def num_useful_window_blocks(self) -> int:
-        """Window blocks that as many sequences as may run can use, a step's, and as many of which KV is still saved."""
+    def _window_blocks_that_run(self) -> int:
+        """Window blocks of all sequences that may run, of a step, and of as many tokens that are being saved."""
         return self.max_num_seqs * self.window_blocks_of_sequence + 2 * self.window_blocks_of_step
 
     def num_bytes(self, size: KVSize) -> int:
@@ -74,17 +80,15 @@ class KVPlan:
         """Return the cache of so many blocks."""
         if not self.window_block_bytes:
             return KVSize(num_blocks)
-        return KVSize(num_blocks, min(num_blocks, self.num_useful_window_blocks))
+        balanced = num_blocks * self.block_bytes // self.bytes_of_both
+        return KVSize(num_blocks, min(num_blocks, max(balanced, self._window_blocks_that_run)))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache that so many bytes hold.
-
-        First as many window blocks as there may be sequences for, but no more than blocks; the rest is blocks, of which
-        no more than most_blocks are of use, and then more window blocks, so that more is found in the cache.
-        """
+        """Return the largest cache that so many bytes hold, of up to most_blocks; what is left is window blocks."""
         if not self.window_block_bytes:
             return KVSize(min(num_bytes // self.block_bytes, most_blocks))
-        window_blocks = min(num_bytes // self.bytes_of_both, self.num_useful_window_blocks)
+        balanced = num_bytes // (self.bytes_of_both + self.window_block_bytes)
+        window_blocks = min(max(balanced, self._window_blocks_that_run), num_bytes // self.bytes_of_both)
         num_blocks = most_blocks
         if self.block_bytes:
             num_blocks = min((num_bytes - window_blocks * self.window_block_bytes) // self.block_bytes, most_blocks)
