@@ -15,7 +15,6 @@ from octavo.models.registry import read_architecture
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import block_bytes, decide_num_host_blocks
 
-
 CPU = torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 """Layers with a window find what they see in window blocks, and never look at what has fallen behind it.
 
-In place of the core stands `Steps`: what no later row sees is taken away after each step and filled with NaN, and tables
-name blocks there that do not exist.
+In place of the core stands `Steps`: what no later row sees is taken away after each step and filled with NaN, and
+tables name blocks there that do not exist.
 """
 
 from dataclasses import dataclass, field, replace

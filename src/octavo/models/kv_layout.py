@@ -77,3 +77,7 @@ class KVLayout:
     def bytes_per_token(self, dtype: str) -> int:
         """Bytes that one token keeps over all layers, as long as all of them see it."""
         return self.block_bytes(1, dtype) + self.window_block_bytes(1, dtype)
+
+    def bytes_behind_window(self, dtype: str) -> int:
+        """Bytes that one token keeps once it has fallen behind the window."""
+        return self.block_bytes(1, dtype)
