@@ -3,6 +3,9 @@
 The content of slot i hashes the content of slot i - 1, read through the block table, with token i, i and the identity
 of the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
 sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
+
+With a window each slot has a second content, in a window block. The first one also hashes the second ones of the last
+`window` slots, its own included, read through the table of window blocks when it is computed.
 """
 
 from __future__ import annotations
@@ -28,23 +31,42 @@ def slot_content(previous: int, token: int, position: int, identity: int) -> int
     return hash((previous, token, position, identity)) & _MASK
 
 
-class Oracle:
-    """The tokens a request has to get, whatever the schedule."""
+def seen_content(contents: list[int], position: int) -> int:
+    """Mix what the row at a position sees through its window: its own second content last."""
+    return hash((position, *contents)) & _MASK
 
-    def __init__(self, prompt: list[int], identity: int) -> None:
+
+class Oracle:
+    """The tokens a request has to get, whatever the schedule. window: 0 where the model has none."""
+
+    def __init__(self, prompt: list[int], identity: int, window: int = 0) -> None:
         self.identity = identity
+        self.window = window
         self._content = 0
         self._sum = 0
         self.length = 0
         self.contents: list[int] = []
+        self.window_contents: list[int] = []
         for token in prompt:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        self._content = slot_content(self._content, token, self.length, self.identity)
+        self._content = self._next_content(self._content, token, self.length, self.window_contents)
         self._sum += self._content * _WEIGHTS[self.length]
         self.length += 1
         self.contents.append(self._content)
+
+    def _next_content(self, content: int, token: int, position: int, window_contents: list[int]) -> int:
+        """Return the content of the next slot, and append its second one."""
+        if self.window:
+            window_contents.append(slot_content(content, token, position, ~self.identity))
+            content ^= seen_content(window_contents[-self.window :], position)
+        return slot_content(content, token, position, self.identity)
+
+    def block_contents(self, size: int) -> list[list[int]]:
+        """Return what a store has of each full block: first contents, then second ones."""
+        starts = range(0, self.length // size * size, size)
+        return [self.contents[i : i + size] + self.window_contents[i : i + size] for i in starts]
 
     def next_token(self) -> int:
         """Return the token that follows."""
@@ -57,13 +79,14 @@ class Oracle:
     def guess(self, count: int, error_rate: float, rng: random.Random) -> list[int]:
         """Return the next tokens as a draft model would: each wrong with probability `error_rate`."""
         content, total, length = self._content, self._sum, self.length
+        window_contents = self.window_contents[-self.window :] if self.window else []
         tokens = []
         for _ in range(count):
             token = total % VOCAB_SIZE
             if rng.random() < error_rate:
                 token ^= 1
             tokens.append(token)
-            content = slot_content(content, token, length, self.identity)
+            content = self._next_content(content, token, length, window_contents)
             total += content * _WEIGHTS[length]
             length += 1
         return tokens
@@ -77,13 +100,19 @@ class Row:
     table: list[int]
     computed: int
     identity: int
+    window_table: list[int]
 
 
 class HashWorker:
     """Keeps blocks, tables and tokens exactly as told by the scheduler's outputs."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int, num_window_blocks: int = 0, window: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.window = window
+        self.window_blocks = [[POISON] * block_size for _ in range(num_window_blocks)]
+        self.window_host = [[POISON] * block_size for _ in range(num_host_blocks)]
         self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
         self.host = [[POISON] * block_size for _ in range(num_host_blocks)]
         self.rows: dict[str, Row] = {}
@@ -103,8 +132,14 @@ class HashWorker:
 
     def _copy(self, scheduled: SchedulerOutput) -> None:
         copies = scheduled.copies
+        for part, host in copies.window_swap_out:
+            self.window_host[host] = self.window_blocks[part][:]
         for block, host in copies.swap_out:
             self.host[host] = self.blocks[block][:]
+        for source, target in copies.window_copies:
+            self.window_blocks[target] = self.window_blocks[source][:]
+        for host, part in copies.window_swap_in:
+            self.window_blocks[part] = self.window_host[host][:]
         for source, target in copies.block_copies:
             self.blocks[target] = self.blocks[source][:]
         for host, block in copies.swap_in:
@@ -116,7 +151,11 @@ class HashWorker:
         for data in scheduled.scheduled_new_reqs:
             identity = self.identities[data.request_id]
             self.rows[data.request_id] = Row(
-                list(data.token_ids), list(data.block_ids), data.num_computed_tokens, identity
+                list(data.token_ids),
+                list(data.block_ids),
+                data.num_computed_tokens,
+                identity,
+                list(data.window_block_ids),
             )
         cached = scheduled.scheduled_cached_reqs
         for request_id, tokens, block_ids, computed in zip(
@@ -126,6 +165,9 @@ class HashWorker:
             row.tokens += tokens
             row.table += block_ids
             row.computed = computed
+        if self.window:
+            for request_id, parts in zip(cached.req_ids, cached.new_window_block_ids, strict=True):
+                self.rows[request_id].window_table += parts
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
         """Write `count` slots; return the model's own choices, as far as they confirm the drafts, and one more."""
@@ -133,6 +175,8 @@ class HashWorker:
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
         for position in range(start, start + count):
+            if self.window:
+                content ^= self._see(row, content, tokens[position], position)
             content = slot_content(content, tokens[position], position, identity)
             blocks[table[position // size]][position % size] = content
         num_known = len(row.tokens)
@@ -150,10 +194,22 @@ class HashWorker:
             sampled.append(total % VOCAB_SIZE)
         return sampled
 
-    def poison(self, block_ids: list[int], host_block_ids: list[int]) -> None:
+    def _see(self, row: Row, content: int, token: int, position: int) -> int:
+        """Write a slot's second content; mix those that its row sees, read through the table of window blocks."""
+        size, blocks, table = self.block_size, self.window_blocks, row.window_table
+        if table[position // size] < 0:
+            raise IndexError(f"position {position} has no window block in {table}")
+        blocks[table[position // size]][position % size] = slot_content(content, token, position, ~row.identity)
+        seen = range(max(0, position - self.window + 1), position + 1)
+        return seen_content([blocks[table[i // size]][i % size] for i in seen], position)
+
+    def poison(self, block_ids: list[int], host_block_ids: list[int], window_block_ids: list[int]) -> None:
         """Overwrite blocks that nobody holds, on the device and in host memory."""
         size = self.block_size
         for block_id in block_ids:
             self.blocks[block_id] = [POISON] * size
         for block_id in host_block_ids:
             self.host[block_id] = [POISON] * size
+            self.window_host[block_id] = [POISON] * size
+        for block_id in window_block_ids:
+            self.window_blocks[block_id] = [POISON] * size

@@ -47,12 +47,14 @@ def checksum(key: bytes, contents: list[int]) -> int:
 class Donor:
     """A prefill engine with one prompt, whose blocks are there one after another, in part, or never.
 
+    contents: of each block.
+
     is_direct: a load gets them while they are computed; else they go into the store. num_ever: then it is gone.
     leased_until: the step in which it uses their memory for something else; None: nobody has asked for them yet.
     """
 
     keys: list[bytes]
-    contents: list[int]
+    contents: list[list[int]]
     is_direct: bool
     pace: float
     num_ever: int
@@ -114,7 +116,7 @@ class SimulatedStore:
         self.num_handed_over = 0
         self.breaches: list[str] = []
 
-    def hand_over(self, name: str, keys: list[bytes], contents: list[int]) -> None:
+    def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]]) -> None:
         """Let another engine begin to compute a request's prompt."""
         num_ever = self.rng.choice([len(keys), len(keys), len(keys), self.rng.randint(0, len(keys))])
         if num_ever < len(keys):
@@ -124,8 +126,7 @@ class SimulatedStore:
 
     def _record(self, donor: Donor, index: int) -> Record:
         """Return a block of a donor, which may lie."""
-        size = self.worker.block_size
-        contents = donor.contents[index * size : (index + 1) * size]
+        contents = donor.contents[index]
         record = Record.of(donor.keys[index], contents)
         if self.faulty and self.rng.random() < 0.05:
             self._count("a prefill engine that lies")
@@ -148,11 +149,10 @@ class SimulatedStore:
             if moving.donor is not None:
                 moving.donor.leased_until = step + _LEASE_STEPS
 
-    def publish(self, keys: Sequence[bytes], contents: list[int]) -> None:
-        """Take in what another engine saved."""
-        size = self.worker.block_size
-        for index, key in enumerate(keys):
-            self.records[key] = Record.of(key, contents[index * size : (index + 1) * size])
+    def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
+        """Take in what another engine saved, block by block."""
+        for key, block in zip(keys, contents, strict=True):
+            self.records[key] = Record.of(key, block)
 
     # --- the scheduler's half -----------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class SimulatedStore:
         if self.faulty and self.rng.random() < 0.2:
             outcome = self.rng.choice(["failed", "lost"])
             self._count(f"{outcome} {order.direction.value}")
-        blank = [[_UNREAD] * self.worker.block_size for _ in order.keys]
+        blank = [[_UNREAD] * self.worker.block_size * (1 + bool(self.worker.window)) for _ in order.keys]
         moving = Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
         donor = self.donors.get(order.request_id or "")
         if donor is not None and donor.is_direct and order.keys[-1] in donor.keys:
@@ -292,8 +292,9 @@ class SimulatedStore:
         return (self._load if is_load else self._save)(moving, is_whole=is_whole)
 
     def _save(self, moving: Moving, *, is_whole: bool) -> int:
-        for key, block_id, read in zip(moving.order.keys, moving.order.block_ids, moving.read, strict=True):
-            for slot, content in enumerate(self.worker.blocks[block_id]):
+        for index, (key, read) in enumerate(zip(moving.order.keys, moving.read, strict=True)):
+            places = self._places(moving.order, index)
+            for slot, content in enumerate(block[i] for block, i in places if block is not None):
                 if read[slot] == _UNREAD and (is_whole or self.rng.random() < 0.3):
                     read[slot] = content
             if is_whole:
@@ -302,12 +303,12 @@ class SimulatedStore:
 
     def _load(self, moving: Moving, *, is_whole: bool) -> int:
         """Write what arrived; a record that is gone or not whole ends the load where it is."""
-        for index, (key, block_id) in enumerate(zip(moving.order.keys, moving.order.block_ids, strict=True)):
+        for index, key in enumerate(moving.order.keys):
             records = self.records if moving.records is None else moving.records
-            record, block = records.get(key), self.worker.blocks[block_id]
+            record, places = records.get(key), self._places(moving.order, index)
             if record is not None:
-                for slot, content in enumerate(record.contents):
-                    if is_whole or self.rng.random() < 0.3:
+                for (block, slot), content in zip(places, record.contents, strict=False):  # it may be cut short
+                    if block is not None and (is_whole or self.rng.random() < 0.3):
                         block[slot] = content
             is_right = record is not None and checksum(key, record.contents) == record.checksum
             if is_whole and self.checks and not is_right:
@@ -317,6 +318,15 @@ class SimulatedStore:
         if is_whole and moving.donor is not None:
             self.num_handed_over += 1
         return len(moving.order.keys) if is_whole else 0
+
+    def _places(self, order: KVTransfer, index: int) -> list[tuple[list[int] | None, int]]:
+        """Return where the contents of a transfer's block are: slots of its block, then of its window block, if any."""
+        worker, slots = self.worker, range(self.worker.block_size)
+        blocks: list[list[int] | None] = [worker.blocks[order.block_ids[index]]]
+        if worker.window:
+            part = order.window_block_ids[index]
+            blocks.append(None if part < 0 else worker.window_blocks[part])
+        return [(block, slot) for block in blocks for slot in slots]
 
     def _spoil(self) -> None:
         """Do something to one of the records that are stored."""

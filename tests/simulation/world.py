@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
+from octavo.core.block_pool import Block
 from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
@@ -25,7 +26,6 @@ from simulation.store import SimulatedStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.core.block_pool import Block
     from octavo.core.kv_cache_manager import ComputedBlocks
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
@@ -58,6 +58,8 @@ class WorldConfig:
     num_blocks: int = 12
     block_size: int = 4
     num_host_blocks: int = 8
+    window: int = 0
+    num_spare_window_blocks: int = 0
     policy: str = "fcfs"
     admission: str = "optimistic"
     batching: str = "mixed"
@@ -162,6 +164,17 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     )
 
 
+def draw_windowed(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw one of a model with windows: smaller than a block, as long as one, several of them, or anything between.
+
+    Beside what a single request needs are few window blocks, or so many that nobody waits for them.
+    """
+    config = draw_config(rng, num_steps)
+    size = config.block_size
+    window = rng.choice([2, rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
+    return replace(config, window=max(window, 2), num_spare_window_blocks=rng.choice([0, 1, rng.randint(0, 6), 40]))
+
+
 @dataclass(slots=True)
 class Tracked:
     """What the world knows of a request that the core must not know better."""
@@ -235,7 +248,9 @@ class World:
         self.healed = False
         self.epoch = 0
         self.num_added = 0
-        self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.worker = HashWorker(
+            config.num_blocks, config.block_size, config.num_host_blocks, self.num_window_blocks, config.window
+        )
         self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
         # Keys that collide are no keys: what a store has under one is not compared token by token.
         rate = config.remote_rate if config.hash_bits is None else 0.0
@@ -252,6 +267,15 @@ class World:
         self._watch_releases()
         self._watch_lookups()
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
+
+    @property
+    def num_window_blocks(self) -> int:
+        """At least as many as one request needs that is alone, and no more than there are blocks."""
+        config, size = self.config, self.config.block_size
+        if not config.window:
+            return 0
+        num_held = -(-(config.window - 1) // size) + 1 + -(-(config.max_num_batched_tokens - 1) // size)
+        return min(config.num_blocks, num_held + config.num_spare_window_blocks)
 
     def _make_scheduler(self) -> Scheduler:
         c = self.config
@@ -272,6 +296,8 @@ class World:
             ),
             num_blocks=c.num_blocks,
             num_host_blocks=c.num_host_blocks,
+            num_window_blocks=self.num_window_blocks,
+            window=c.window,
             max_model_len=4000,
             clock=lambda: self.now,
             sink=self,
@@ -307,30 +333,39 @@ class World:
             computed, num_tokens = look_up(request), len(request.sequence.token_ids)
             if computed.num_tokens >= num_tokens:
                 raise SimulationError(f"{request.request_id}: nothing is left to compute of {num_tokens} tokens")
-            if computed.num_tokens < min(self._num_in_cache(request), num_tokens - 1):
+            if computed.num_tokens < self._num_in_cache(request):
                 raise SimulationError(f"{request.request_id}: the cache has more than {computed.num_tokens} tokens")
             return computed
 
         manager.get_computed_blocks = watched  # type: ignore[method-assign]
 
     def _num_in_cache(self, request: Request) -> int:
-        """Tokens at the beginning of a request whose blocks are cached, in host memory behind the device's.
+        """Tokens at the beginning of a request that are cached, in host memory behind the device's, as is all they see.
 
-        They are found without any hash.
+        One is always left. They are found without any hash.
         """
         manager, size, token_ids = self.scheduler.kv_cache_manager, self.config.block_size, request.sequence.token_ids
         if not (manager.enable_prefix_caching and request.reads_prefix_cache):
             return 0
         on_device = [block for block in manager.pool.blocks if block.hash is not None]
-        extra_keys, name, start = manager._chain(request).extra_keys, None, 0
+        extra_keys, name, start, has_part = manager._chain(request).extra_keys, None, 0, []
         for blocks in (on_device, manager.host.cached_blocks()):
-            cached = {(block.parent, block.token_ids, block.extra_keys): block.name for block in blocks}
+            cached = {(block.parent, block.token_ids, block.extra_keys): block for block in blocks}
             while start + size <= len(token_ids):
                 key = name, tuple(token_ids[start : start + size]), extra_keys
                 if key not in cached:
                     break
-                name, start = cached[key], start + size
-        return start
+                block = cached[key]
+                is_on_device = isinstance(block, Block)
+                has_part.append(manager.windows.part(block) is not None if is_on_device else block.has_window_part)
+                name, start = block.name, start + size
+        ends = [min(end, len(token_ids) - 1) for end in range(0, start + 1, size)]
+        return max(end for end in ends if self._has_all_seen(end, has_part))
+
+    def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
+        """Whether the row behind so many tokens would find all that it sees."""
+        seen = range(max(0, num_tokens - self.config.window + 1), num_tokens)
+        return not self.config.window or all(has_part[position // self.config.block_size] for position in seen)
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -388,7 +423,7 @@ class World:
         if self.store.breaches:
             raise SimulationError(f"the store saw: {self.store.breaches}")
         manager = scheduler.kv_cache_manager
-        self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids())
+        self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids(), manager.windows.free_blocks())
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
         rate = self.config.step_failure_rate * (20 if scheduled.copies else 1)
@@ -604,7 +639,7 @@ class World:
             max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
-        oracle = Oracle(prompt, identity)
+        oracle, size = Oracle(prompt, identity, config.window), config.block_size
         stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
         scored = 1 if rng.random() < config.scored_rate else None
         request = Request(
@@ -628,10 +663,11 @@ class World:
         self.worker.identities[name] = identity
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.publish(request.block_hashes, Oracle(prompt, identity).contents)
+            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.window).block_contents(size))
         if request.expects_kv and self.store.rate:
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.hand_over(name, request.block_hashes[:], Oracle(prompt, identity).contents)
+            computed = Oracle(prompt, identity, config.window).block_contents(size)
+            self.store.hand_over(name, request.block_hashes[:], computed)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)

@@ -109,9 +109,9 @@ class ReservationAdmission:
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         self._config = config
         self._manager = kv_cache_manager
-        self._reserved: dict[str, tuple[int, int]] = {}
+        self._reserved: dict[str, tuple[int, int, int]] = {}  # tokens, blocks, window blocks
         self.num_reserved_total = 0
-        self._num_blocks = 0
+        self._num_blocks = self._num_window_blocks = 0
         self._num_prefilled = 0
         self._steps_since_admission = 0
 
@@ -154,10 +154,18 @@ class ReservationAdmission:
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
         """Tested before it is added: what is reserved and the next one's share stay within the limit."""
         del computed, num_running
-        num_blocks = self._num_blocks + self._manager.num_blocks_for(request.max_total_tokens)
+        _, num_blocks, num_window_blocks = self._share(request)
         if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
             return WaitReason.NO_RESERVATION
-        return WaitReason.NO_RESERVATION if num_blocks > self._manager.pool.num_usable_blocks else None
+        if self._num_blocks + num_blocks > self._manager.pool.num_usable_blocks:
+            return WaitReason.NO_RESERVATION
+        fits = not self._reserved or self._manager.windows.can_reserve(self._num_window_blocks + num_window_blocks)
+        return None if fits else WaitReason.NO_RESERVATION
+
+    def _share(self, request: Request) -> tuple[int, int, int]:
+        """Return the tokens, blocks and window blocks to set aside for a request."""
+        num_blocks = self._manager.num_blocks_for(request.max_total_tokens)
+        return request.max_total_tokens, num_blocks, self._manager.windows.share(num_blocks)
 
     def num_reserved_tokens(self, request: Request) -> int:
         """Blocks are counted, not taken: they are taken as tokens come."""
@@ -166,18 +174,19 @@ class ReservationAdmission:
 
     def admitted(self, request: Request, num_tokens: int) -> None:
         """Reserve."""
-        share = request.max_total_tokens, self._manager.num_blocks_for(request.max_total_tokens)
-        self._reserved[request.request_id] = share
+        share = self._reserved[request.request_id] = self._share(request)
         self.num_reserved_total += share[0]
         self._num_blocks += share[1]
+        self._num_window_blocks += share[2]
         self._num_prefilled += num_tokens
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:
         """Return the whole reservation, used or not."""
-        num_tokens, num_blocks = self._reserved.pop(request.request_id, (0, 0))
+        num_tokens, num_blocks, num_window_blocks = self._reserved.pop(request.request_id, (0, 0, 0))
         self.num_reserved_total -= num_tokens
         self._num_blocks -= num_blocks
+        self._num_window_blocks -= num_window_blocks
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> Admission:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The content of a host block that can be found: what `Block` says of it on the device."""
+    """The content of a host block that can be found: what `Block` says of it on the device.
+
+    has_window_part: whether what layers with a window have of it is here, too.
+    """
 
     block_id: int
     hash: BlockHash
@@ -27,6 +30,7 @@ class HostBlock:
     extra_keys: tuple[str, ...]
     parent: BlockLink | None
     name: BlockLink
+    has_window_part: bool = False
 
 
 class HostBlockPool:
@@ -100,18 +104,20 @@ class HostBlockPool:
         """Return what stands under a hash, for tests and invariants."""
         return self._index.get(block_hash)
 
-    def keep(self, block: Block) -> int | None:
+    def keep(self, block: Block, *, has_window_part: bool = False) -> int | None:
         """Take a block for the content of a device's block, which is to be copied there, and return it.
 
         None where that content is here (it counts as used), or where there is no room. What stands under its hash and
-        has another name makes room: it is the same behind a beginning that was lost, and found no more.
+        has another name makes room: it is the same behind a beginning that was lost, and found no more. So does what
+        lacks the window part that the device has.
         """
         assert block.hash is not None
         assert block.name is not None
         present = self._index.get(block.hash)
         if present is not None and present.block_id in self.lent:
             return None
-        if present is not None and present.name == block.name:
+        is_whole = present is not None and present.has_window_part >= has_window_part
+        if present is not None and present.name == block.name and is_whole:
             self._cached.move_to_end(present.block_id)
             return None
         if present is not None:
@@ -119,7 +125,9 @@ class HostBlockPool:
         if not self.num_free_blocks:
             return None
         block_id = self._take_one()
-        content = HostBlock(block_id, block.hash, block.token_ids, block.extra_keys, block.parent, block.name)
+        content = HostBlock(
+            block_id, block.hash, block.token_ids, block.extra_keys, block.parent, block.name, has_window_part
+        )
         self._cached[block_id] = self._index[content.hash] = content
         self._names.add(content.name)
         return block_id

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.admission import ReservationAdmission
+from octavo.core.window_blocks import NO_PART
 from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.scheduler import Scheduler
+    from octavo.data.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
         *_check_references(scheduler),
         *_check_index(manager),
         *_check_tables(scheduler),
+        *_check_windows(scheduler),
         *_check_host(scheduler),
         *_check_states(scheduler),
         *_check_limits(scheduler),
@@ -97,6 +100,47 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
             pinned = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             if block.hash is not None or block.ref_count > 1 + pinned:
                 yield Breach(4, f"{name} is to write into {block}, which others may read", (block_id,))
+
+
+def _check_windows(scheduler: Scheduler) -> Iterator[Breach]:
+    """1, 2: window blocks are free, cached or held, as often as tables and pins say. 3: a request has those it sees.
+
+    5: a window block is a part of one block at most, and what is cached can be found.
+    """
+    manager = scheduler.kv_cache_manager
+    windows, every = manager.windows, range(manager.windows.num_blocks)
+    free, cached, parts = windows.free_blocks(), windows.cached_blocks(), windows.parts()
+    holders = Counter(manager.pinned_window_blocks())
+    for request in scheduler.requests.values():
+        yield from _check_window(scheduler, request)
+        holders.update(request.sequence.window_table[request.sequence.num_behind_window :])
+    if sorted([*free, *cached, *(part for part in every if windows.num_holders(part))]) != list(every):
+        yield Breach(1, "window blocks in no place or in several")
+    wrong = [part for part in every if windows.num_holders(part) != holders[part]]
+    if wrong:
+        yield Breach(
+            2, f"(window block, holds): {[(part, windows.num_holders(part)) for part in wrong]}, not {holders}"
+        )
+    if {windows.block_of(part): part for part in every if windows.block_of(part) is not None} != parts:
+        yield Breach(5, "a window block is the part of another block than that says")
+    if any(windows.block_of(part) is not None for part in free) or any(part not in parts.values() for part in cached):
+        yield Breach(5, "a free window block is a part of a block, or a cached one is of none")
+
+
+def _check_window(scheduler: Scheduler, request: Request) -> Iterator[Breach]:
+    windows, sequence, name = scheduler.kv_cache_manager.windows, request.sequence, request.request_id
+    table, behind, size = sequence.window_table, sequence.num_behind_window, scheduler.kv_cache_manager.block_size
+    holds_all = request.status is RequestStatus.RUNNING and windows.num_blocks > 0
+    if holds_all and not behind <= windows.first_block(request.num_computed_tokens) <= behind + 1:
+        yield Breach(3, f"{name} has let go {behind} window blocks with {request.num_computed_tokens} tokens")
+    if holds_all and len(table) * size < request.num_computed_tokens:
+        yield Breach(3, f"{name}: {len(table)} window blocks for {request.num_computed_tokens} tokens")
+    if len(table) > len(sequence.block_table):
+        yield Breach(3, f"{name}: more window blocks than blocks")
+    if [part == NO_PART for part in table] != [index < behind for index in range(len(table))]:
+        yield Breach(3, f"{name}: {behind} blocks are behind the window in {table}")
+    if windows.num_blocks and sequence.num_slots != size * len(table):
+        yield Breach(3, f"{name}: room for {sequence.num_slots} tokens is not what its tables have")
 
 
 def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
@@ -177,6 +221,8 @@ def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
     held = tuple(b.block_id for b in manager.pool.blocks if b.ref_count and b.block_id not in manager.pool.quarantined)
     if held:
         yield Breach(18, f"blocks {held} are held by nobody", held)
+    if manager.windows.num_free_blocks != manager.windows.num_blocks:
+        yield Breach(18, "window blocks are held by nobody")
     kept = scheduler.num_kept_records
     if kept:
         yield Breach(18, f"{kept} records are kept of requests that are gone")

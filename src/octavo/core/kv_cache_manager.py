@@ -9,13 +9,17 @@ from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
 from octavo.core.block_pool import Block, BlockLink, BlockPool
 from octavo.core.cache_history import CacheHistory, Miss, MissReason
 from octavo.core.host_block_pool import HostBlockPool
+from octavo.core.window_blocks import NO_CLAIM, NO_PART, WindowBlocks
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.core.block_hash import BlockHash
+    from octavo.core.host_block_pool import HostBlock
+    from octavo.core.window_blocks import WindowClaim
     from octavo.data.request import Request
+    from octavo.data.request import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class KVCacheManager:
 
     extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
     num_host_blocks: room for the blocks of preempted requests, and for what the device has no room for.
+    num_window_blocks, window, max_step_tokens: as in `WindowBlocks`.
     on_evict is told of each cached block that loses its content, on_offload of each that goes to which host block, and
     on_host_evict of each host block that loses its content.
     """
@@ -90,6 +95,9 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
+        num_window_blocks: int = 0,
+        window: int = 0,
+        max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
         on_cached: Callable[[int], None] | None = None,
         on_evict: Callable[[int], None] | None = None,
@@ -102,6 +110,7 @@ class KVCacheManager:
         self.cache_decoded_blocks = cache_decoded_blocks
         self.pool = BlockPool(num_blocks, self._evicted)
         self.host = HostBlockPool(num_host_blocks, on_host_evict)
+        self.windows = WindowBlocks(num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks)
         self.history = CacheHistory(max(4 * num_blocks, 1024))
         self._extra_keys = extra_keys
         self._weights_epoch = 0
@@ -113,7 +122,7 @@ class KVCacheManager:
         self._saved: dict[str, _Saved] = {}
         self._computing: dict[BlockHash, str] = {}
         self._partials: dict[BlockHash, _Partial] = {}
-        self._pins: dict[int, list[Block]] = {}
+        self._pins: dict[int, tuple[list[Block], list[int]]] = {}  # blocks, window blocks
         self._copies = BlockCopies()
 
     @property
@@ -145,16 +154,33 @@ class KVCacheManager:
         """
         found = self._find_full_blocks(request)
         in_host = self._find_in_host(request, found)
-        num_found, num_tokens = (len(found) + len(in_host)) * self.block_size, len(request.sequence.token_ids)
+        size, num_tokens = self.block_size, len(request.sequence.token_ids)
+        num_found = self._num_usable(found, in_host, num_tokens)
         saved = self._saved.get(request.request_id)
-        if saved is not None and saved.num_tokens > num_found:
+        if saved is not None and saved.num_tokens > num_found * size:
+            found = self._found_beside_saved(found, saved)
             return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
-        if in_host:
-            return ComputedBlocks(found, min(num_found, num_tokens - 1), in_host)
-        source = found.pop() if num_found == num_tokens else self._find_partial(request, found)
+        if num_found > len(found):
+            host_blocks = [block.block_id for block in in_host[: num_found - len(found)]]
+            return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)
+        source = found.pop() if num_found * size == num_tokens else self._find_partial(request, found)
         if source is not None:
             return ComputedBlocks(found, num_tokens - 1, source=source)
-        return ComputedBlocks(found, num_found) if found else NO_COMPUTED_BLOCKS
+        return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
+
+    def _num_usable(self, found: list[Block], in_host: list[HostBlock], num_tokens: int) -> int:
+        """Return how many of the found blocks a request can go on behind: what its next row sees must be there."""
+        if not self.windows.num_blocks:
+            return len(found) + len(in_host)
+        has_part = [self.windows.part(block) is not None for block in found]
+        has_part += [block.has_window_part for block in in_host]
+        return self.windows.num_usable(has_part, num_tokens)
+
+    def _found_beside_saved(self, found: list[Block], saved: _Saved) -> list[Block]:
+        """Return the found blocks that need not be copied in: the first one that has not all that is seen ends them."""
+        first = self.windows.first_block(saved.num_tokens) if self.windows.num_blocks else len(found)
+        end = next((i for i in range(first, len(found)) if self.windows.part(found[i]) is None), len(found))
+        return found[:end]
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
         """Return how many tokens were found in host memory, where others could find them as well."""
@@ -188,13 +214,13 @@ class KVCacheManager:
             name = block.name
         return found
 
-    def _find_in_host(self, request: Request, found: list[Block]) -> list[int]:
+    def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
         """Return the host blocks with what follows the blocks that were found on the device."""
         if not self.reads_cache(request):
             return []
         hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
         token_ids = request.sequence.token_ids
-        in_host: list[int] = []
+        in_host: list[HostBlock] = []
         name = found[-1].name if found else None
         for index in range(len(found), self._num_useful_blocks(request)):
             start = index * self.block_size
@@ -202,7 +228,7 @@ class KVCacheManager:
             block = self.host.find(hashes[index], tokens, name, extra_keys)
             if block is None:
                 break
-            in_host.append(block.block_id)
+            in_host.append(block)
             name = block.name
         return in_host
 
@@ -217,6 +243,8 @@ class KVCacheManager:
             return None
         name = found[-1].name if found else None
         content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
+        if not self.windows.covers([*found, partial.block], request.num_prompt_tokens - 1):
+            return None
         return partial.block if partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
@@ -276,41 +304,76 @@ class KVCacheManager:
         computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
         *,
         num_reserved_tokens: int = 0,
+        is_loaded: bool = False,
     ) -> list[int] | None:
         """Make room for `num_new_tokens` behind what is computed; the found blocks, if any, are held first.
 
-        num_reserved_tokens: make room for so many in all, if that is more.
+        num_reserved_tokens: make room for so many in all, if that is more. is_loaded: they are not computed, but come
+        from outside, so that only what is seen behind them has room in window blocks.
         Returns the ids appended to the request's block table (found ones included), or None with nothing changed.
         """
-        table = request.sequence.block_table
-        if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
+        sequence, table = request.sequence, request.sequence.block_table
+        num_computed = request.num_computed_tokens + computed.num_tokens
+        num_tokens = num_computed + num_new_tokens
+        if table and num_tokens <= sequence.num_slots:
             return []
-        num_tokens = max(request.num_computed_tokens + computed.num_tokens + num_new_tokens, num_reserved_tokens)
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks)
+        num_all_blocks = max(self.num_blocks_for(max(num_tokens, num_reserved_tokens)), len(table))
+        num_new_blocks = num_all_blocks - len(table) - len(computed.blocks)
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
+        claim = NO_CLAIM
+        if self.windows.num_blocks:
+            num_seen = min(num_tokens, len(sequence.token_ids) - 1) if is_loaded else num_computed
+            num_step_blocks = self.num_blocks_for(num_tokens)
+            claim = self.windows.claim(sequence, computed.blocks, num_seen, num_step_blocks, num_all_blocks)
+            if claim.num_unheld > self.windows.num_free_blocks:
+                return None
+        return self._allocate(request, computed, num_new_blocks, claim)
+
+    def _allocate(
+        self, request: Request, computed: ComputedBlocks, num_new_blocks: int, claim: WindowClaim
+    ) -> list[int]:
+        """Take blocks, of which there are enough, for a request; return the ids appended to its block table."""
+        sequence, windows, source_part = request.sequence, self.windows, None
+        is_first = not sequence.block_table
         self.pool.touch(computed.blocks)
+        windows.hold(claim.found, is_own=claim.is_own)
         self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
         if computed.source is not None:
             self.pool.renew(computed.source.link)
+            source_part = windows.part(computed.source)
+            windows.renew(source_part)
         new_blocks = self.pool.take(num_new_blocks)
         assert new_blocks is not None
+        new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
+        sequence.block_table.extend(new_ids)
+        if windows.num_blocks:
+            for block in new_blocks:
+                windows.block_taken(block)
+            windows.extend(sequence, claim)
+            self._copy_window(sequence, computed, claim, source_part)
+        self._count_slots(sequence)
         if computed is not NO_COMPUTED_BLOCKS:
             self._adopt(request, computed, new_blocks)
-        if not table:
+        if is_first:
             self._announce(request, len(computed.blocks))
-        new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
-        table.extend(new_ids)
         return new_ids
+
+    def _count_slots(self, sequence: TokenSequence) -> None:
+        table = sequence.window_table if self.windows.num_blocks else sequence.block_table
+        sequence.num_slots = len(table) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
         """Whether `num_tokens` of a request fit now and leave so many blocks free.
 
         A prompt is not started just to be thrown out again.
         """
-        num_held = sum(block.ref_count > 0 for block in computed.blocks)
-        return self.num_blocks_for(num_tokens) - num_held + num_spare_blocks <= self.pool.num_free_blocks
+        num_held, num_blocks = sum(block.ref_count > 0 for block in computed.blocks), self.num_blocks_for(num_tokens)
+        if num_blocks - num_held + num_spare_blocks > self.pool.num_free_blocks:
+            return False
+        num_window_blocks = self.windows.most_needed(computed.blocks, computed.num_tokens, num_blocks)
+        return num_window_blocks + min(num_spare_blocks, self.windows.num_blocks) <= self.windows.num_free_blocks
 
     def _adopt(self, request: Request, computed: ComputedBlocks, new_blocks: list[Block]) -> None:
         """Take over what was found; what must be copied is copied at the beginning of the step.
@@ -327,6 +390,17 @@ class KVCacheManager:
         self._copies.swap_in.extend(zip(computed.host_blocks, targets, strict=True))
         if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
             request.sequence.num_cached_tokens = computed.num_tokens
+
+    def _copy_window(
+        self, sequence: TokenSequence, computed: ComputedBlocks, claim: WindowClaim, source_part: int | None
+    ) -> None:
+        """Copy window parts of what was found and is still seen, as `_adopt` copies the blocks."""
+        table, start = sequence.window_table, len(computed.blocks)
+        end = min(start + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
+        for index in range(max(claim.first, start), end):
+            self._copies.window_swap_in.append((computed.host_blocks[index - start], table[index]))
+        if source_part is not None and table[start] not in {source_part, NO_PART}:
+            self._copies.window_copies.append((source_part, table[start]))
 
     def _announce(self, request: Request, num_found: int) -> None:
         """Tell which blocks this request is about to compute and share."""
@@ -348,7 +422,7 @@ class KVCacheManager:
 
     def fail_copies(self, copies: BlockCopies) -> None:
         """Believe nothing of what a step that failed was to copy into host memory."""
-        for _, host_block in copies.swap_out:
+        for _, host_block in copies.swap_out:  # whose window part is copied is among them
             self.host.drop(host_block)
 
     # --- share --------------------------------------------------------------------------------------------------------
@@ -377,6 +451,7 @@ class KVCacheManager:
             in_host = self.host.find(hashes[index], tokens, chain.name, chain.extra_keys)
             name = None if in_host is None else in_host.name
             canonical = self.pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
+            self.windows.block_doubled(block, canonical)
             if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
@@ -400,14 +475,21 @@ class KVCacheManager:
         chain = self._chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 
+    def leave_window(self, request: Request) -> None:
+        """Let go the window parts that no row of a request sees any more; call it once their saves are ordered."""
+        if self.windows.num_blocks:
+            self.windows.leave(request.sequence, request.num_computed_tokens)
+            self._count_slots(request.sequence)
+
     # --- give back ----------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Give back all blocks of a request that may come back (a preemption); its hashes are kept. Tail first."""
         table = request.sequence.block_table
+        self.windows.clear(request.sequence)
         self.pool.release(self.pool.blocks[block_id] for block_id in reversed(table))
         table.clear()
-        request.sequence.next_commit = 0
+        request.sequence.next_commit = request.sequence.num_slots = 0
         chain = self._chains.get(request.request_id)
         if chain is None:
             return
@@ -429,6 +511,10 @@ class KVCacheManager:
         if host_blocks is None:
             return False
         self._copies.swap_out.extend(zip(request.sequence.block_table[:num_blocks], host_blocks, strict=True))
+        if self.windows.num_blocks:
+            first = self.windows.first_block(request.num_computed_tokens)
+            parts = request.sequence.window_table[first:num_blocks]
+            self._copies.window_swap_out.extend(zip(parts, host_blocks[first:], strict=True))
         self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)
         return True
 
@@ -443,9 +529,12 @@ class KVCacheManager:
         self._on_evict(block.block_id)
         if not self._is_reachable(block.parent):
             return
-        host_block = self.host.keep(block)
+        part = self.windows.part(block)
+        host_block = self.host.keep(block, has_window_part=part is not None)
         if host_block is not None:
             self._copies.swap_out.append((block.block_id, host_block))
+            if part is not None:
+                self._copies.window_swap_out.append((part, host_block))
             self._on_offload(block.block_id, host_block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
@@ -464,22 +553,38 @@ class KVCacheManager:
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
+    def window_part(self, request: Request, index: int) -> int | None:
+        """Return the window part of the block at `index` of a request's table, if it has one still."""
+        table = request.sequence.window_table
+        part = table[index] if index < len(table) else NO_PART
+        return part if part != NO_PART else self.windows.part(self.pool.blocks[request.sequence.block_table[index]])
+
+    def can_go_on_behind(self, request: Request, num_tokens: int) -> bool:
+        """Whether a request holds what the row behind its first `num_tokens` sees."""
+        return not self.windows.num_blocks or (
+            self.windows.first_block(num_tokens) >= request.sequence.num_behind_window
+        )
+
     def note_loaded(self, request: Request) -> None:
         """Count what came from a store outside, up to a request's computed tokens, as found in its prompt."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
 
-    def pin(self, transfer_id: int, block_ids: Sequence[int]) -> None:
+    def pin(self, transfer_id: int, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()) -> None:
         """Hold blocks for a transfer, whatever becomes of the requests in whose tables they are."""
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        parts = [part for part in window_block_ids if part != NO_PART]
         self.pool.touch(blocks)
-        self._pins[transfer_id] = blocks
+        self.windows.hold(parts)
+        self._pins[transfer_id] = blocks, parts
 
     def unpin(self, transfer_id: int) -> bool:
         """Let go of a transfer's blocks; False for one that is unknown or over."""
-        blocks = self._pins.pop(transfer_id, None)
-        if blocks is None:
+        pinned = self._pins.pop(transfer_id, None)
+        if pinned is None:
             return False
+        blocks, parts = pinned
+        self.windows.release(reversed(parts))
         self.pool.release(reversed(blocks))
         return True
 
@@ -490,7 +595,11 @@ class KVCacheManager:
 
     def pinned_blocks(self) -> list[Block]:
         """Blocks held by transfers, each as often as it is held."""
-        return [block for blocks in self._pins.values() for block in blocks]
+        return [block for blocks, _ in self._pins.values() for block in blocks]
+
+    def pinned_window_blocks(self) -> list[int]:
+        """Window blocks held by transfers, each as often as it is held."""
+        return [part for _, parts in self._pins.values() for part in parts]
 
     # --- forget -------------------------------------------------------------------------------------------------------
 
@@ -499,6 +608,7 @@ class KVCacheManager:
         if not self.pool.reset():
             return False
         self.host.reset()
+        self.windows.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:

@@ -171,8 +171,9 @@ class KVTransfers:
     ) -> None:
         """Order KV of tokens behind what is computed into a request's blocks; block_ids: all that it has."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
-        keys = request.block_hashes[first : first + num_blocks]
-        order = self._order(TransferDirection.LOAD, keys, block_ids[first : first + num_blocks], request, first)
+        loaded = slice(first, first + num_blocks)
+        keys, parts = request.block_hashes[loaded], request.sequence.window_table[loaded]
+        order = self._order(TransferDirection.LOAD, keys, block_ids[loaded], parts, request, first)
         self._load_of[request.request_id] = order.transfer_id
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
         self._emitter.emit(events.KVLoadStarted, request.request_id, order.transfer_id, num_external_tokens)
@@ -182,22 +183,27 @@ class KVTransfers:
         direction: TransferDirection,
         keys: list[bytes],
         block_ids: list[int],
+        window_block_ids: list[int],
         request: Request | None = None,
         num_present: int = 0,
     ) -> KVTransfer:
         name, now = None if request is None else request.request_id, self._emitter.now
-        order = KVTransfer(self._next_id, direction, keys, block_ids, name)
+        order = KVTransfer(self._next_id, direction, keys, block_ids, name, window_block_ids)
         self._next_id += 1
         self._pending[order.transfer_id] = PendingTransfer(order, request, num_present, now, now + self._timeout_s)
-        self._manager.pin(order.transfer_id, block_ids)
+        self._manager.pin(order.transfer_id, block_ids, window_block_ids)
         self._orders.append(order)
         self._connector.transfer_ordered(order)
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens of a request are computed with so many blocks of its load: one is always left."""
+        """Return how many tokens of a request are computed with so many blocks of its load: one is always left.
+
+        0 where it ended so early that not all is there that the next row sees.
+        """
         assert load.request is not None
-        return min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
+        num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
+        return num_tokens if self._manager.can_go_on_behind(load.request, num_tokens) else 0
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -222,7 +228,13 @@ class KVTransfers:
             return
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
-        room = max(max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - len(self._saving), 0)
+        parts: dict[int, int] = {}
+        if windows := self._manager.windows.num_blocks:  # what has lost its window part is of no use to anybody
+            found = {index: self._manager.window_part(request, index) for index in chosen}
+            parts = {index: part for index, part in found.items() if part is not None}
+            chosen = list(parts)
+        num_blocks = windows or self._manager.pool.num_blocks
+        room = max(max(num_blocks // _SAVE_SHARE, 1) - len(self._saving), 0)
         if len(chosen) > room and not request.hands_kv_over:
             self._num_offered[name] = chosen[room]
             chosen = chosen[:room]
@@ -230,7 +242,8 @@ class KVTransfers:
             self._num_offered[name] = end
         if chosen:
             keys = [request.block_hashes[index] for index in chosen]
-            order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen])
+            window_block_ids = [parts[index] for index in chosen if parts]
+            order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen], window_block_ids)
             self._saving.update(keys)
             self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(chosen))
 

@@ -20,6 +20,7 @@ class OutputBuilder:
         self._manager = kv_cache_manager
         self._transfers = transfers
         self._num_sent_tokens: dict[str, int] = {}
+        self._num_sent_parts: dict[str, int] = {}  # entries of tables of window blocks
         self._finished_req_ids: set[str] = set()
 
     @property
@@ -30,7 +31,7 @@ class OutputBuilder:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._num_sent_tokens)
+        return len(self._num_sent_tokens.keys() | self._num_sent_parts.keys())
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
@@ -57,6 +58,8 @@ class OutputBuilder:
             num_drafts = request.num_computed_tokens + count - len(token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
+        if self._manager.windows.num_blocks:
+            self._tell_windows(requests, new, cached)
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         assert plan.is_balanced, "a victim's budget was not returned"
         return SchedulerOutput(
@@ -75,13 +78,24 @@ class OutputBuilder:
             num_pending_transfers=self._transfers.num_pending,
         )
 
+    def _tell_windows(self, requests: dict[str, Request], new: list[NewRequestData], cached: CachedRequestData) -> None:
+        """Add what is new in tables of window blocks; newcomers have theirs with them."""
+        for data in new:
+            self._num_sent_parts[data.request_id] = len(data.window_block_ids)
+        for request_id in cached.req_ids:
+            table = requests[request_id].sequence.window_table
+            cached.new_window_block_ids.append(table[self._num_sent_parts[request_id] :])
+            self._num_sent_parts[request_id] = len(table)
+
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""
         self._num_sent_tokens.pop(request_id, None)
+        self._num_sent_parts.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Tell with the next step that a request ended."""
         self._num_sent_tokens.pop(request_id, None)
+        self._num_sent_parts.pop(request_id, None)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:

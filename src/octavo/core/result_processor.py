@@ -94,8 +94,9 @@ class ResultProcessor:
         if load is None:
             return
         assert load.request is not None
-        if num_blocks:
-            self._lifecycle.end_loading(load.request, self._transfers.num_computed_tokens(load, num_blocks))
+        num_tokens = self._transfers.num_computed_tokens(load, num_blocks) if num_blocks else 0
+        if num_tokens:
+            self._lifecycle.end_loading(load.request, num_tokens)
         else:
             self._lifecycle.give_up_loading(load.request)
 
@@ -131,6 +132,7 @@ class ResultProcessor:
         if request.num_computed_tokens >= request.sequence.next_commit:
             self._manager.commit(request)
             self._transfers.offer(request)
+            self._manager.leave_window(request)
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):

@@ -60,6 +60,7 @@ class Scheduler:
     """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
 
     num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
+    num_window_blocks, window: as in `WindowBlocks`.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Scheduler:
         sink: EventSink | None = None,
         cache_keys: tuple[str, ...] = (),
         num_host_blocks: int = 0,
+        num_window_blocks: int = 0,
+        window: int = 0,
         connector: KVConnector | None = None,
     ) -> None:
         self.config = scheduler_config
@@ -95,6 +98,9 @@ class Scheduler:
             enable_prefix_caching=cache_config.enable_prefix_caching,
             cache_decoded_blocks=cache_config.cache_decoded_blocks,
             num_host_blocks=num_host_blocks,
+            num_window_blocks=num_window_blocks,
+            window=window,
+            max_step_tokens=scheduler_config.max_num_batched_tokens,
             extra_keys=cache_keys,
             on_cached=lambda block_id: emitter.emit(events.BlockCached, block_id),
             on_evict=lambda block_id: emitter.emit(events.BlockEvicted, block_id),
@@ -237,7 +243,7 @@ class Scheduler:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
         sequence, num_computed = request.sequence, request.num_computed_tokens
         num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
-        if num_remaining == 1 and num_computed < len(sequence.block_table) * self.kv_cache_manager.block_size:
+        if num_remaining == 1 and num_computed < sequence.num_slots:
             plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
             return
         cost = self._prompt_cost if is_prefill(request) else PLAIN_COST
@@ -365,8 +371,9 @@ class Scheduler:
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
         """Give the head of the queue its blocks and let it wait for KV from outside; return why not, or None."""
+        num_reserved = self.admission.num_reserved_tokens(request)
         block_ids = self.kv_cache_manager.allocate_slots(
-            request, num_external, computed, num_reserved_tokens=self.admission.num_reserved_tokens(request)
+            request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS

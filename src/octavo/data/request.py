@@ -50,8 +50,8 @@ class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
     `token_ids` is written by the scheduler, the others by the KV cache manager. next_commit: number of computed tokens
-    below which it has nothing new to share. window_table: the window block of each block of the table, as far as any
-    was computed or found, -1 where it has none (any more).
+    below which it has nothing new to share. num_slots: tokens that it has room for. window_table: the window block of
+    each block, as far as tokens were computed or found; -1 for the first num_behind_window, which it does not see.
     """
 
     token_ids: list[int]
@@ -59,7 +59,9 @@ class Sequence:
     num_cached_tokens: int = 0
     next_commit: int = 0
     block_table: list[int] = field(default_factory=list)
+    num_slots: int = 0
     window_table: list[int] = field(default_factory=list)
+    num_behind_window: int = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -97,10 +97,11 @@ class BlockCopies:
     window_swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.block_copies or self.swap_in or self._has_window_copies)
+        return bool(self.swap_out or self.block_copies or self.swap_in or self.has_window_copies)
 
     @property
-    def _has_window_copies(self) -> bool:
+    def has_window_copies(self) -> bool:
+        """Whether any window part is copied."""
         return bool(self.window_swap_out or self.window_copies or self.window_swap_in)
 
 

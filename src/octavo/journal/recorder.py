@@ -278,6 +278,8 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
     """Return a journal's header: everything a scheduler like this one is made from."""
     manager = scheduler.kv_cache_manager
+    if windows := manager.windows.num_blocks:
+        more |= {"num_window_blocks": windows, "window": manager.windows.window}
     return {
         "scheduler": dataclasses.asdict(scheduler.config),
         "num_blocks": manager.pool.num_blocks,

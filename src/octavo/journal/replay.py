@@ -68,6 +68,8 @@ class _Player:
             ),
             num_blocks=header["num_blocks"],
             num_host_blocks=header["num_host_blocks"],
+            num_window_blocks=header.get("num_window_blocks", 0),
+            window=header.get("window", 0),
             max_model_len=header["max_model_len"],
             clock=lambda: self.microseconds / 1e6,
             sink=self.log,
