@@ -147,6 +147,8 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
+        num_window_blocks=worker.kv_cache.num_window_blocks,
+        window=worker.kv_cache.window or 0,
         cache_keys=_cache_keys(config, worker, dtype, identity),
         connector=connector,
     )
