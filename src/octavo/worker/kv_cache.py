@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.kv_layout import KVLayout, KVShape
 
 # Of the bytes that stores keep of a block: one of another version is not found.
-_LAYOUT_VERSION, _LAYOUT_VERSION_WITH_WINDOWS = 1, 2
+LAYOUT_VERSION, LAYOUT_VERSION_WITH_WINDOWS = 1, 2
 
 
 class PagedKVCache:
@@ -105,7 +105,7 @@ class PagedKVCache:
     @property
     def layout_version(self) -> int:
         """What of the layout decides which bytes stores keep under a key."""
-        return _LAYOUT_VERSION if self.window is None else _LAYOUT_VERSION_WITH_WINDOWS
+        return LAYOUT_VERSION if self.window is None else LAYOUT_VERSION_WITH_WINDOWS
 
     def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
         """Copy whole blocks, bit for bit, in the order that `BlockCopies` states.
