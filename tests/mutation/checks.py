@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
+    from simulation.world import WorldConfig
+
     from mutation.mutator import Module
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -69,17 +71,17 @@ def _passes(item: pytest.Item) -> bool:
 
 
 def _worlds(count: int) -> list[Check]:
-    from simulation.world import draw_config, run_world
+    from simulation.world import draw_config, draw_windowed, run_world
 
-    def passes(name: str) -> bool:
+    def passes(name: str, draw: Callable[[random.Random, int], WorldConfig]) -> bool:
         try:
-            run_world(name, draw_config(random.Random(name), WORLD_STEPS))
+            run_world(name, draw(random.Random(name), WORLD_STEPS))
         except Exception:  # noqa: BLE001  whatever it raises, it does not pass
             return False
         return True
 
-    names = [f"world {index}" for index in range(count)]
-    return [Check(name, lambda name=name: passes(name)) for name in names]
+    worlds = [(f"world {index}", draw_windowed if index % 2 else draw_config) for index in range(count)]
+    return [Check(name, lambda name=name, draw=draw: passes(name, draw)) for name, draw in worlds]
 
 
 def reach_of(check: Check, modules: list[Module]) -> Reach:

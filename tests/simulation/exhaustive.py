@@ -26,13 +26,15 @@ PROMPTS = (
     [1, 2, 3, 4, 5],
 )  # block size 2: all share a block, and the first ends on the last's
 CONFIGS = tuple(
-    {"policy": policy, "admission": admission, "preemption": preemption, "batching": batching}
-    for policy, admission, preemption, batching in (
-        ("fcfs", "optimistic", "recompute", "mixed"),
-        ("fcfs", "optimistic", "swap", "mixed"),
-        ("priority", "optimistic", "swap", "prefill_first"),
-        ("fair", "reservation", "recompute", "mixed"),
-        ("deadline", "reservation", "recompute", "prefill_first"),
+    {"policy": policy, "admission": admission, "preemption": preemption, "batching": batching, **others}
+    for policy, admission, preemption, batching, others in (
+        ("fcfs", "optimistic", "recompute", "mixed", {}),
+        ("fcfs", "optimistic", "swap", "mixed", {}),
+        ("priority", "optimistic", "swap", "prefill_first", {}),
+        ("fair", "reservation", "recompute", "mixed", {}),
+        ("deadline", "reservation", "recompute", "prefill_first", {}),
+        ("fcfs", "optimistic", "swap", "mixed", {"window": 2, "max_num_batched_tokens": 3}),  # over three window blocks
+        ("fair", "reservation", "recompute", "mixed", {"window": 3, "max_num_batched_tokens": 3}),
     )
 )
 
@@ -70,10 +72,9 @@ def live(story: Story) -> None:
         block_size=2,
         num_host_blocks=2,
         max_num_seqs=3,
-        max_num_batched_tokens=5,
         remote_rate=0.0,
         draft_rate=0.0,
-        **options,  # type: ignore[arg-type]
+        **{"max_num_batched_tokens": 5, **options},  # type: ignore[arg-type]
     )
     world = World("exhaustive", config)
     world.healed = True
@@ -95,7 +96,7 @@ def add(world: World, name: str, prompt: list[int], max_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     world.scheduler.add_request(Request(name, prompt, params, priority=len(prompt) % 2, tenant=name))
     world.worker.identities[name] = 0
-    world.tracked[name] = Tracked(Oracle(prompt, 0), max_tokens)
+    world.tracked[name] = Tracked(Oracle(prompt, 0, world.config.window), max_tokens)
 
 
 def run_all(

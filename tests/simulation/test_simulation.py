@@ -14,7 +14,7 @@ from mutation.mutator import Module
 from simulation import exhaustive
 from simulation.campaign import Run, RunFile, run_seed
 from simulation.shrink import shrink
-from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config, run_world
+from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config, draw_windowed, run_world
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
@@ -34,6 +34,17 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
     assert totals.postponed > 0
     assert min(totals.passes, totals.bounded) > 0
     assert len(totals.faults) >= 10
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
+    run = run_seed(f"windows {seed}", 2500, 1, RunFile(None), draw_windowed)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
+    assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
 
 
 def draw_crowded(rng):
@@ -97,7 +108,7 @@ def test_small_worlds_are_all_right(config):
 
 @pytest.mark.slow
 def test_all_small_worlds_are_all_right():
-    assert exhaustive.run_all(jobs=2) == 465_975
+    assert exhaustive.run_all(jobs=2) == 652_365
 
 
 FAULTS = [

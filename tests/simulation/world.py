@@ -18,6 +18,7 @@ from octavo.data.events import WaitReason
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
+from octavo.data.scheduler_output import TransferDirection
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle
@@ -113,7 +114,10 @@ class WorldConfig:
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw a configuration, extremes included: caches of 1 to 20 blocks, budgets of one token a request."""
+    """Draw a configuration, extremes included: caches of 1 to 20 blocks, budgets of one token a request.
+
+    Of window blocks there are few beside what a single request needs, or so many that nobody waits for them.
+    """
     block_size = rng.choice([1, 2, 3, 4, 7])
     max_num_seqs = rng.randint(1, 6)
     chunked = rng.random() < 0.75
@@ -161,18 +165,21 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
         pass_s=rng.choice([None, 0.001, 0.02, 0.5]),
         pair_rate=rng.choice([0.0, 0.0, 0.3]),
+        window=draw_window(rng, block_size) if rng.random() < 0.3 else 0,
+        num_spare_window_blocks=rng.choice([0, 1, rng.randint(0, 6), 40]),
     )
 
 
 def draw_windowed(rng: random.Random, num_steps: int = 300) -> WorldConfig:
-    """Draw one of a model with windows: smaller than a block, as long as one, several of them, or anything between.
-
-    Beside what a single request needs are few window blocks, or so many that nobody waits for them.
-    """
+    """Draw one whose model has windows."""
     config = draw_config(rng, num_steps)
-    size = config.block_size
-    window = rng.choice([2, rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
-    return replace(config, window=max(window, 2), num_spare_window_blocks=rng.choice([0, 1, rng.randint(0, 6), 40]))
+    return config if config.window else replace(config, window=draw_window(rng, config.block_size))
+
+
+def draw_window(rng: random.Random, size: int) -> int:
+    """Draw a window smaller than a block, as long as one, several of them, or anything between."""
+    window = rng.choice([rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
+    return max(window, 2)
 
 
 @dataclass(slots=True)
@@ -213,6 +220,13 @@ class Totals:
     accepted: int = 0
     passes: int = 0
     bounded: int = 0
+    behind_window: int = 0
+    window_hits: int = 0
+    window_copies: int = 0
+    window_swaps_out: int = 0
+    window_swaps_in: int = 0
+    window_loads: int = 0
+    window_saves: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -415,6 +429,7 @@ class World:
         self._check_order(scheduled)
         self.shared = self._look_at_sharing(scheduled)
         self.totals.copies += len(scheduled.copies.block_copies)
+        self._count_windows(scheduled)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
         if not scheduled.is_empty:
@@ -424,6 +439,20 @@ class World:
             raise SimulationError(f"the store saw: {self.store.breaches}")
         manager = scheduler.kv_cache_manager
         self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids(), manager.windows.free_blocks())
+
+    def _count_windows(self, scheduled: SchedulerOutput) -> None:
+        """Count what is done with window blocks, and the requests of a step that have let any go."""
+        totals, copies = self.totals, scheduled.copies
+        totals.window_copies += len(copies.window_copies)
+        totals.window_swaps_out += len(copies.window_swap_out)
+        totals.window_swaps_in += len(copies.window_swap_in)
+        for order in scheduled.kv_transfers:
+            count = sum(part >= 0 for part in order.window_block_ids)
+            if order.direction is TransferDirection.LOAD:
+                totals.window_loads += count
+            else:
+                totals.window_saves += count
+        totals.behind_window += sum(request.sequence.num_behind_window > 0 for request in self.scheduler.running)
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
         rate = self.config.step_failure_rate * (20 if scheduled.copies else 1)
@@ -760,6 +789,8 @@ class World:
         match event:
             case events.PrefixCacheQueried():
                 totals.hits += event.num_hit_tokens > 0
+                is_long = event.num_hit_tokens >= self.config.window + self.config.block_size
+                totals.window_hits += is_long and self.config.window > 0
                 if event.num_hit_tokens:
                     self.tracked[event.request_id].features.add("prefix")
             case events.BlockEvicted():
