@@ -246,10 +246,15 @@ BatchArgs batch_args(const Batch& batch) {
           at<int32_t>(block_tables), block_table_stride,        num_seqs};
 }
 
-StepArgs step_args(Address token_ids, int64_t num_tokens, const Batch& batch, Address output_rows, int64_t num_outputs,
-                   const Batch& outputs) {
-  return {at<int64_t>(token_ids), num_tokens, batch_args(batch), at<int64_t>(output_rows), num_outputs,
-          batch_args(outputs)};
+// Of layers without a window, and of those with one.
+using Rows = std::pair<Batch, Batch>;
+
+RowsArgs rows_args(const Rows& rows) { return {batch_args(rows.first), batch_args(rows.second)}; }
+
+StepArgs step_args(Address token_ids, int64_t num_tokens, const Rows& rows, Address output_rows, int64_t num_outputs,
+                   const Rows& outputs) {
+  return {at<int64_t>(token_ids), num_tokens, rows_args(rows), at<int64_t>(output_rows), num_outputs,
+          rows_args(outputs)};
 }
 
 // The kernels of one instruction set and the threads they run on.
@@ -436,14 +441,14 @@ auto adding() {
   return addition_of<kArgs>(kArgs);
 }
 
-Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Batch& batch, Address output_rows,
-                      int64_t num_outputs, const Batch& outputs) {
-  return set.begin_program(step_args(token_ids, num_tokens, batch, output_rows, num_outputs, outputs));
+Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Rows& rows, Address output_rows,
+                      int64_t num_outputs, const Rows& outputs) {
+  return set.begin_program(step_args(token_ids, num_tokens, rows, output_rows, num_outputs, outputs));
 }
 
-void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Batch& batch,
-                 Address output_rows, int64_t num_outputs, const Batch& outputs, Address nanoseconds) {
-  const StepArgs step = step_args(token_ids, num_tokens, batch, output_rows, num_outputs, outputs);
+void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Rows& rows,
+                 Address output_rows, int64_t num_outputs, const Rows& outputs, Address nanoseconds) {
+  const StepArgs step = step_args(token_ids, num_tokens, rows, output_rows, num_outputs, outputs);
   set.run(program, step, at<int64_t>(nanoseconds));
 }
 

@@ -25,14 +25,19 @@ struct BatchArgs {
   int64_t num_seqs;
 };
 
+// Rows as layers without a window find them in the cache, and as layers with one do.
+struct RowsArgs {
+  BatchArgs plain, windowed;  // alike where the same tables are of both
+};
+
 // A step: its tokens, and those rows of them of which hidden states are wanted (octavo.kernels.interface.OutputRows).
 struct StepArgs {
   const int64_t* token_ids;  // [num_tokens], inside the vocabulary
   int64_t num_tokens;
-  BatchArgs batch;
+  RowsArgs rows;
   const int64_t* output_rows;  // [num_outputs]
   int64_t num_outputs;
-  BatchArgs outputs;
+  RowsArgs outputs;
 };
 
 class Program {
@@ -47,8 +52,8 @@ class Program {
     if constexpr (std::is_same_v<Args, TakeArgs>) of_outputs_ = true;
     const int64_t rows = rows_of(args);
     if (rows % recorded_.num_tokens != 0) throw std::invalid_argument("a call's rows are no multiple of the tokens");
-    check_batch(args);
-    calls_.push_back({args, rows / recorded_.num_tokens, of_outputs_});
+    const bool of_windows = check_batch(args);
+    calls_.push_back({args, rows / recorded_.num_tokens, of_outputs_, of_windows});
   }
 
   int64_t vocab_size() const { return vocab_size_; }
@@ -59,7 +64,8 @@ class Program {
     for (Call& call : calls_) {
       const Clock::time_point begin = nanoseconds == nullptr ? Clock::time_point() : Clock::now();
       const int64_t rows = call.rows_per_token * (call.of_outputs ? step.num_outputs : step.num_tokens);
-      const BatchArgs& batch = call.of_outputs ? step.outputs : step.batch;
+      const RowsArgs& of_call = call.of_outputs ? step.outputs : step.rows;
+      const BatchArgs& batch = call.of_windows ? of_call.windowed : of_call.plain;
       if (rows > 0) std::visit([&](auto& args) { execute(pool, args, rows, step, batch); }, call.args);
       if (nanoseconds != nullptr) *nanoseconds++ += std::chrono::nanoseconds(Clock::now() - begin).count();
     }
@@ -70,6 +76,7 @@ class Program {
     std::variant<EmbeddingArgs, TakeArgs, LinearArgs, NormArgs, GateArgs, AddArgs, RopeArgs, AttentionArgs> args;
     int64_t rows_per_token;
     bool of_outputs;
+    bool of_windows;
   };
 
   static int64_t rows_of(const EmbeddingArgs& args) { return args.count; }
@@ -84,24 +91,39 @@ class Program {
   static void expect(bool is_known) {
     if (!is_known) throw std::invalid_argument("a call reads an array that is not the batch's");
   }
-  void check_batch(const EmbeddingArgs& args) {
+  // Each tells whether the call is of a layer whose keys and values stand apart because it has a window.
+  bool check_batch(const EmbeddingArgs& args) {
     expect(args.ids == recorded_.token_ids);
     vocab_size_ = args.n;
+    return false;
   }
-  void check_batch(const TakeArgs& args) const { expect(args.rows == recorded_.output_rows); }
-  void check_batch(const RopeArgs& args) const {
-    const BatchArgs& batch = of_outputs_ ? recorded_.outputs : recorded_.batch;
-    expect(args.positions == batch.positions && args.slot_mapping == batch.slot_mapping);
+  bool check_batch(const TakeArgs& args) const {
+    expect(args.rows == recorded_.output_rows);
+    return false;
   }
-  void check_batch(const AttentionArgs& args) const {
-    const BatchArgs& batch = of_outputs_ ? recorded_.outputs : recorded_.batch;
-    expect(args.positions == batch.positions && args.query_start == batch.query_start &&
-           args.block_tables == batch.block_tables);
+  bool check_batch(const RopeArgs& args) const {
+    return is_of_windows([&](const BatchArgs& batch) {
+      return args.positions == batch.positions && args.slot_mapping == batch.slot_mapping;
+    });
   }
-  void check_batch(const LinearArgs&) const {}
-  void check_batch(const NormArgs&) const {}
-  void check_batch(const GateArgs&) const {}
-  void check_batch(const AddArgs&) const {}
+  bool check_batch(const AttentionArgs& args) const {
+    return is_of_windows([&](const BatchArgs& batch) {
+      return args.positions == batch.positions && args.query_start == batch.query_start &&
+             args.block_tables == batch.block_tables;
+    });
+  }
+  bool check_batch(const LinearArgs&) const { return false; }
+  bool check_batch(const NormArgs&) const { return false; }
+  bool check_batch(const GateArgs&) const { return false; }
+  bool check_batch(const AddArgs&) const { return false; }
+
+  template <class F>
+  bool is_of_windows(F&& reads) const {
+    const RowsArgs& rows = of_outputs_ ? recorded_.outputs : recorded_.rows;
+    if (reads(rows.plain)) return false;
+    expect(reads(rows.windowed));
+    return true;
+  }
 
   void execute(ThreadPool& pool, EmbeddingArgs& args, int64_t rows, const StepArgs& step, const BatchArgs&) const {
     args.ids = step.token_ids;

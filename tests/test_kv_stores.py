@@ -313,7 +313,7 @@ def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(chec
         key(schedule=SCHEDULES[1]),
     ]
     for name, value in [
-        ("octavo.build.LAYOUT_VERSION", 2),
+        ("octavo.worker.kv_cache.LAYOUT_VERSION", 3),
         ("octavo.build.__version__", "0.0.0"),
         ("octavo.kernels.cpu.CpuKernels.identity", "other"),
         ("octavo.build.torch.__version__", "9.9.9"),

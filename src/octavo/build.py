@@ -38,7 +38,6 @@ from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
-from octavo.worker.kv_cache import LAYOUT_VERSION
 from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
@@ -129,13 +128,13 @@ def build_core(
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
     direct = create_connector(
         config.kv_transfer,
-        block_bytes=worker.kv_cache.block_bytes,
+        block_bytes=worker.kv_cache.stored_block_bytes,
         block_size=config.cache.block_size,
         secret=kv_secret_from_environment(),
     )
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
-    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store, direct)
+    store = create_store(config.kv_transfer, worker.kv_cache.stored_block_bytes, kv_store, direct)
     executor = LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer))
     connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
@@ -148,6 +147,8 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
+        num_window_blocks=worker.kv_cache.num_window_blocks,
+        window=worker.kv_cache.window or 0,
         cache_keys=_cache_keys(config, worker, dtype, identity),
         connector=connector,
     )
@@ -194,7 +195,7 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
     """
     model, cache = config.model, config.cache
     keys = [
-        f"kv:{worker.kv_dtype} in blocks of {cache.block_size}, layout {LAYOUT_VERSION}",
+        f"kv:{worker.kv_dtype} in blocks of {cache.block_size}, layout {worker.kv_cache.layout_version}",
         f"weights:{dtype} for {worker.dtype}, {model.quantization}:{model.group_size}",
         f"kernels:{worker.kernels.identity} on {worker.device.type}",
     ]
@@ -227,7 +228,9 @@ def _capacity(
         num_host_blocks=worker.kv_cache.num_host_blocks,
         kv_cache_dtype=worker.kv_dtype,
         speculative=speculative_config,
-        kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
+        kv_block_bytes=sum(cache.block_bytes for cache in worker.runner.kv_caches),
+        num_window_blocks=worker.kv_cache.num_window_blocks,
+        window_block_bytes=worker.kv_cache.window_block_bytes,
         role=kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
     )
@@ -236,7 +239,7 @@ def _capacity(
 def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
     """Say what there is room for, and how tokens are guessed."""
     kv_cache, draft = worker.kv_cache, worker.draft
-    logger.info("KV cache: %d blocks, %d bytes; %s", kv_cache.num_blocks, kv_cache.num_bytes, capacity.summary)
+    logger.info("KV cache: %s, %d bytes; %s", kv_cache.summary, kv_cache.num_bytes, capacity.summary)
     method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
     logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
     if draft is not None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -158,6 +160,77 @@ def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
     assert inputs.logits_indices.tolist() == [0, 1, 2, 5, 6, 7, 8]  # of d's rows only the last
     assert batch.input_tokens(inputs).tolist() == [23, 24, 25, 42, 31, 32, 12]
     assert batch.known_tokens(batch.requests["b"]).tolist() == [20, 21, 22, 23], "drafts are not known"
+
+
+@pytest.fixture
+def windowed():
+    return InputBatch(
+        max_num_seqs=4, max_model_len=64, block_size=4, device=torch.device("cpu"), num_scratch_blocks=1,
+        has_windows=True,
+    )  # fmt: skip
+
+
+def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
+    batch = windowed
+    new = [
+        replace(new_data("a", list(range(10, 20)), [3, 5, 6], num_computed=8), window_block_ids=[-1, 2, 7]),
+        replace(new_data("b", [20, 21, 22], [0]), window_block_ids=[4]),
+    ]
+    scheduled = make_output(new, counts={"a": 2, "b": 2})
+    batch.update(scheduled)
+    attention = batch.prepare_inputs(scheduled).attention
+    of_all, near = attention.seen_within(None), attention.seen_within(9)
+    assert of_all is attention
+    assert near.positions is attention.positions
+    assert of_all.slot_mapping.tolist() == [0, 1, 24, 25]
+    assert near.slot_mapping.tolist() == [16, 17, 28, 29]
+    assert of_all.block_tables.tolist() == [[0, 0, 0], [3, 5, 6]]
+    assert near.block_tables.tolist() == [[4, 0, 0], [-1, 2, 7]]
+    of_outputs = attention.outputs.attention
+    assert attention.outputs.rows.tolist() == [3]
+    assert (of_outputs.slot_mapping.tolist(), of_outputs.block_tables.tolist()) == ([25], [[3, 5, 6]])
+    near = of_outputs.seen_within(9)
+    assert (near.slot_mapping.tolist(), near.block_tables.tolist()) == ([29], [[-1, 2, 7]])
+
+
+def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
+    batch = windowed
+    batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
+    cached = CachedRequestData(["a"], [[13, 14]], [[]], [3], [[5]])
+    scheduled = make_output(cached=cached, counts={"a": 2})
+    batch.update(scheduled)
+    attention = batch.prepare_inputs(scheduled).attention
+    assert attention.slot_mapping.tolist() == [11, 36]
+    assert attention.windowed.slot_mapping.tolist() == [7, 20]
+    batch.update(make_output([replace(new_data("a", [9, 8], [4]), window_block_ids=[6])], finished=["a"]))
+    row = batch.requests["a"].row
+    assert batch.num_window_blocks[row] == batch.num_blocks[row] == 1
+    assert batch.window_tables[row, 0] == 6
+
+
+def test_without_windows_there_is_one_table(batch):
+    scheduled = make_output([new_data("a", [10, 11, 12, 13, 14], [3, 5])], counts={"a": 5})
+    batch.update(scheduled)
+    attention = batch.prepare_inputs(scheduled).attention
+    assert attention.windowed is attention.outputs.attention.windowed is None
+    assert attention.seen_within(9) is attention
+
+
+def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
+    """A cache of a draft model's own has no window blocks; one that is shared has them of nobody, too."""
+    batch = windowed
+    batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
+    rows = np.array([batch.requests["a"].row])
+    batch.write_scratch_blocks(rows, np.array([[50]]), np.array([[60]]))
+    guesses = np.array([3]), np.array([2]), np.array([1])
+    _, attention, _ = batch.gather(rows, *guesses, has_windows=True)
+    assert attention.slot_mapping.tolist() == [11, 36]
+    assert attention.windowed.slot_mapping.tolist() == [7, 240]
+    _, attention, _ = batch.gather(rows, *guesses, has_windows=False)
+    assert attention.slot_mapping.tolist() == [11, 36]
+    assert attention.windowed is attention.outputs.attention.windowed is None
+    _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([1]), has_windows=False)
+    assert attention.slot_mapping.tolist() == [200]
 
 
 def test_a_rejected_draft_is_forgotten(batch):

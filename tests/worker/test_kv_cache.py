@@ -15,6 +15,8 @@ from octavo.models.registry import read_architecture
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import block_bytes, decide_num_host_blocks
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def cache():
@@ -23,10 +25,23 @@ def cache():
         num_blocks=6,
         block_size=4,
         dtype=torch.bfloat16,
-        device=torch.device("cpu"),
+        device=CPU,
         num_host_blocks=3,
     )
     cache.blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # NaNs and all
+    return cache
+
+
+@pytest.fixture
+def windowed():
+    """Two layers in blocks of 256 bytes, one in window blocks of 384."""
+    shapes = (KVShape(1, 8), KVShape(3, 8, window=6), KVShape(1, 8))
+    cache = PagedKVCache(
+        KVLayout(shapes), num_blocks=6, num_window_blocks=4, block_size=4, dtype=torch.bfloat16, device=CPU,
+        num_host_blocks=3,
+    )  # fmt: skip
+    for each in cache.memory:
+        each.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))
     return cache
 
 
@@ -52,6 +67,44 @@ def test_what_went_to_host_memory_and_what_came_back_is_told_with_its_time(cache
     assert loaded.num_blocks == 1
     assert cache.copy(BlockCopies(swap_out=[(2, 1)]))[1] == ("host", 0, 0, 0.0)
     assert cache.copy(BlockCopies(block_copies=[(3, 2)])) == cache.copy(BlockCopies()) == ()
+
+
+def test_window_blocks_are_copied_beside_blocks_and_in_their_order(windowed):
+    cache = windowed
+    assert [each.shape for each in cache.memory] == [(6, 128), (4, 192)]
+    assert (cache.block_bytes, cache.window_block_bytes, cache.stored_block_bytes) == (256, 384, 640)
+    out, copied, other, untouched = (bits(cache.window_blocks[index]) for index in range(4))
+    block, kept = bits(cache.blocks[1]), bits(cache.blocks[2])
+    saved, loaded = cache.copy(
+        BlockCopies(
+            swap_out=[(1, 2)], swap_in=[(2, 5)],
+            window_swap_out=[(0, 0)], window_copies=[(1, 0), (2, 1)], window_swap_in=[(0, 2)],
+        )
+    )  # fmt: skip
+    assert torch.equal(bits(cache.window_blocks[0]), copied)
+    assert torch.equal(bits(cache.window_blocks[1]), other)
+    assert torch.equal(bits(cache.window_blocks[2]), out)
+    assert torch.equal(bits(cache.window_blocks[3]), untouched)
+    assert torch.equal(bits(cache.blocks[5]), block)
+    assert torch.equal(bits(cache.blocks[2]), kept)
+    assert (saved.num_blocks, saved.num_bytes) == (loaded.num_blocks, loaded.num_bytes) == (1, 640)
+    saved, loaded = cache.copy(BlockCopies(window_swap_out=[(3, 1)]))  # without its block
+    assert (saved.num_blocks, saved.num_bytes, loaded.num_bytes) == (0, 384, 0)
+    assert saved.seconds > 0
+    cache.copy(BlockCopies(window_swap_in=[(1, 0)]))
+    assert torch.equal(bits(cache.window_blocks[0]), untouched)
+    assert cache.copy(BlockCopies(window_copies=[(1, 0)])) == ()
+
+
+def test_layers_that_all_have_windows_leave_nothing_for_blocks():
+    layout = KVLayout((KVShape(1, 8, window=6),) * 2)
+    sizes = {"num_blocks": 1000, "num_window_blocks": 2, "block_size": 4}
+    cache = PagedKVCache(layout, **sizes, dtype=torch.bfloat16, device=CPU, num_host_blocks=2)
+    assert (cache.block_bytes, cache.num_bytes) == (0, 2 * cache.window_block_bytes)
+    cache.layer(1)[0].fill_(3)
+    copies = BlockCopies(swap_out=[(999, 1)], swap_in=[(1, 0)], window_swap_out=[(0, 1)], window_swap_in=[(1, 1)])
+    assert cache.copy(copies)[1].num_bytes == cache.window_block_bytes
+    assert bool((cache.layer(1)[0][1] == 3).all())
 
 
 def test_a_copied_block_is_a_block_of_its_own(cache):
@@ -96,15 +149,19 @@ def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):
 def test_layers_of_other_shapes_stand_side_by_side(dtype):
     """Each layer has a part of a block of its own, and together they are all of it."""
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
-    layout = KVLayout(shapes)
+    layout, kind = KVLayout(shapes), str(dtype).removeprefix("torch.")
     assert layout.groups == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
-    cache = PagedKVCache(layout, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"), num_host_blocks=1)
-    assert cache.block_bytes == layout.block_bytes(4, str(dtype).removeprefix("torch."))
-    assert cache.host_blocks[0].nbytes == cache.block_bytes
-    cache.blocks.fill_(99)
+    assert (layout.window, layout.in_blocks, layout.in_window_blocks) == (37, (1, 3), (0, 2))
+    sizes = {"num_blocks": 3, "num_window_blocks": 2, "block_size": 4, "num_host_blocks": 1}
+    cache = PagedKVCache(layout, **sizes, dtype=dtype, device=CPU)
+    assert cache.block_bytes == cache.host_blocks[0].nbytes == layout.block_bytes(4, kind)
+    assert cache.window_block_bytes == cache.host_window_blocks[0].nbytes == layout.window_block_bytes(4, kind)
+    assert cache.stored_block_bytes == layout.without_windows.block_bytes(4, kind)
+    for each in cache.memory:
+        each.fill_(99)
     for index, shape in enumerate(shapes):
         for number, rows in enumerate(cache.layer(index)):
-            assert rows.shape == (3, shape.num_kv_heads, 4, shape.head_dim)
+            assert rows.shape == (2 if shape.window else 3, shape.num_kv_heads, 4, shape.head_dim)
             rows.fill_(2 * index + number)
             if dtype == torch.int8:
                 kv_scales(rows).fill_(2 * index + number)
@@ -112,13 +169,14 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
         for number, rows in enumerate(cache.layer(index)):
             assert bool((rows == 2 * index + number).all())
             assert dtype != torch.int8 or bool((kv_scales(rows) == 2 * index + number).all())
-    assert not bool((cache.blocks == 99).any())
+    assert not any(bool((each == 99).any()) for each in cache.memory)
 
 
 def test_layers_alike_stand_where_stores_expect_them():
-    """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep: see LAYOUT_VERSION."""
-    layout = KVLayout((KVShape(3, 8, None), KVShape(3, 8, 16)))
-    cache = PagedKVCache(layout, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep under keys with this version."""
+    layout = KVLayout((KVShape(3, 8),) * 2)
+    cache = PagedKVCache(layout, num_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
+    assert cache.layout_version == 1
     as_ever = cache.blocks.view(2, 2, 2, 3, 4, 8)
     for index in range(2):
         for number, rows in enumerate(cache.layer(index)):

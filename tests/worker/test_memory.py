@@ -19,7 +19,7 @@ from octavo.models.registry import read_architecture
 from octavo.speculative import create_proposer
 from octavo.worker import memory
 from octavo.worker.kv_transfers import staging_bytes
-from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks, largest_batch
+from octavo.worker.memory import activation_bytes, block_bytes, decide_kv_size, largest_batch
 
 MEASURE = """
 import json, sys
@@ -142,10 +142,12 @@ def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, mo
 
     def decide(free: int, cache: CacheConfig = CacheConfig()) -> int:  # noqa: B008
         monkeypatch.setattr(memory, "free_bytes", lambda _device: free)
-        return decide_num_blocks(
+        size = decide_kv_size(
             architecture, cache, scheduler, dtype="float32", kv_dtype="float32", max_model_len=100_000,
             device=torch.device("cpu"),
         )  # fmt: skip
+        assert size.num_window_blocks == 0
+        return size.num_blocks
 
     step = activation_bytes(architecture, 1024, 1024, "float32")
     assert decide(64 << 30) == (4 << 30) // per_block
@@ -183,7 +185,7 @@ def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fit
     found = find(CacheConfig(), 10**6)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=found)
     sizes = {"max_model_len": 10**6, "scratch_bytes": 1000 * found}
-    num_blocks = decide_num_blocks(architecture, CacheConfig(), scheduler, **formats, **sizes)
+    num_blocks = decide_kv_size(architecture, CacheConfig(), scheduler, **formats, **sizes).num_blocks
     assert found <= 16 * num_blocks < 1.02 * found  # the cache holds a whole step, and one more token would not fit
     asked = CacheConfig(kv_cache_memory_bytes=900 << 20)  # that stays, and a step gets what is left
     found = find(asked, 10**6)
@@ -191,7 +193,7 @@ def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fit
     assert 0 <= (1 << 30) - (900 << 20) - step < 100_000
     assert find(CacheConfig(num_gpu_blocks=10**9), 512) == 8  # never fewer than requests; that this is too much says:
     with pytest.raises(ConfigError, match="only 1,073,741,824 are free"):
-        decide_num_blocks(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
+        decide_kv_size(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
 
 
 def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, monkeypatch):

@@ -23,7 +23,8 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 class ModelDetails:
     """What a checkpoint computes, what that takes, and what stands beside the weights.
 
-    memory_bytes: of weights, by the precision that they are loaded in. text: what was found, by what it is for.
+    memory_bytes: of weights, by the precision that they are loaded in. window: how many tokens those layers see that do
+    not see all; behind it a token keeps fewer bytes. text: what was found, by what it is for.
     """
 
     parameters: int
@@ -33,6 +34,8 @@ class ModelDetails:
     stored_as: str
     memory_bytes: dict[str, int]
     kv_bytes_per_token: int
+    window: int | None
+    kv_bytes_behind_window: int
     text: dict[str, str]
 
 
@@ -152,7 +155,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
     from octavo.models.family_parts import parts_of
 
     architecture = checkpoint.read_architecture()
-    dtype, num_layers = architecture.dtype, len(architecture.layers)
+    dtype, num_layers, layout = architecture.dtype, len(architecture.layers), architecture.kv_layout
     stored = architecture.stored or architecture.stored_floats
     as_it_is = "as stored" if architecture.block_bytes else dtype
     return ModelDetails(
@@ -162,7 +165,9 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
         parts=[part.describe(num_layers) for part in parts_of(architecture)],
         stored_as=(", ".join(checkpoint.weights.types) or dtype) if stored is None else stored.summary,
         memory_bytes={each or as_it_is: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
-        kv_bytes_per_token=architecture.kv_layout.bytes_per_token(dtype),
+        kv_bytes_per_token=layout.bytes_per_token(dtype),
+        window=layout.window,
+        kv_bytes_behind_window=layout.bytes_behind_window(dtype),
         text=_look_at_text(checkpoint, architecture),
     )
 

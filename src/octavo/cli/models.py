@@ -11,7 +11,7 @@ import typer
 
 from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.cli.command import command
-from octavo.cli.model_report import ModelReport, look_closer, report_on
+from octavo.cli.model_report import ModelDetails, ModelReport, look_closer, report_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,12 +103,18 @@ def _show_closer(report: ModelReport) -> None:
             "parts": ", ".join(details.parts),
             "stored as": details.stored_as,
             "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
-            "KV of a token": show_size(details.kv_bytes_per_token),
+            "KV of a token": show_size(details.kv_bytes_per_token) + _behind_window(details),
             **details.text,
         }
     for key, text in lines.items():
         if text:
             typer.echo(f"  {key:14}{text}")
+
+
+def _behind_window(details: ModelDetails) -> str:
+    if details.window is None:
+        return ""
+    return f", {show_size(details.kv_bytes_behind_window)} behind the last {details.window:,} tokens"
 
 
 def _built_in() -> Iterator[ModelReport]:

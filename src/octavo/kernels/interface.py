@@ -54,10 +54,12 @@ class AttentionBatch:
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV length of each sequence, this step's tokens included
-    block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end are never read
+    block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end, or behind the window
+                                                        of all of its rows, are never read
     positions    int64 [num_tokens]     absolute position of each row
     slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
     outputs      which rows' hidden states are wanted; None for all of them
+    windowed     the same rows, with tables and slots of layers with a window; None where those have the others'
     """
 
     query_start: Tensor
@@ -67,6 +69,11 @@ class AttentionBatch:
     slot_mapping: Tensor
     block_size: int
     outputs: OutputRows | None = None
+    windowed: AttentionBatch | None = None
+
+    def seen_within(self, window: int | None) -> AttentionBatch:
+        """Return the batch with tables and slots of layers with this window, or without one."""
+        return self if window is None or self.windowed is None else self.windowed
 
 
 @dataclass(frozen=True, slots=True)

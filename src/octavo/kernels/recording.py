@@ -166,10 +166,15 @@ class RecordedForward:
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
     """Return the batch, told which its rows are: all of them are wanted. Its arrays and theirs can be told apart."""
+    rows = torch.arange(batch.positions.shape[0])
+    return replace(batch, outputs=OutputRows(rows, _copy(batch)))
+
+
+def _copy(batch: AttentionBatch) -> AttentionBatch:
     names = ("query_start", "seq_lens", "block_tables", "positions", "slot_mapping")
     copies = {name: getattr(batch, name).clone() for name in names}
-    rows = torch.arange(batch.positions.shape[0])
-    return replace(batch, outputs=OutputRows(rows, replace(batch, outputs=None, **copies)))
+    windowed = None if batch.windowed is None else _copy(batch.windowed)
+    return replace(batch, outputs=None, windowed=windowed, **copies)
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
@@ -177,11 +182,17 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
-        _arrays(batch),
+        _rows(batch),
         outputs.rows.data_ptr(),
         outputs.rows.shape[0],
-        _arrays(outputs.attention),
+        _rows(outputs.attention),
     )
+
+
+def _rows(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the arguments that csrc/program.h calls RowsArgs."""
+    plain = _arrays(batch)
+    return plain, plain if batch.windowed is None else _arrays(batch.windowed)
 
 
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:

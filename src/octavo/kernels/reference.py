@@ -198,10 +198,14 @@ class ReferenceKernels:
         query_start = batch.query_start.tolist()
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
+            start = 0 if window is None else max(0, int(batch.positions[query_start[i]]) - window + 1)
+            num_behind = start // batch.block_size
+            blocks[:num_behind] = blocks[num_behind]  # there may be no blocks any more where these stood
             keys, values = (
                 _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
                 for cache in (k_cache, v_cache)
             )
+            keys[:start] = values[:start] = 0
             for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
                 rows = slice(first, min(first + _QUERY_CHUNK, query_start[i + 1]))
                 attended = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window, softcap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from octavo.models.declared import Linear, Norm
@@ -93,6 +93,15 @@ class AttentionConfig:
             is_fused=is_fused,
         )
 
+    def within(self, max_model_len: int) -> AttentionConfig:
+        """Return what is computed for sequences of up to so many tokens: a window that holds all of them is none."""
+        window, rope = self.window, self.rope
+        return replace(
+            self,
+            rope=None if rope is None else rope.within(max_model_len),
+            window=None if window is not None and window >= max_model_len else window,
+        )
+
     @property
     def kv_shape(self) -> KVShape:
         """What the KV cache keeps of the layer."""
@@ -140,6 +149,7 @@ class Attention:
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
         config, kernels = self.config, self.kernels
+        batch = batch.seen_within(config.window)
         qkv = kernels.linear(hidden, self.qkv)
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
@@ -160,6 +170,6 @@ class Attention:
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        config = self.config
+        config, batch = self.config, batch.seen_within(self.config.window)
         attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

@@ -75,10 +75,7 @@ class LayerConfig:
 
     def within(self, max_model_len: int) -> LayerConfig:
         """Return the layer for sequences of up to so many tokens."""
-        rope = self.attention.rope
-        if rope is None:
-            return self
-        return replace(self, attention=replace(self.attention, rope=rope.within(max_model_len)))
+        return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
         """Declare the tensors of a layer that is called `name` in the checkpoint."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4  # of each row of int8, as in `octavo.kernels.quantization`
@@ -31,7 +30,11 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A block of a KV cache: one piece of memory, in which the layers stand in their order."""
+    """The KV cache of a model: what each layer keeps, and in which of two pieces of memory it stands.
+
+    A block is one piece, of the layers that see all that came before. A window block is another, of those with a
+    window: there is one as long as somebody sees so far back. Within a piece the layers stand in their order.
+    """
 
     layers: tuple[KVShape, ...]
 
@@ -43,14 +46,38 @@ class KVLayout:
             groups[shape] = (*groups.get(shape, ()), index)
         return groups
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens, itself included, a position sees in window blocks: the largest of all windows, or None."""
+        return max((each.window for each in self.layers if each.window is not None), default=None)
+
+    @property
+    def without_windows(self) -> KVLayout:
+        """The same layers, all in blocks."""
+        return KVLayout(tuple(replace(each, window=None) for each in self.layers))
+
+    @property
+    def in_blocks(self) -> tuple[int, ...]:
+        """Numbers of the layers that stand in blocks."""
+        return tuple(index for index, each in enumerate(self.layers) if each.window is None)
+
+    @property
+    def in_window_blocks(self) -> tuple[int, ...]:
+        """Numbers of the layers that stand in window blocks."""
+        return tuple(index for index, each in enumerate(self.layers) if each.window is not None)
+
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a block over all layers."""
-        return sum(len(layers) * shape.block_bytes(block_size, dtype) for shape, layers in self.groups.items())
+        """Bytes of a block."""
+        return sum(self.layers[index].block_bytes(block_size, dtype) for index in self.in_blocks)
+
+    def window_block_bytes(self, block_size: int, dtype: str) -> int:
+        """Bytes of a window block; 0 where no layer has a window."""
+        return sum(self.layers[index].block_bytes(block_size, dtype) for index in self.in_window_blocks)
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Bytes that one token keeps over all layers."""
-        return self.block_bytes(1, dtype)
+        """Bytes that one token keeps over all layers, as long as all of them see it."""
+        return self.block_bytes(1, dtype) + self.window_block_bytes(1, dtype)
 
-    def offsets(self, block_size: int, dtype: str) -> list[int]:
-        """Return the byte of a block at which each layer begins, and behind them where it ends."""
-        return list(accumulate((each.block_bytes(block_size, dtype) for each in self.layers), initial=0))
+    def bytes_behind_window(self, dtype: str) -> int:
+        """Bytes that one token keeps once it has fallen behind the window."""
+        return self.block_bytes(1, dtype)

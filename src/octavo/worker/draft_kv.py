@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from octavo.data.scheduler_output import TransferDirection
+from octavo.data.scheduler_output import BlockCopies, TransferDirection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,7 +70,7 @@ class SharedDraftKV:
 
 
 class OwnDraftKV:
-    """A cache of its own, whose blocks have the numbers of the target's and go where these go.
+    """A cache of its own, whose blocks have the numbers of the target's and go where these go. It has no window blocks.
 
     A block that is shared, or comes back from host memory, holds as much as who drafted with it has computed.
     """
@@ -90,7 +90,7 @@ class OwnDraftKV:
         """Copy what the target's blocks were copied; nothing is known of blocks that are new."""
         copies, filled = scheduled.copies, self._filled
         if copies:
-            self.cache.copy(copies)
+            self.cache.copy(BlockCopies(copies.swap_out, copies.block_copies, copies.swap_in))
             for block, host in copies.swap_out:
                 self._filled_on_host[host] = filled[block]
             for source, target in copies.block_copies:

@@ -116,6 +116,8 @@ class DraftRunner:
         self._draft_probs = draft_probs
         scratch = np.arange(draft.max_num_seqs * draft.num_scratch_blocks, dtype=np.int32)
         self._scratch_blocks = cache.num_blocks + scratch.reshape(draft.max_num_seqs, -1)
+        self._scratch_window_blocks = cache.num_window_blocks + scratch.reshape(draft.max_num_seqs, -1)
+        self._has_windows = cache.window is not None
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
@@ -133,7 +135,7 @@ class DraftRunner:
         self._num_known = np.array([request.num_tokens for request in requests])
         self._num_tokens = self._num_known.copy()  # with what is guessed
         self._num_computed = self.kv.begin(rows, self._num_known)
-        self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows])
+        self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows], self._scratch_window_blocks[rows])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
@@ -142,7 +144,9 @@ class DraftRunner:
         most = self.forward_pass.max_tokens
         if counts.sum() > most:
             return self._catch_up(indices, _within(most, counts))
-        token_ids, attention, _ = self._batch.gather(rows, first, counts, np.ones_like(counts))
+        token_ids, attention, _ = self._batch.gather(
+            rows, first, counts, np.ones_like(counts), has_windows=self._has_windows
+        )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, num_tokens)
         return self._choose(indices, hidden)
@@ -155,7 +159,11 @@ class DraftRunner:
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
         token_ids, attention, _ = self._batch.gather(
-            self._rows[part], self._num_computed[part], counts[is_part], is_due[is_part].astype(np.int64)
+            self._rows[part],
+            self._num_computed[part],
+            counts[is_part],
+            is_due[is_part].astype(np.int64),
+            has_windows=self._has_windows,
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, ends)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -77,11 +77,19 @@ class ModelInputs:
         return self.token_ids.shape[0]
 
 
+class _Tables(NamedTuple):
+    """Where keys and values of some rows stand: block ids of each, and where those of the tokens are written."""
+
+    tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+
+
 class InputBatch:
     """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
 
     Behind the known tokens of a row there may stand others: drafts of the step, or what it sampled.
-    num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind its own.
+    num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind its own. has_windows: there are layers
+    whose keys and values stand in window blocks. Their tables hold anything behind the window.
     """
 
     def __init__(
@@ -92,7 +100,9 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         num_scratch_blocks: int = 0,
+        has_windows: bool = False,
     ) -> None:
+        self.has_windows = has_windows
         self.block_size = block_size
         self._tensor = partial(on_device, device=device)
         self.requests: dict[str, RequestRow] = {}
@@ -100,8 +110,10 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int32)
+        self.window_tables = np.zeros((max_num_seqs, most_blocks if has_windows else 0), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_window_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.looks_at_prompt = np.zeros(max_num_seqs, dtype=bool)
         self.sampling = SamplingColumns(max_num_seqs, device)
@@ -128,11 +140,12 @@ class InputBatch:
             None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
-        self.num_tokens[row] = self.num_blocks[row] = 0
+        self.num_tokens[row] = self.num_blocks[row] = self.num_window_blocks[row] = 0
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
         self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
         self._append(row, data.token_ids, data.block_ids)
+        self._append_window_blocks(row, data.window_block_ids)
 
     def remove_request(self, request_id: str) -> None:
         """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
@@ -149,6 +162,8 @@ class InputBatch:
             row = self.requests[request_id].row
             self._append(row, token_ids, block_ids)
             self.num_computed_tokens[row] = num_computed
+        for request_id, window_block_ids in zip(cached.req_ids, cached.new_window_block_ids, strict=False):
+            self._append_window_blocks(self.requests[request_id].row, window_block_ids)
 
     def _append(self, row: int, token_ids: list[int], block_ids: list[int]) -> None:
         if token_ids:
@@ -159,6 +174,12 @@ class InputBatch:
             start = self.num_blocks[row]
             self.block_tables[row, start : start + len(block_ids)] = block_ids
             self.num_blocks[row] += len(block_ids)
+
+    def _append_window_blocks(self, row: int, block_ids: list[int]) -> None:
+        if block_ids:
+            start = self.num_window_blocks[row]
+            self.window_tables[row, start : start + len(block_ids)] = block_ids
+            self.num_window_blocks[row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
         """Prompt and output of a request so far: a view."""
@@ -203,7 +224,9 @@ class InputBatch:
         num_logits = (seq_lens == self.num_tokens[rows] + num_drafts) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
-        token_ids, attention, output_start = self.gather(rows, computed, counts, num_outputs)
+        token_ids, attention, output_start = self.gather(
+            rows, computed, counts, num_outputs, has_windows=self.has_windows
+        )
         # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
         cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
@@ -232,11 +255,13 @@ class InputBatch:
         first: NDArray[np.int64],
         counts: NDArray[np.int64],
         num_outputs: NDArray[np.int64],
+        *,
+        has_windows: bool,
     ) -> tuple[torch.Tensor, AttentionBatch, NDArray[np.int64]]:
         """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
 
-        num_outputs: of how many of them, its last ones, hidden states are wanted. The third is where each row's begin,
-        then their number.
+        num_outputs: of how many of them, its last ones, hidden states are wanted. has_windows: the cache has window
+        blocks. The third is where each row's begin, then their number.
         """
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         counts.cumsum(out=query_start[1:])
@@ -245,25 +270,35 @@ class InputBatch:
         row_of_token, positions = rows, first  # where each has one token
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
-        blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = first + counts
         width = -(-int(seq_lens.max()) // self.block_size)
-        slots = blocks * self.block_size + positions % self.block_size
-        tables = self.block_tables[rows, :width]
-        attention = self._attention(query_start, seq_lens, tables, positions, slots)
+        all_tables = (self.block_tables, self.window_tables) if has_windows else (self.block_tables,)
+        tables = [
+            _Tables(each[rows, :width], self._slots(each[row_of_token, positions // self.block_size], positions))
+            for each in all_tables
+        ]
+        attention = self._attention(query_start, seq_lens, positions, tables)
         if output_start[-1] < query_start[-1]:
             of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
-            batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
+            of_outputs = [_Tables(each.tables[kept], each.slot_mapping[of_step]) for each in tables]
+            batch = self._attention(start, seq_lens[kept], positions[of_step], of_outputs)
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
         token_ids = self._tensor(self.token_ids[row_of_token, positions].astype(np.int64))
         return token_ids, attention, output_start
 
-    def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: NDArray[np.int32]) -> None:
-        """Put blocks [len(rows), n] behind those that the rows' requests have, until they get others."""
-        columns = self.num_blocks[rows, None] + np.arange(block_ids.shape[1])
-        self.block_tables[rows[:, None], columns] = block_ids
+    def write_scratch_blocks(
+        self, rows: NDArray[np.int64], block_ids: NDArray[np.int32], window_block_ids: NDArray[np.int32]
+    ) -> None:
+        """Put blocks [len(rows), n], and as many window blocks, behind those of the rows' requests.
+
+        They stay until the requests get others.
+        """
+        numbers = np.arange(block_ids.shape[1])
+        self.block_tables[rows[:, None], self.num_blocks[rows, None] + numbers] = block_ids
+        if self.has_windows:
+            self.window_tables[rows[:, None], self.num_window_blocks[rows, None] + numbers] = window_block_ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
         """Write drafts behind the known tokens of their requests, for this step; return how many each has."""
@@ -274,22 +309,31 @@ class InputBatch:
             num_drafts[index] = len(token_ids)
         return num_drafts
 
+    def _slots(self, blocks: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return blocks.astype(np.int64) * self.block_size + positions % self.block_size
+
     def _attention(
         self,
         query_start: NDArray[np.integer],
         seq_lens: NDArray[np.integer],
-        block_tables: NDArray[np.int32],
         positions: NDArray[np.int64],
-        slot_mapping: NDArray[np.int64],
+        tables: list[_Tables],
     ) -> AttentionBatch:
-        return AttentionBatch(
+        """Return the batch with the first of these tables, which has another one with the second."""
+        attention = AttentionBatch(
             query_start=self._tensor(query_start.astype(np.int32)),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(block_tables),
+            block_tables=self._tensor(tables[0].tables),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
+            slot_mapping=self._tensor(tables[0].slot_mapping),
             block_size=self.block_size,
         )
+        for block_tables, slot_mapping in tables[1:]:
+            windowed = replace(
+                attention, block_tables=self._tensor(block_tables), slot_mapping=self._tensor(slot_mapping)
+            )
+            attention = replace(attention, windowed=windowed)
+        return attention
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -80,7 +80,7 @@ class KVTransferThreads:
     def __init__(
         self, kv_cache: PagedKVCache, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> None:
-        self._blocks = BlockBytes(kv_cache.blocks)
+        self._blocks = StoredBlocks(kv_cache)
         assert store.block_bytes == self._blocks.block_bytes, "the store is of blocks of another size"
         self._store = store
         self._report = report
@@ -142,29 +142,30 @@ class KVTransferThreads:
 
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Load a piece; return whether to go on with the next."""
-        keys, block_ids = self._piece(moving, first)
+        keys, block_ids, window_block_ids = self._piece(moving, first)
         count = self._store.load(keys, self._blocks.views(buffer, len(keys)), moving.tally)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.write(block_ids[:count], buffer)
+            self._blocks.write(block_ids[:count], window_block_ids[:count], buffer)
         moving.num_moved += count
         return count == len(keys)
 
     def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Save a piece; return whether to go on with the next."""
-        keys, block_ids = self._piece(moving, first)
+        keys, block_ids, window_block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.read(block_ids, buffer)
+            self._blocks.read(block_ids, window_block_ids, buffer)
         count = self._store.save(keys, self._blocks.views(buffer, len(keys)), moving.tally)
         moving.num_moved += count
         return count == len(keys)
 
-    def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[int]]:
-        end = first + self._piece_blocks
-        return moving.order.keys[first:end], moving.order.block_ids[first:end]
+    def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[int], list[int]]:
+        """Return keys, blocks and window blocks of a piece."""
+        order, end = moving.order, first + self._piece_blocks
+        return order.keys[first:end], order.block_ids[first:end], order.window_block_ids[first:end]
 
     def shutdown(self) -> None:
         """Give up everything and close the store; one that hangs is left behind."""
@@ -193,42 +194,67 @@ def staging_bytes(block_bytes: int, num_threads: int) -> int:
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
 
 
-class BlockBytes:
-    """The blocks of a KV cache as bytes, and host memory they are copied to and from.
+class StoredBlocks:
+    """The blocks of a KV cache as stores keep them, and host memory they are copied to and from.
 
-    On a CPU copies are numpy's, which take one thread and let others run; torch would spread each over all cores.
+    Of each its bytes, then those of its window block, where layers have a window.
     """
 
-    def __init__(self, blocks: Tensor) -> None:
-        self._bytes = blocks.view(torch.uint8).view(blocks.shape[0], -1)
-        self.block_bytes = self._bytes.shape[1]
-        self._on_cpu = blocks.device.type == "cpu"
-        self._array = self._bytes.numpy() if self._on_cpu else None
+    def __init__(self, kv_cache: PagedKVCache) -> None:
+        self.block_bytes = kv_cache.stored_block_bytes
+        self._blocks = _Part(kv_cache.blocks, 0)
+        self._window_blocks = _Part(kv_cache.window_blocks, kv_cache.block_bytes)
+        self._pin_memory = kv_cache.blocks.device.type != "cpu"
 
     def make_buffer(self, num_blocks: int) -> Tensor:
         """Return host memory for so many blocks, [num_blocks, block_bytes]."""
-        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=not self._on_cpu)
+        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def views(self, buffer: Tensor, count: int) -> list[memoryview]:
         """Return the first blocks of a buffer, each as its bytes."""
         return [memoryview(row) for row in buffer[:count].numpy()]
 
+    def write(self, block_ids: list[int], window_block_ids: list[int], buffer: Tensor) -> None:
+        """Copy the first blocks of a buffer into these (mutates them); -1: that part of it is not wanted."""
+        self._blocks.write(block_ids, buffer)
+        self._window_blocks.write(window_block_ids, buffer)
+
+    def read(self, block_ids: list[int], window_block_ids: list[int], buffer: Tensor) -> None:
+        """Copy these blocks into the first of a buffer (mutates it)."""
+        self._blocks.read(block_ids, buffer)
+        self._window_blocks.read(window_block_ids, buffer)
+
+
+class _Part:
+    """Blocks, or window blocks, as bytes, which stand in each row of a buffer from its byte `start` on.
+
+    On a CPU copies are numpy's, which take one thread and let others run; torch would spread each over all cores.
+    """
+
+    def __init__(self, blocks: Tensor, start: int) -> None:
+        self._bytes = blocks.view(torch.uint8)
+        self._array = self._bytes.numpy() if blocks.device.type == "cpu" else None
+        self._columns = slice(start, start + self._bytes.shape[1])
+
     def write(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy the first blocks of a buffer into these (mutates them)."""
+        """Copy from the first rows of a buffer, except for -1."""
+        columns = buffer[:, self._columns]
+        wanted = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id >= 0]
         if self._array is not None:
-            rows = buffer.numpy()
-            for row, block_id in enumerate(block_ids):
+            rows = columns.numpy()
+            for row, block_id in wanted:
                 np.copyto(self._array[block_id], rows[row])
             return
-        for row, block_id in enumerate(block_ids):
-            self._bytes[block_id].copy_(buffer[row])
+        for row, block_id in wanted:
+            self._bytes[block_id].copy_(columns[row])
 
     def read(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy these blocks into the first of a buffer (mutates it)."""
+        """Copy into the first rows of a buffer."""
+        columns = buffer[:, self._columns]
         if self._array is not None:
-            rows = buffer.numpy()
+            rows = columns.numpy()
             for row, block_id in enumerate(block_ids):
                 np.copyto(rows[row], self._array[block_id])
             return
         for row, block_id in enumerate(block_ids):
-            buffer[row].copy_(self._bytes[block_id])
+            columns[row].copy_(self._bytes[block_id])

@@ -11,6 +11,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.machine import cgroup_folders, read_lines
 from octavo.models.architecture import DTYPE_BYTES
+from octavo.worker.kv_plan import KVPlan, KVSize, check_kv_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,12 +26,13 @@ _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one KV block over all layers. Raises `ConfigError` for int8 heads whose scales would not be aligned."""
+    """Bytes of one KV block over all layers, those with a window included.
+
+    Raises `ConfigError` for int8 heads whose scales would not be aligned.
+    """
+    check_kv_dtype(architecture, kv_dtype)
     layout = architecture.kv_layout
-    for shape in layout.groups:
-        if kv_dtype == "int8" and shape.head_dim % 4:
-            raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {shape.head_dim}")
-    return layout.block_bytes(block_size, kv_dtype)
+    return layout.block_bytes(block_size, kv_dtype) + layout.window_block_bytes(block_size, kv_dtype)
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
@@ -92,14 +94,25 @@ def largest_batch(
     step's tokens. Never less than max_num_seqs: a token for each.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
-    asked_blocks = cache_config.num_gpu_blocks
-    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
-    asked_bytes = cache_config.kv_cache_memory_bytes if asked_blocks is None else asked_blocks * per_block
+    asked_blocks, asked_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
     free = _free_for_step(device, cache_config, store_bytes)
-    budget = free - asked_bytes if asked_bytes is not None else _share(free, device)
+    budget = free if cache_config.asks_for_memory else _share(free, device)
 
     def is_too_large(num_tokens: int) -> bool:
-        kv_bytes = 0 if asked_bytes is not None else -(-num_tokens // cache_config.block_size) * per_block
+        plan = KVPlan.of(
+            architecture,
+            block_size=cache_config.block_size,
+            kv_dtype=kv_dtype,
+            max_num_seqs=least,
+            max_num_batched_tokens=num_tokens,
+            draft_block_bytes=draft_block_bytes,
+        )
+        if asked_blocks is not None:
+            kv_bytes = plan.num_bytes(plan.with_blocks(asked_blocks))
+        elif asked_bytes is not None:
+            kv_bytes = asked_bytes
+        else:
+            kv_bytes = -(-num_tokens // cache_config.block_size) * plan.bytes_of_both
         num_logits_rows = min(num_tokens, least * (1 + num_speculative_tokens))
         step = activation_bytes(architecture, num_tokens, num_logits_rows, dtype) + scratch_bytes(num_tokens)
         return step + kv_bytes > budget
@@ -117,7 +130,7 @@ def _share(free: int, device: torch.device) -> int:
     return int(0.9 * free) if device.type == "cuda" else free // 2
 
 
-def decide_num_blocks(
+def decide_kv_size(
     architecture: Architecture,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
@@ -130,8 +143,8 @@ def decide_num_blocks(
     num_speculative_tokens: int = 0,
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
-) -> int:
-    """Decide how many blocks the KV cache gets; called when the weights are in place.
+) -> KVSize:
+    """Decide how many blocks and window blocks the KV cache gets; called when the weights are in place.
 
     dtype is that of the activations.
     scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer takes. draft_block_bytes:
@@ -142,12 +155,21 @@ def decide_num_blocks(
     activations, and never more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
-    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
+    plan = KVPlan.of(
+        architecture,
+        block_size=cache_config.block_size,
+        kv_dtype=kv_dtype,
+        max_num_seqs=scheduler_config.max_num_seqs,
+        max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+        draft_block_bytes=draft_block_bytes,
+    )
+    usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)
     free = _free_for_step(device, cache_config, store_bytes)
     if cache_config.num_gpu_blocks is not None:
-        num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
+        size, reason = plan.with_blocks(cache_config.num_gpu_blocks), "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
-        num_blocks, reason = cache_config.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
+        most_blocks = cache_config.kv_cache_memory_bytes // plan.block_bytes if plan.block_bytes else usable
+        size, reason = plan.within(cache_config.kv_cache_memory_bytes, most_blocks), "kv_cache_memory_bytes"
     else:
         num_tokens = scheduler_config.max_num_batched_tokens
         num_logits_rows = min(num_tokens, scheduler_config.max_num_seqs * (1 + num_speculative_tokens))
@@ -155,18 +177,16 @@ def decide_num_blocks(
         budget = _share(free, device) - activations - scratch_bytes
         if device.type == "cpu":
             budget = min(DEFAULT_KV_CACHE_BYTES, budget)
-        usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)
-        num_blocks, reason = min(budget // per_block, usable), "free memory"
-    if num_blocks < 1:
+        size, reason = plan.within(max(budget, 0), usable), "free memory"
+    if size.num_blocks < 1:
         raise ConfigError(
-            f"{reason} leaves no room for a single KV block of {per_block:,} bytes "
+            f"{reason} leaves no room for a single KV block of {plan.bytes_of_both:,} bytes "
             f"({free:,} bytes are free); give more, or choose a smaller block_size or kv_cache_dtype int8"
         )
-    if num_blocks * per_block > free:
-        raise ConfigError(
-            f"the KV cache would take {num_blocks * per_block:,} bytes ({reason}), but only {free:,} are free"
-        )
-    return num_blocks
+    num_bytes = plan.num_bytes(size)
+    if num_bytes > free:
+        raise ConfigError(f"the KV cache would take {num_bytes:,} bytes ({reason}), but only {free:,} are free")
+    return size
 
 
 def decide_num_host_blocks(

@@ -82,6 +82,7 @@ class ModelRunner:
             block_size=kv_cache.block_size,
             device=kv_cache.blocks.device,
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
+            has_windows=kv_cache.window is not None,
         )
         self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)

@@ -26,7 +26,7 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
 from octavo.worker.memory import (
     block_bytes,
-    decide_num_blocks,
+    decide_kv_size,
     decide_num_host_blocks,
     kernel_scratch_bytes,
     largest_batch,
@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.models.kv_layout import KVLayout
     from octavo.models.layers import CausalLM
     from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
+    from octavo.worker.kv_plan import KVSize
     from octavo.worker.kv_transfers import KVMover
 
 logger = logging.getLogger(__name__)
@@ -137,7 +139,7 @@ class Worker:
             store_bytes=self._store_bytes,
         )
         self._take_steps_that_fit()
-        num_blocks = decide_num_blocks(
+        size = decide_kv_size(
             architecture,
             cache_config,
             self.scheduler_config,
@@ -150,13 +152,14 @@ class Worker:
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes,
         )
-        self.runner = self._make_runner(num_blocks, num_host_blocks)
+        self.runner = self._make_runner(size, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
             for cache in self.runner.kv_caches:
-                weakref.finalize(self, Prefault(cache.blocks).stop)
+                for blocks in cache.memory:
+                    weakref.finalize(self, Prefault(blocks).stop)
 
     def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(
@@ -176,19 +179,25 @@ class Worker:
             num_speculative_tokens=self.num_speculative_tokens,
         )
 
-    def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
+    def _make_runner(self, size: KVSize, num_host_blocks: int) -> ModelRunner:
         draft, num_scratch_blocks = self.draft, 0
         if draft is not None:
             num_scratch_blocks = draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
-        make_cache = partial(self._make_cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        make_cache = partial(self._make_cache, num_blocks=size.num_blocks, num_host_blocks=num_host_blocks)
         draft_cache = None
         if draft is not None and not draft.checkpoint.shares_kv:
-            draft_cache = make_cache(draft.model.architecture, draft.kv_dtype, num_scratch_blocks=num_scratch_blocks)
+            draft_layout = draft.model.architecture.kv_layout.without_windows
+            draft_cache = make_cache(draft_layout, draft.kv_dtype, num_scratch_blocks=num_scratch_blocks)
             num_scratch_blocks = 0
         return ModelRunner(
             self.model,
             self.kernels,
-            make_cache(self.model.architecture, self.kv_dtype, num_scratch_blocks=num_scratch_blocks),
+            make_cache(
+                self.model.architecture.kv_layout,
+                self.kv_dtype,
+                num_window_blocks=size.num_window_blocks,
+                num_scratch_blocks=num_scratch_blocks,
+            ),
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -199,9 +208,9 @@ class Worker:
             verification=self.verification,
         )
 
-    def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
+    def _make_cache(self, layout: KVLayout, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
         return PagedKVCache(
-            architecture.kv_layout,
+            layout,
             block_size=self.cache_config.block_size,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
@@ -281,10 +290,22 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
     The blocks it writes belong to nobody: their next owner writes them before it reads.
     """
-    block_size = runner.kv_cache.block_size
-    blocks = list(range(min(-(-num_tokens // block_size), runner.kv_cache.num_blocks)))
-    count = min(num_tokens, len(blocks) * block_size)
-    prompt = NewRequestData(_WARM_UP, [0] * count, count, SamplingParams(), 0, 0, frozenset(), blocks, 0)
+    cache = runner.kv_cache
+    num_blocks = cache.num_blocks if cache.window is None else cache.num_window_blocks
+    blocks = list(range(min(-(-num_tokens // cache.block_size), num_blocks)))
+    count = min(num_tokens, len(blocks) * cache.block_size)
+    prompt = NewRequestData(
+        _WARM_UP,
+        [0] * count,
+        count,
+        SamplingParams(),
+        0,
+        0,
+        frozenset(),
+        block_ids=blocks,
+        num_computed_tokens=0,
+        window_block_ids=[] if cache.window is None else blocks,
+    )
     empty = CachedRequestData.make_empty()
     runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
     # As one that was preempted: what an ended one wrote may be kept for others.

@@ -1,0 +1,129 @@
+"""What is planned fits, wastes nothing, and is enough for a sequence that is alone."""
+
+import random
+
+import pytest
+import torch
+
+from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
+from octavo.worker import memory
+from octavo.worker.kv_plan import KVPlan, KVSize
+from octavo.worker.memory import decide_kv_size, largest_batch
+from octavo.worker.worker import Worker
+
+GIB = 1 << 30
+# Gemma 3 270M: 3 of 18 layers see all, the others 512 tokens; one head of 256 in bfloat16.
+GEMMA3_270M = KVPlan(
+    block_bytes=3 * 16 * 1024, window_block_bytes=15 * 16 * 1024, max_num_seqs=64,
+    window_blocks_of_sequence=34, window_blocks_of_step=32,
+)  # fmt: skip
+
+
+def test_a_published_model_keeps_three_times_as_many_tokens_behind_its_window():
+    size = GEMMA3_270M.within(4 * GIB, 10**9)
+    assert 16 * (4 * GIB // GEMMA3_270M.bytes_of_both) == 233_008, "if all layers kept all"
+    assert 16 * size.num_blocks == 762_656
+    assert size.num_window_blocks == 7943
+    assert 0 <= 4 * GIB - GEMMA3_270M.num_bytes(size) < GEMMA3_270M.bytes_of_both
+    # Short sequences, of which all is seen: the best for them alone are 233,008 tokens. Long ones: 4 GiB of blocks.
+    assert size.num_window_blocks / (233_008 / 16) == pytest.approx(762_656 / (16 * 4 * GIB / (3 * 16 * 1024)), 1e-3)
+
+
+def draw_plan(rng):
+    window = rng.choice([5, 37, 512, 4096])
+    block_size = rng.choice([1, 16, 64])
+    return KVPlan(
+        block_bytes=rng.choice([0, 1, 3, 5]) * block_size * 512,
+        window_block_bytes=rng.choice([1, 3, 15]) * block_size * 512,
+        max_num_seqs=rng.choice([1, 4, 64]),
+        window_blocks_of_sequence=-(-window // block_size) + 2,
+        window_blocks_of_step=-(-rng.choice([64, 512]) // block_size),
+    )
+
+
+def test_plans():
+    rng = random.Random(3)
+    for _ in range(3000):
+        plan, num_bytes = draw_plan(rng), rng.choice([10**4, 10**6, 10**8, 10**10])
+        most = rng.choice([3, 500, 10**5]) if plan.block_bytes else rng.choice([500, 10**5])
+        size = plan.within(num_bytes, most)
+        told = (plan, num_bytes, most, size)
+        assert plan.num_bytes(size) <= num_bytes, told
+        assert size.num_window_blocks <= size.num_blocks <= most, told
+        assert size.num_blocks >= min(most, num_bytes // plan.bytes_of_both) or not plan.block_bytes, told
+        of_one = plan.window_blocks_of_sequence + plan.window_blocks_of_step
+        assert size.num_window_blocks >= min(size.num_blocks, of_one), told
+        left = num_bytes - plan.num_bytes(size)
+        assert left < plan.bytes_of_both or size.num_window_blocks == size.num_blocks == most, told
+        all_that_run = plan.max_num_seqs * plan.window_blocks_of_sequence + plan.window_blocks_of_step
+        assert size.num_window_blocks >= min(all_that_run, size.num_blocks, num_bytes // plan.bytes_of_both), told
+        asked = plan.with_blocks(size.num_blocks)
+        assert asked.num_blocks == size.num_blocks
+        assert min(all_that_run, asked.num_blocks) <= asked.num_window_blocks <= asked.num_blocks
+
+
+def test_without_windows_there_are_blocks_alone():
+    plan = KVPlan(
+        block_bytes=100, window_block_bytes=0, max_num_seqs=4, window_blocks_of_sequence=2, window_blocks_of_step=9
+    )
+    assert plan.within(1099, 1000) == plan.with_blocks(10) == KVSize(10)
+    assert plan.within(1099, 7) == KVSize(7)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    layer_types = ["sliding_attention"] * 3 + ["full_attention"]
+    config = tiny_config("Gemma3ForCausalLM", num_hidden_layers=4, layer_types=layer_types, sliding_window=37)
+    return write_checkpoint(tmp_path_factory.mktemp("windows"), config)
+
+
+def make_worker(path, max_model_len=2048, **cache):
+    architecture = read_architecture(path).within(max_model_len)
+    return Worker(
+        FolderWeights(path), architecture, dtype="float32", max_model_len=max_model_len,
+        cache_config=CacheConfig(**cache), scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        device_config=DeviceConfig(device="cpu"), load_format="dummy",
+    )  # fmt: skip
+
+
+def test_a_worker_reserves_what_is_planned(path):
+    of_layer = 2 * 2 * 16 * 16 * 4
+    worker = make_worker(path, kv_cache_memory_bytes=4 << 20, swap_space_bytes=1 << 20)
+    cache = worker.kv_cache
+    assert (cache.block_bytes, cache.window_block_bytes, cache.window) == (of_layer, 3 * of_layer, 37)
+    assert 0 <= (4 << 20) - cache.num_bytes < 4 * of_layer
+    assert cache.num_window_blocks == (4 << 20) // (7 * of_layer)
+    assert cache.num_host_blocks == (1 << 20) // (4 * of_layer)
+    assert cache.host_blocks.nbytes + cache.host_window_blocks.nbytes == cache.num_host_blocks * 4 * of_layer
+    worker = make_worker(path, num_gpu_blocks=100)
+    assert (worker.kv_cache.num_blocks, worker.kv_cache.num_window_blocks) == (100, 4 * 5 + 2 * 4)
+
+
+def test_a_window_that_holds_the_longest_sequence_is_none(path):
+    cache = make_worker(path, max_model_len=37, num_gpu_blocks=10).kv_cache
+    assert (cache.window, cache.num_window_blocks, cache.block_bytes) == (None, 0, 4 * 2 * 2 * 16 * 16 * 4)
+    assert make_worker(path, max_model_len=38, num_gpu_blocks=10).kv_cache.window == 37
+
+
+def test_steps_leave_room_for_the_window_blocks_that_they_take(path, monkeypatch):
+    """Of a cache of so many blocks, larger steps make the window blocks more."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 40 << 20)
+    architecture, cpu = read_architecture(path), torch.device("cpu")
+    formats = {"dtype": "float32", "kv_dtype": "float32", "device": cpu}
+    cache = CacheConfig(num_gpu_blocks=2000)
+
+    def scheduler(num_tokens):
+        return SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=num_tokens)
+
+    found = largest_batch(architecture, cache, scheduler(10**5), **formats, scratch_bytes=lambda count: 100 * count)
+    assert 64 < found < 10**5
+
+    def needs(num_tokens):
+        size = decide_kv_size(architecture, cache, scheduler(num_tokens), **formats, max_model_len=2048)
+        step = memory.activation_bytes(architecture, num_tokens, 4, "float32") + 100 * num_tokens
+        return size.num_blocks * 4096 + size.num_window_blocks * 3 * 4096 + step
+
+    assert needs(found) <= 40 << 20 < needs(found + 1)

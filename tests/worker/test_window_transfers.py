@@ -1,0 +1,90 @@
+"""Of a block in a store there are two parts, which go to a block and to a window block, or to the block alone."""
+
+import queue
+
+import pytest
+import torch
+
+from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore
+from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.worker import kv_transfers
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_transfers import KVTransferThreads
+
+LOAD, SAVE = TransferDirection.LOAD, TransferDirection.SAVE
+KEYS = [bytes([number]) * 32 for number in range(5)]
+FULL, NEAR = KVShape(1, 8), KVShape(3, 8, window=6)
+
+
+class Moved:
+    """A KV cache with a store; every number of a block or window block is that of its key, or -1."""
+
+    def __init__(self, monkeypatch, shapes, dtype):
+        monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
+        self.cache = PagedKVCache(
+            KVLayout(shapes), num_blocks=12, num_window_blocks=9, block_size=4, dtype=dtype, device=torch.device("cpu")
+        )
+        self.pool, self.ended = GlobalKVPool(1000), queue.SimpleQueue()
+        self.store = MemoryStore(self.pool, "a", self.cache.stored_block_bytes)
+        self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=1)
+        self.clear()
+
+    def clear(self):
+        for each in self.cache.memory:
+            each.fill_(-1)
+
+    def move(self, direction, keys, block_ids, window_block_ids):
+        order = KVTransfer(1, direction, keys, block_ids, window_block_ids=window_block_ids)
+        empty = CachedRequestData.make_empty()
+        self.threads.begin(SchedulerOutput(1, [], empty, {}, 0, kv_transfers=[order]))
+        return self.ended.get(timeout=10).num_blocks
+
+    def numbers(self):
+        """Return what each block and each window block holds."""
+        for blocks in self.cache.memory:
+            assert bool((blocks == blocks[:, :1]).all())
+        return [[int(row[0]) if len(row) else None for row in each] for each in self.pieces]
+
+    @property
+    def pieces(self):
+        return self.cache.blocks, self.cache.window_blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtype):
+    moved = Moved(monkeypatch, (NEAR, FULL, NEAR), dtype)
+    for number, (block, window_block) in enumerate([(7, 2), (1, 8), (0, 0), (11, 3), (5, 5)]):
+        moved.cache.blocks[block] = number
+        moved.cache.window_blocks[window_block] = 10 + number
+    assert moved.move(SAVE, KEYS, [7, 1, 0, 11, 5], [2, 8, 0, 3, 5]) == 5
+    kept = moved.pool._nodes["a"][KEYS[1]].kv_data[32:]
+    assert len(kept) == moved.cache.block_bytes + moved.cache.window_block_bytes
+    moved.clear()
+    assert moved.move(LOAD, KEYS, [0, 1, 2, 3, 4], [-1, -1, -1, 6, 1]) == 5  # the last two are within the window
+    assert moved.numbers() == [[0, 1, 2, 3, 4, *[-1] * 7], [-1, 14, -1, -1, -1, -1, 13, -1, -1]]
+
+
+def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch):
+    moved = Moved(monkeypatch, (FULL, NEAR), torch.bfloat16)
+    for number in range(5):
+        moved.cache.blocks[number] = number
+        moved.cache.window_blocks[number] = 10 + number
+    moved.move(SAVE, KEYS, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    moved.pool._nodes["a"][KEYS[2]].kv_data = b"spoilt"
+    moved.clear()
+    assert moved.move(LOAD, KEYS, [0, 1, 2, 3, 4], [4, 3, 2, 1, 0]) == 2
+    assert moved.numbers() == [[0, 1, *[-1] * 10], [-1, -1, -1, 11, 10, *[-1] * 4]]
+
+
+def test_layers_that_all_have_windows(monkeypatch):
+    """A block is then a number and nothing more."""
+    moved = Moved(monkeypatch, (NEAR, NEAR), torch.bfloat16)
+    assert moved.cache.block_bytes == 0
+    moved.cache.window_blocks[3] = 13
+    moved.cache.window_blocks[4] = 14
+    assert moved.move(SAVE, KEYS[:2], [9, 10], [3, 4]) == 2
+    moved.clear()
+    assert moved.move(LOAD, KEYS[:2], [0, 1], [-1, 5]) == 2
+    assert moved.numbers()[1] == [-1] * 5 + [14] + [-1] * 3
