@@ -63,7 +63,7 @@ def test_a_hit_holds_the_window_of_what_it_found(make_windowed):
     core = make_windowed()
     core.add("a", list(range(30)), max_tokens=1)
     core.run()
-    request = core.add("b", list(range(28)) + [99], max_tokens=1)
+    request = core.add("b", [*range(28), 99], max_tokens=1)
     core.step()
     assert request.sequence.num_cached_tokens == 28
     assert core.log.of_type(events.PrefixCacheQueried)[-1].num_hit_tokens == 28
@@ -77,7 +77,7 @@ def test_a_hit_ends_where_a_window_is_gone_and_is_whole_again_behind_who_compute
     core.add("other", 30, max_tokens=1)
     core.run()  # its window blocks are all that there are
     for name, num_hit in (("b", 0), ("c", 28)):
-        request = core.add(name, list(range(28)) + [99], max_tokens=1)
+        request = core.add(name, [*range(28), 99], max_tokens=1)
         core.run()
         assert request.sequence.num_cached_tokens == num_hit
         check(core)
@@ -178,8 +178,8 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     assert swapped[table[0]] not in parts
     assert [host for block, host in swapped.items() if block in table[1:]] == parts
     core.run()
-    again = core.add("c", list(range(16)) + [99], max_tokens=1)
-    copies = core.step().copies
+    again = core.add("c", [*range(16), 99], max_tokens=5)
+    copies = core.scheduler.schedule().copies
     assert again.sequence.num_cached_tokens == 16
     assert [host for host, _ in copies.swap_in] == [swapped[block_id] for block_id in table]
     assert copies.window_swap_in == [
