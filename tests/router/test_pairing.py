@@ -81,9 +81,7 @@ class Scripted:
 
     async def _answer(self, receive, send) -> None:
         match self.does:
-            case "answer" | "follow":
-                while self.does == "follow" and not self.follows.asked:
-                    await asyncio.sleep(0.002)
+            case "answer":
                 await _send(send, 200, ANSWER % (self.role or "both").encode())
             case "refuse" | "full" | "fail" | "closing":
                 status = {"refuse": 400, "full": 429, "fail": 500, "closing": 503}[self.does]
@@ -96,7 +94,7 @@ class Scripted:
                 await send({"type": "http.response.body", "body": b'{"usage":', "more_body": True})
                 await asyncio.sleep(0.01)
                 receive.__self__.transport.abort()
-            case "wait":
+            case "wait" | "follow":
                 await self._wait(receive, send)
             case "hang":
                 while (await receive())["type"] != "http.disconnect":
@@ -105,7 +103,7 @@ class Scripted:
 
     async def _wait(self, receive, send) -> None:
         gone = asyncio.create_task(receive())
-        while not self.release.is_set():
+        while not (self.release.is_set() or (self.does == "follow" and self.follows.asked)):
             if gone.done():
                 self.num_left += 1
                 return
