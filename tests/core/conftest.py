@@ -42,6 +42,8 @@ class Core:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
+        num_window_blocks: int = 0,
+        window: int = 0,
         connector: Any = None,
         clock: Callable[[], float] | None = None,
         **scheduler_options: Any,
@@ -62,6 +64,8 @@ class Core:
             clock=clock or (lambda: float(next(ticks))),
             sink=self.log,
             num_host_blocks=num_host_blocks,
+            num_window_blocks=num_window_blocks,
+            window=window,
             connector=connector,
         )
         self.answers: dict[str, list[int]] = {}

@@ -1,0 +1,240 @@
+"""Window blocks: who holds which, what is let go behind a window, and what is found behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.block_pool import BlockPool
+from octavo.core.window_blocks import NO_CLAIM, NO_PART, WindowBlocks
+from octavo.data.request import Sequence
+
+
+class Windows:
+    """Window blocks beside 12 blocks of 4 tokens, and sequences that hold some."""
+
+    def __init__(self, num_blocks=8, window=6, max_step_tokens=8):
+        self.pool = BlockPool(12)
+        self.windows = WindowBlocks(num_blocks, window, 4, max_step_tokens, self.pool.blocks)
+
+    def start(self, num_blocks, *, num_all_blocks=0):
+        """Let a request compute so many blocks, with room for more."""
+        sequence = Sequence([0] * 4 * num_blocks, 1)
+        sequence.block_table += [block.block_id for block in self.pool.take(max(num_blocks, num_all_blocks))]
+        self.grow(sequence, num_blocks)
+        return sequence
+
+    def grow(self, sequence, num_blocks):
+        claim = self.windows.claim(sequence, [], 0, num_blocks, len(sequence.block_table))
+        self.windows.extend(sequence, claim)
+        return claim
+
+    def cache(self, sequence):
+        """Let others find its blocks."""
+        for index, block_id in enumerate(sequence.block_table):
+            self.pool.register(self.pool.blocks[block_id], bytes([block_id, index]), (0,) * 4, None)
+
+    def blocks(self, sequence):
+        return [self.pool.blocks[block_id] for block_id in sequence.block_table]
+
+
+@pytest.fixture
+def made():
+    return Windows()
+
+
+def test_without_windows_nothing_is_asked_for_or_let_go():
+    windows = WindowBlocks(0, 0, 4, 8, [])
+    sequence = Sequence([1], 1, block_table=[3])
+    assert windows.claim(sequence, [], 0, 1, 1) is NO_CLAIM
+    windows.extend(sequence, NO_CLAIM)
+    windows.leave(sequence, 100)
+    windows.clear(sequence)
+    assert (windows.most_needed([], 0, 9), windows.share(9), windows.can_reserve(0), windows.usage) == (0, 0, True, 0.0)
+    assert (sequence.window_table, sequence.num_behind_window) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("window", "first"), [(2, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]), (4, [0] * 7 + [1, 1, 1]), (5, [0] * 8 + [1, 1])]
+)
+def test_the_next_row_sees_as_many_positions_as_the_window_has_its_own_included(window, first):
+    windows = Windows(window=window).windows
+    assert [windows.first_block(num_tokens) for num_tokens in range(10)] == first
+
+
+def test_blocks_are_taken_as_steps_reach_them_and_let_go_behind_the_window(made):
+    sequence = made.start(2, num_all_blocks=2)
+    assert (sequence.window_table, made.windows.num_free_blocks, made.windows.usage) == ([0, 1], 6, 0.25)
+    made.windows.leave(sequence, 8)
+    assert sequence.num_behind_window == 0  # position 8 sees 3 to 8
+    sequence.block_table += [block.block_id for block in made.pool.take(1)]
+    assert made.grow(sequence, 3).num_unheld == 1
+    made.windows.leave(sequence, 9)
+    assert (sequence.window_table, sequence.num_behind_window) == ([NO_PART, 1, 2], 1)
+    assert made.windows.num_free_blocks == 6
+    made.windows.leave(sequence, 8)
+    assert sequence.num_behind_window == 1
+    made.windows.clear(sequence)
+    assert (sequence.window_table, sequence.num_behind_window, made.windows.num_free_blocks) == ([], 0, 8)
+    assert made.windows.parts() == {}
+
+
+def test_what_can_be_found_is_cached_and_the_least_recently_used_is_taken_first(made):
+    first, second = made.start(2), made.start(2)
+    made.cache(first)
+    made.windows.clear(second)
+    made.windows.clear(first)
+    assert (made.windows.cached_blocks(), sorted(made.windows.free_blocks())) == ([1, 0], [2, 3, 4, 5, 6, 7])
+    assert [made.windows.part(block) for block in made.blocks(first)] == [0, 1]
+    assert [made.windows.part(block) for block in made.blocks(second)] == [None, None]
+    made.windows.renew(1)
+    made.windows.renew(7)
+    made.windows.renew(None)
+    assert made.windows.cached_blocks() == [0, 1]
+    made.start(7)
+    assert [made.windows.part(block) for block in made.blocks(first)] == [None, 1]
+    assert made.windows.num_free_blocks == 1
+    assert made.windows.usage == 0.875
+
+
+def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_holds_it(made):
+    first, other = made.start(3), Sequence([0] * 16, 16)
+    made.cache(first)
+    claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
+    assert (claim.first, claim.found, claim.num_new, claim.num_unheld) == (1, [1, 2], 1, 1)
+    assert made.windows.most_needed(made.blocks(first), 12, 4) == 1
+    made.windows.clear(first)
+    claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
+    assert (claim.num_new, claim.num_unheld, claim.is_own) == (1, 3, False)
+    assert made.windows.most_needed(made.blocks(first), 12, 4) == 3
+    made.windows.hold(claim.found)
+    other.block_table += [*first.block_table, 11]
+    made.windows.extend(other, claim)
+    assert (other.window_table, other.num_behind_window) == ([NO_PART, 1, 2, 3], 1)
+    made.windows.hold([1])
+    made.windows.clear(other)
+    assert [made.windows.num_holders(part) for part in range(4)] == [0, 1, 0, 0]
+    assert made.windows.release([1]) == 0
+    assert made.windows.cached_blocks() == [0, 2, 1]
+    with pytest.raises(AssertionError, match="double free of window block 1"):
+        made.windows.release([1])
+
+
+def test_where_more_is_found_than_a_window_sees_nothing_of_it_is_held(made):
+    first, other = made.start(2), Sequence([0] * 40, 40)
+    made.cache(first)
+    claim = made.windows.claim(other, made.blocks(first), 32, 9, 9)  # loaded: position 32 sees 27 to 32
+    assert (claim.first, claim.found, claim.num_new) == (6, [], 3)
+    assert made.windows.most_needed(made.blocks(first), 32, 9) == 3
+
+
+@pytest.mark.parametrize(
+    ("has_part", "num_tokens", "usable"),
+    [
+        ([], 9, 0),
+        ([1, 1, 1], 13, 3),
+        ([0, 1, 1], 13, 3),  # position 12 sees 7 to 12
+        ([0, 0, 1], 13, 0),
+        ([1, 1, 0], 13, 2),
+        ([1, 0, 1, 1, 0], 40, 4),
+        ([0, 1, 0], 13, 0),
+        ([1, 1, 1], 12, 3),  # position 11 is computed again
+        ([0, 1, 1], 11, 3),
+    ],
+)
+def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, has_part, num_tokens, usable):
+    assert made.windows.num_usable(map(bool, has_part), num_tokens) == usable
+
+
+def test_what_covers_the_tokens_is_their_window(made):
+    sequence = made.start(3)
+    blocks = made.blocks(sequence)
+    assert made.windows.covers(blocks, 12)
+    made.windows.leave(sequence, 9)
+    assert [made.windows.covers(blocks, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
+    assert WindowBlocks(0, 0, 4, 8, []).covers(blocks, 12)
+
+
+def test_a_block_with_new_content_has_no_window_part(made):
+    first = made.start(2)
+    made.cache(first)
+    one, two = made.blocks(first)
+    made.windows.block_taken(one)  # as if it were taken while its part is held
+    assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(0)) == (None, 1, None)
+    made.windows.clear(first)
+    assert made.windows.free_blocks()[-1] == 0
+    made.windows.block_taken(two)
+    made.windows.block_taken(two)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 8)
+    assert made.windows.block_of(1) is None
+
+
+def test_what_is_computed_once_more_is_the_part_of_what_is_found_in_its_stead(made):
+    first, second = made.start(1), made.start(1)
+    [one], [two] = made.blocks(first), made.blocks(second)
+    made.windows.block_doubled(two, one)
+    assert (made.windows.part(one), made.windows.part(two)) == (0, 1)
+    made.windows.clear(first)
+    made.cache(first)
+    made.windows.block_doubled(one, one)
+    made.windows.block_doubled(two, two)
+    assert made.windows.part(two) == 1
+    made.windows.block_doubled(two, one)
+    assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(1)) == (1, None, one.block_id)
+    made.windows.clear(second)
+    assert made.windows.cached_blocks() == [1]
+
+
+def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_it():
+    made = Windows(num_blocks=6)
+    sequence = made.start(2, num_all_blocks=9)  # a row sees 3 blocks at most, and a step reaches 2 more
+    made.cache(sequence)
+    assert sequence.window_table == [0, 1, 2, 3, 4]
+    assert [made.windows.part(block) for block in made.blocks(sequence)] == [None] * 9  # nobody else finds them
+    made.windows.leave(sequence, 13)
+    assert (sequence.window_table, sequence.num_behind_window) == ([NO_PART, NO_PART, 2, 3, 4, 5, 0], 2)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([1], 1)
+    made.windows.leave(sequence, 36)
+    assert (len(sequence.window_table), made.windows.num_free_blocks) == (9, 4)
+    assert made.windows.part(made.blocks(sequence)[8]) is None
+    made.windows.clear(sequence)
+    assert made.windows.num_free_blocks == 6
+    assert made.windows.part(made.blocks(sequence)[8]) is not None
+
+
+def test_what_it_found_and_nobody_holds_is_of_its_own():
+    made = Windows(num_blocks=9)
+    first, other = made.start(3), Sequence([0] * 40, 40)
+    made.cache(first)
+    blocks = made.blocks(first)
+    shared = made.windows.claim(other, blocks, 12, 4, 9)
+    assert (shared.num_new, shared.num_unheld, shared.is_own) == (5, 5, True)
+    assert made.windows.most_needed(blocks, 12, 9) == 5
+    made.windows.clear(first)
+    alone = made.windows.claim(other, blocks, 12, 4, 9)
+    assert (alone.num_new, alone.num_unheld, alone.is_own) == (3, 5, True)
+    assert made.windows.most_needed(blocks, 12, 9) == 5
+    assert made.windows.claim(other, blocks, 12, 4, 5).num_new == 2
+    made.windows.hold(alone.found, is_own=alone.is_own)
+    assert [made.windows.part(block) for block in blocks] == [0, None, None]
+    other.block_table += [*first.block_table, *range(6, 12)]
+    made.windows.extend(other, alone)
+    assert other.window_table == [NO_PART, 1, 2, 3, 4, 5]
+    made.windows.leave(other, 16)
+    assert len(other.window_table) == 7
+    more = made.windows.claim(other, [], 16, 8, 9)
+    assert (more.num_new, more.num_unheld, more.is_own) == (1, 1, True)
+    assert made.windows.claim(other, [], 16, 5, 9).num_new == 0
+
+
+def test_reservations_are_of_what_a_row_sees_and_of_what_a_step_takes(made):
+    assert [made.windows.share(count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
+    assert [made.windows.can_reserve(count) for count in (5, 6, 7)] == [True, True, False]
+
+
+def test_reset_forgets_what_nobody_holds(made):
+    first, second = made.start(2), made.start(1)
+    made.cache(first)
+    made.windows.clear(first)
+    made.windows.reset()
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 7)
+    assert made.windows.parts() == {second.block_table[0]: 2}

@@ -1,0 +1,304 @@
+"""The core of a model with windows: what a request holds, finds, copies, saves and fetches of window blocks."""
+
+from __future__ import annotations
+
+import pytest
+from stores import Store
+
+from octavo.core import invariants
+from octavo.core.window_blocks import NO_PART
+from octavo.data import events
+from octavo.data.kv_tiers import EndedTransfer
+
+
+@pytest.fixture
+def make_windowed(make_core):
+    """Blocks of 4 tokens; a row sees 6 tokens, so 3 blocks at most, and a step of 8 tokens reaches 2 more."""
+
+    def make(**options):
+        return make_core(**{"num_window_blocks": 12, "window": 6, "max_num_batched_tokens": 8, **options})
+
+    return make
+
+
+def windows_of(core):
+    return core.scheduler.kv_cache_manager.windows
+
+
+def check(core):
+    assert invariants.check(core.scheduler) == []
+
+
+def test_a_long_answer_holds_its_window_and_no_more(make_windowed):
+    core = make_windowed(num_window_blocks=5)
+    request = core.add("a", 21, max_tokens=300)
+    most = 0
+    while core.scheduler.has_work():
+        core.step()
+        check(core)
+        most = max(most, round(5 * windows_of(core).usage))
+    assert core.finished == {"a": "length"}
+    assert request.sequence.num_output_tokens == 300
+    assert most == 3
+
+
+def test_the_worker_is_told_of_window_blocks_as_they_are_taken(make_windowed):
+    core = make_windowed()
+    request = core.add("a", 10, max_tokens=12)
+    [new] = core.step().scheduled_new_reqs
+    assert (new.block_ids, new.window_block_ids) == (request.sequence.block_table, [0, 1])
+    told = [core.step().scheduled_cached_reqs.new_window_block_ids for _ in range(12)]
+    assert [index for index, [parts] in enumerate(told) if parts] == [0, 3, 7, 11]
+    assert all(len(parts) <= 1 for [parts] in told)
+
+
+def test_without_windows_nothing_is_told(make_core):
+    core = make_core()
+    core.add("a", 10)
+    assert core.step().scheduled_new_reqs[0].window_block_ids == []
+    assert core.step().scheduled_cached_reqs.new_window_block_ids == []
+
+
+def test_a_hit_holds_the_window_of_what_it_found(make_windowed):
+    core = make_windowed()
+    core.add("a", list(range(30)), max_tokens=1)
+    core.run()
+    request = core.add("b", [*range(28), 99], max_tokens=1)
+    core.step()
+    assert request.sequence.num_cached_tokens == 28
+    assert core.log.of_type(events.PrefixCacheQueried)[-1].num_hit_tokens == 28
+    check(core)
+
+
+def test_a_hit_ends_where_a_window_is_gone_and_is_whole_again_behind_who_computed_it(make_windowed):
+    core = make_windowed(num_window_blocks=5)
+    core.add("a", list(range(30)), max_tokens=1)
+    core.run()
+    core.add("other", 30, max_tokens=1)
+    core.run()  # its window blocks are all that there are
+    for name, num_hit in (("b", 0), ("c", 28)):
+        request = core.add(name, [*range(28), 99], max_tokens=1)
+        core.run()
+        assert request.sequence.num_cached_tokens == num_hit
+        check(core)
+
+
+def test_nothing_is_taken_where_there_are_not_enough_window_blocks(make_windowed):
+    core = make_windowed(num_window_blocks=6, max_num_seqs=3)
+    first, second = core.add("a", 10, max_tokens=40), core.add("b", 10, max_tokens=40)
+    for _ in range(2):
+        core.step()
+        check(core)
+    assert [len(request.sequence.block_table) for request in (first, second)] == [3, 0]
+    assert core.log.of_type(events.RequestBlocked)[-1].reason == events.WaitReason.NO_BLOCKS
+    core.run()
+    assert core.finished == {"a": "length", "b": "length"}
+
+
+def test_who_needs_a_window_block_takes_it_from_the_less_important(make_windowed):
+    core = make_windowed(num_window_blocks=5, max_num_seqs=3, preemption="recompute")
+    first, second = core.add("a", 3, max_tokens=40), core.add("b", 3, max_tokens=40)
+    while core.scheduler.has_work():
+        core.step()
+        check(core)
+    assert first.num_preemptions == 0
+    assert second.num_preemptions > 0
+    assert [request.sequence.num_output_tokens for request in (first, second)] == [40, 40]
+
+
+def test_who_was_preempted_often_enough_stops_for_nobody(make_windowed):
+    core = make_windowed(num_window_blocks=7, max_num_seqs=4, preemption="recompute", max_num_preemptions=1)
+    requests = [core.add(name, 3, max_tokens=60) for name in "abcd"]
+    while core.scheduler.has_work():
+        core.step()
+        check(core)
+    assert max(request.num_preemptions for request in requests) == 1
+    assert [request.sequence.num_output_tokens for request in requests] == [60] * 4
+
+
+def test_reservation_sets_window_blocks_aside_too(make_windowed):
+    core = make_windowed(num_window_blocks=10, admission="reservation", max_num_seqs=4)
+    requests = [core.add(name, 10, max_tokens=40) for name in "abc"]
+    core.step()
+    core.step()
+    core.step()
+    assert [len(core.scheduler.running), len(core.scheduler.waiting)] == [2, 1]  # 4 each, and 2 for a step
+    core.run()
+    assert [request.num_preemptions for request in requests] == [0, 0, 0]
+    manager = core.scheduler.kv_cache_manager
+    assert core.scheduler.admission._num_window_blocks == 0
+    assert manager.windows.usage == 0.0
+
+
+def test_a_reservation_alone_is_admitted_whatever_it_takes(make_windowed):
+    core = make_windowed(num_window_blocks=5, admission="reservation")
+    core.add("a", 10, max_tokens=40)
+    core.add("b", 10, max_tokens=40)
+    core.step()
+    assert [len(core.scheduler.running), len(core.scheduler.waiting)] == [1, 1]
+    core.run()
+    assert core.finished == {"a": "length", "b": "length"}
+
+
+def test_what_is_swapped_out_is_copied_with_its_window_and_comes_back(make_windowed):
+    core = make_windowed(num_host_blocks=20, preemption="swap", enable_prefix_caching=False)
+    request = core.add("a", 18, max_tokens=9)
+    for _ in range(3):
+        core.step()
+    table, parts = list(request.sequence.block_table), list(request.sequence.window_table)
+    assert (request.num_computed_tokens, parts[:2]) == (18, [NO_PART] * 2)
+    core.scheduler.preempt_requests(["a"])
+    scheduled = core.step()
+    copies = scheduled.copies
+    assert [block for block, _ in copies.swap_out] == table
+    host_block = dict(copies.swap_out)
+    assert copies.window_swap_out == [(parts[3], host_block[table[3]]), (parts[4], host_block[table[4]])]
+    copies = core.step().copies
+    sequence = request.sequence
+    assert [block for _, block in copies.swap_in] == sequence.block_table[:5]
+    assert copies.window_swap_in == [
+        (host_block[table[3]], sequence.window_table[3]),
+        (host_block[table[4]], sequence.window_table[4]),
+    ]
+    check(core)
+    core.run()
+
+
+def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(make_windowed):
+    core = make_windowed(num_blocks=9, num_window_blocks=9, num_host_blocks=9)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    windows, table = windows_of(core), [0, 1, 2, 3]
+    windows.block_taken(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
+    core.add("b", 34, max_tokens=1)
+    copies = [core.step().copies for _ in range(5)]
+    swapped = {block: host for each in copies for block, host in each.swap_out}
+    parts = [host for each in copies for _, host in each.window_swap_out]
+    assert table[0] in swapped
+    assert swapped[table[0]] not in parts
+    assert [host for block, host in swapped.items() if block in table[1:]] == parts
+    core.run()
+    again = core.add("c", [*range(16), 99], max_tokens=5)
+    copies = core.scheduler.schedule().copies
+    assert again.sequence.num_cached_tokens == 16
+    assert [host for host, _ in copies.swap_in] == [swapped[block_id] for block_id in table]
+    assert copies.window_swap_in == [
+        (swapped[table[index]], again.sequence.window_table[index]) for index in (2, 3)
+    ]  # position 16 sees 11 to 16
+    check(core)
+
+
+def test_what_host_memory_has_without_its_window_is_kept_anew_with_it(make_core):
+    pool = make_core(num_host_blocks=2).scheduler.kv_cache_manager
+    [block] = pool.pool.take(1)
+    pool.pool.register(block, b"h", (1, 2, 3, 4), None)
+    assert pool.host.keep(block) == 0
+    assert pool.host.keep(block) is None
+    assert not pool.host.indexed(b"h").has_window_part
+    assert pool.host.keep(block, has_window_part=True) == 0
+    assert pool.host.indexed(b"h").has_window_part
+    assert pool.host.keep(block, has_window_part=True) is None
+    assert pool.host.keep(block) is None
+
+
+def test_a_partly_filled_block_is_copied_with_its_window(make_windowed):
+    core = make_windowed(cache_decoded_blocks=False)
+    first = core.add("a", list(range(7)), max_tokens=20)
+    core.step()
+    second = core.add("b", list(range(7)), max_tokens=20)
+    copies = core.step().copies
+    assert copies.block_copies == [(first.sequence.block_table[1], second.sequence.block_table[1])]
+    assert copies.window_copies == [(first.sequence.window_table[1], second.sequence.window_table[1])]
+    assert first.sequence.window_table[0] == second.sequence.window_table[0]
+    for _ in range(8):
+        core.step()
+    third = core.add("c", list(range(7)), max_tokens=20)
+    core.step()
+    assert third.sequence.num_cached_tokens == 4  # the first one sees its partly filled block no more
+    check(core)
+
+
+def test_the_last_block_of_a_prompt_is_copied_with_its_window(make_windowed):
+    core = make_windowed()
+    core.add("a", list(range(8)), max_tokens=1)
+    core.run()
+    second = core.add("b", list(range(8)), max_tokens=2)
+    copies = core.step().copies
+    assert second.sequence.num_cached_tokens == 7
+    [(source, target)] = copies.window_copies
+    assert (source, target) == (1, second.sequence.window_table[1])
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+def end(core, scheduled, transfer_id, num_blocks):
+    result = core.compute(scheduled)
+    result.kv_transfers.append(EndedTransfer(transfer_id, num_blocks))
+    core.scheduler.update_from_output(scheduled, result)
+
+
+@pytest.mark.parametrize(("num_loaded", "num_computed"), [(5, 20), (4, 0), (1, 0)])
+def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(make_windowed, num_loaded, num_computed):
+    core = make_windowed(connector=Store(num_tokens=20))
+    request = core.add("a", 30)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    assert order.window_block_ids == [NO_PART, NO_PART, NO_PART, 0, 1]  # position 20 sees 15 to 20
+    check(core)
+    end(core, scheduled, order.transfer_id, num_loaded)
+    assert request.num_computed_tokens == num_computed
+    check(core)
+    core.run()
+    assert core.finished == {"a": "length"}
+    assert windows_of(core).usage == 0.0
+
+
+@pytest.mark.parametrize("num_loaded", [1, 2])
+def test_of_a_load_that_its_window_holds_whole_any_part_will_do(make_windowed, num_loaded):
+    core = make_windowed(connector=Store(num_tokens=8), window=20)
+    request = core.add("a", 30)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    end(core, scheduled, order.transfer_id, num_loaded)
+    assert request.num_computed_tokens == 4 * num_loaded
+
+
+def test_a_load_of_a_whole_prompt_has_the_window_of_its_last_token(make_windowed):
+    core = make_windowed(connector=Store(num_tokens=20))
+    core.add("a", 20)
+    [order] = core.scheduler.schedule().kv_transfers
+    assert order.window_block_ids == [NO_PART] * 3 + [0, 1]  # position 19 sees 14 to 19
+
+
+def test_a_save_holds_window_blocks_though_nobody_sees_them_any_more(make_windowed):
+    core = make_windowed(connector=Store(num_tokens=0, wants=True), num_window_blocks=24)
+    request = core.add("a", 24, max_tokens=1)
+    core.step()
+    parts = list(request.sequence.window_table)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    assert order.window_block_ids == parts[:2]
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    check(core)
+    assert request.sequence.window_table[0] == NO_PART
+    assert windows_of(core).num_holders(parts[0]) == 1
+    scheduled = core.scheduler.schedule()
+    end(core, scheduled, order.transfer_id, 2)
+    assert windows_of(core).num_holders(parts[0]) == 0
+    check(core)
+
+
+def test_what_has_lost_its_window_is_not_saved(make_windowed):
+    store = Store(num_tokens=0)
+    core = make_windowed(connector=store, num_window_blocks=24)
+    request = core.add("a", 24, max_tokens=1)
+    manager = core.scheduler.kv_cache_manager
+    core.step()
+    core.step()
+    windows_of(core).block_taken(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
+    assert (request.num_computed_tokens, request.sequence.num_behind_window) == (16, 2)
+    assert [manager.window_part(request, index) for index in range(4)] == [None, 1, 2, 3]
+    store.wants = True
+    scheduled = core.step()
+    assert scheduled.kv_transfers == []
