@@ -302,3 +302,10 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     store.wants = True
     scheduled = core.step()
     assert scheduled.kv_transfers == []
+
+
+def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
+    core = make_windowed(num_window_blocks=5)
+    core.add("a", 8, max_tokens=2)
+    core.run()
+    assert [each.window_usage for each in core.log.of_type(events.StepScheduled)] == [2 / 5, 3 / 5]
