@@ -266,7 +266,7 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
 
-    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left. window_usage: the share of
+    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left. window_usage: share of
     window blocks that are held; 0 where no layer has a window.
     """
 

@@ -84,8 +84,8 @@ class Histogram:
 class EngineStats:
     """Figures of one engine since it was started. Times in seconds; a request is one output stream (n of them for n).
 
-    num_requests_running, num_requests_waiting, kv_cache_usage, window_usage, prefill_limit are as of the last event, all
-    others are totals.
+    num_requests_running, num_requests_waiting, kv_cache_usage, window_usage and prefill_limit are as of the last event,
+    all others are totals.
     prompt_tokens: of requests whose first token came, cached ones included. request_success: endings by reason.
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
