@@ -1,4 +1,4 @@
-"""A model whose layers see a window, through the real engine: how far few window blocks reach, and what is found again."""
+"""A model whose layers see a window, through the real engine: how far few window blocks reach, what is found."""
 
 from __future__ import annotations
 
