@@ -124,17 +124,13 @@ def build_core(
     )
     if reading is not None:
         reading.result()
-    num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
-    scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
-    direct = create_connector(
-        config.kv_transfer,
-        block_bytes=worker.kv_cache.stored_block_bytes,
-        block_size=config.cache.block_size,
-        secret=kv_secret_from_environment(),
-    )
+    kv_cache, block_size = worker.kv_cache, config.cache.block_size
+    scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
+    stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
+    direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
-    store = create_store(config.kv_transfer, worker.kv_cache.stored_block_bytes, kv_store, direct)
+    store = create_store(config.kv_transfer, stored_bytes, kv_store, direct)
     executor = LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer))
     connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
@@ -142,13 +138,13 @@ def build_core(
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
-        num_blocks=num_blocks,
+        num_blocks=kv_cache.num_blocks,
         max_model_len=served.max_model_len,
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
-        num_host_blocks=num_host_blocks,
-        num_window_blocks=worker.kv_cache.num_window_blocks,
-        window=worker.kv_cache.window or 0,
+        num_host_blocks=kv_cache.num_host_blocks,
+        num_window_blocks=kv_cache.num_window_blocks,
+        window=kv_cache.window or 0,
         cache_keys=_cache_keys(config, worker, dtype, identity),
         connector=connector,
     )

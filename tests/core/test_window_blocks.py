@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.window_blocks import NO_CLAIM, NO_PART, WindowBlocks
+from octavo.core.host_block_pool import HostBlock
+from octavo.core.window_blocks import NO_PART, WindowBlocks
 from octavo.data.request import Sequence
 
 
@@ -45,8 +46,6 @@ def made():
 def test_without_windows_nothing_is_asked_for_or_let_go():
     windows = WindowBlocks(0, 0, 4, 8, [])
     sequence = Sequence([1], 1, block_table=[3])
-    assert windows.claim(sequence, [], 0, 1, 1) is NO_CLAIM
-    windows.extend(sequence, NO_CLAIM)
     windows.leave(sequence, 100)
     windows.clear(sequence)
     assert (windows.most_needed([], 0, 9), windows.share(9), windows.can_reserve(0), windows.usage) == (0, 0, True, 0.0)
@@ -142,16 +141,26 @@ def test_where_more_is_found_than_a_window_sees_nothing_of_it_is_held(made):
     ],
 )
 def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, has_part, num_tokens, usable):
-    assert made.windows.num_usable(map(bool, has_part), num_tokens) == usable
+    blocks = made.blocks(made.start(len(has_part)))
+    for block, is_there in zip(blocks, has_part, strict=True):
+        if not is_there:
+            made.windows.block_taken(block)
+    assert made.windows.num_usable(blocks, [], num_tokens) == usable
+    host_blocks = [HostBlock(0, b"", (), (), None, (0, 0), bool(is_there)) for is_there in has_part[1:]]
+    assert made.windows.num_usable(blocks[:1], host_blocks, num_tokens) == usable
+    assert WindowBlocks(0, 0, 4, 8, []).num_usable(blocks[:1], host_blocks, num_tokens) == len(has_part)
 
 
 def test_what_covers_the_tokens_is_their_window(made):
     sequence = made.start(3)
     blocks = made.blocks(sequence)
-    assert made.windows.covers(blocks, 12)
+    assert made.windows.num_covered(blocks, 12) == 3
     made.windows.leave(sequence, 9)
-    assert [made.windows.covers(blocks, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
-    assert WindowBlocks(0, 0, 4, 8, []).covers(blocks, 12)
+    assert [made.windows.num_covered(blocks, count) for count in (4, 8, 9, 12)] == [0, 0, 3, 3]
+    assert [made.windows.part_at(sequence, index) for index in range(3)] == [None, 1, 2]
+    assert [made.windows.are_enough(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
+    none = WindowBlocks(0, 0, 4, 8, [])
+    assert (none.num_covered(blocks, 12), none.are_enough(sequence, 4)) == (3, True)
 
 
 def test_a_block_with_new_content_has_no_window_part(made):

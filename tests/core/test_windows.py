@@ -244,7 +244,7 @@ def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(ma
     request = core.add("a", 30)
     scheduled = core.scheduler.schedule()
     [order] = scheduled.kv_transfers
-    assert order.window_block_ids == [NO_PART, NO_PART, NO_PART, 0, 1]  # position 20 sees 15 to 20
+    assert order.window_block_ids == [-1, -1, -1, 0, 1]  # position 20 sees 15 to 20
     check(core)
     end(core, scheduled, order.transfer_id, num_loaded)
     assert request.num_computed_tokens == num_computed
@@ -298,7 +298,14 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     core.step()
     windows_of(core).block_taken(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
     assert (request.num_computed_tokens, request.sequence.num_behind_window) == (16, 2)
-    assert [manager.window_part(request, index) for index in range(4)] == [None, 1, 2, 3]
+    assert [manager.windows.part_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
     store.wants = True
     scheduled = core.step()
     assert scheduled.kv_transfers == []
+
+
+def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
+    core = make_windowed(num_window_blocks=5)
+    core.add("a", 8, max_tokens=2)
+    core.run()
+    assert [each.window_usage for each in core.log.of_type(events.StepScheduled)] == [2 / 5, 3 / 5]

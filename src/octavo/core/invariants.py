@@ -46,6 +46,15 @@ def check(scheduler: Scheduler) -> list[Breach]:
     ]
 
 
+def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
+    """Take a breach's blocks out of use; return those that were not before."""
+    pool = scheduler.kv_cache_manager.pool
+    fresh = tuple(block_id for block_id in breach.block_ids if block_id not in pool.quarantined)
+    for block_id in fresh:
+        pool.quarantine(pool.blocks[block_id])
+    return fresh
+
+
 def _check_partition(manager: KVCacheManager) -> Iterator[Breach]:
     """1: FREE, CACHED, OWNED and QUARANTINED partition the blocks, and no list holds a block twice."""
     pool = manager.pool

@@ -9,7 +9,7 @@ from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
 from octavo.core.block_pool import Block, BlockLink, BlockPool
 from octavo.core.cache_history import CacheHistory, Miss, MissReason
 from octavo.core.host_block_pool import HostBlockPool
-from octavo.core.window_blocks import NO_CLAIM, NO_PART, WindowBlocks
+from octavo.core.window_blocks import NO_PART, WindowBlocks
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
@@ -155,10 +155,10 @@ class KVCacheManager:
         found = self._find_full_blocks(request)
         in_host = self._find_in_host(request, found)
         size, num_tokens = self.block_size, len(request.sequence.token_ids)
-        num_found = self._num_usable(found, in_host, num_tokens)
+        num_found = self.windows.num_usable(found, in_host, num_tokens)
         saved = self._saved.get(request.request_id)
         if saved is not None and saved.num_tokens > num_found * size:
-            found = self._found_beside_saved(found, saved)
+            found = found[: self.windows.num_covered(found, saved.num_tokens)]
             return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
         if num_found > len(found):
             host_blocks = [block.block_id for block in in_host[: num_found - len(found)]]
@@ -167,20 +167,6 @@ class KVCacheManager:
         if source is not None:
             return ComputedBlocks(found, num_tokens - 1, source=source)
         return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
-
-    def _num_usable(self, found: list[Block], in_host: list[HostBlock], num_tokens: int) -> int:
-        """Return how many of the found blocks a request can go on behind: what its next row sees must be there."""
-        if not self.windows.num_blocks:
-            return len(found) + len(in_host)
-        has_part = [self.windows.part(block) is not None for block in found]
-        has_part += [block.has_window_part for block in in_host]
-        return self.windows.num_usable(has_part, num_tokens)
-
-    def _found_beside_saved(self, found: list[Block], saved: _Saved) -> list[Block]:
-        """Return the found blocks that need not be copied in: the first one that has not all that is seen ends them."""
-        first = self.windows.first_block(saved.num_tokens) if self.windows.num_blocks else len(found)
-        end = next((i for i in range(first, len(found)) if self.windows.part(found[i]) is None), len(found))
-        return found[:end]
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
         """Return how many tokens were found in host memory, where others could find them as well."""
@@ -243,9 +229,10 @@ class KVCacheManager:
             return None
         name = found[-1].name if found else None
         content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
-        if not self.windows.covers([*found, partial.block], request.num_prompt_tokens - 1):
+        if partial.content != content:
             return None
-        return partial.block if partial.content == content else None
+        blocks = [*found, partial.block]
+        return partial.block if self.windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks) else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
         """Return the prompt's tokens behind its last full block."""
@@ -322,7 +309,7 @@ class KVCacheManager:
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
-        claim = NO_CLAIM
+        claim = None
         if self.windows.num_blocks:
             num_seen = min(num_tokens, len(sequence.token_ids) - 1) if is_loaded else num_computed
             num_step_blocks = self.num_blocks_for(num_tokens)
@@ -332,13 +319,14 @@ class KVCacheManager:
         return self._allocate(request, computed, num_new_blocks, claim)
 
     def _allocate(
-        self, request: Request, computed: ComputedBlocks, num_new_blocks: int, claim: WindowClaim
+        self, request: Request, computed: ComputedBlocks, num_new_blocks: int, claim: WindowClaim | None
     ) -> list[int]:
         """Take blocks, of which there are enough, for a request; return the ids appended to its block table."""
         sequence, windows, source_part = request.sequence, self.windows, None
         is_first = not sequence.block_table
         self.pool.touch(computed.blocks)
-        windows.hold(claim.found, is_own=claim.is_own)
+        if claim is not None:
+            windows.hold(claim.found, is_own=claim.is_own)
         self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
         if computed.source is not None:
             self.pool.renew(computed.source.link)
@@ -348,7 +336,7 @@ class KVCacheManager:
         assert new_blocks is not None
         new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
         sequence.block_table.extend(new_ids)
-        if windows.num_blocks:
+        if claim is not None:
             for block in new_blocks:
                 windows.block_taken(block)
             windows.extend(sequence, claim)
@@ -552,18 +540,6 @@ class KVCacheManager:
         self._chains.pop(request.request_id, None)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
-
-    def window_part(self, request: Request, index: int) -> int | None:
-        """Return the window part of the block at `index` of a request's table, if it has one still."""
-        table = request.sequence.window_table
-        part = table[index] if index < len(table) else NO_PART
-        return part if part != NO_PART else self.windows.part(self.pool.blocks[request.sequence.block_table[index]])
-
-    def can_go_on_behind(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request holds what the row behind its first `num_tokens` sees."""
-        return not self.windows.num_blocks or (
-            self.windows.first_block(num_tokens) >= request.sequence.num_behind_window
-        )
 
     def note_loaded(self, request: Request) -> None:
         """Count what came from a store outside, up to a request's computed tokens, as found in its prompt."""

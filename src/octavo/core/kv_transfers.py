@@ -203,7 +203,7 @@ class KVTransfers:
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
-        return num_tokens if self._manager.can_go_on_behind(load.request, num_tokens) else 0
+        return num_tokens if self._manager.windows.are_enough(load.request.sequence, num_tokens) else 0
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
@@ -229,11 +229,12 @@ class KVTransfers:
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
         parts: dict[int, int] = {}
-        if windows := self._manager.windows.num_blocks:  # what has lost its window part is of no use to anybody
-            found = {index: self._manager.window_part(request, index) for index in chosen}
+        windows = self._manager.windows
+        if windows.num_blocks:  # what has lost its window part is of no use to anybody
+            found = {index: windows.part_at(request.sequence, index) for index in chosen}
             parts = {index: part for index, part in found.items() if part is not None}
             chosen = list(parts)
-        num_blocks = windows or self._manager.pool.num_blocks
+        num_blocks = windows.num_blocks or self._manager.pool.num_blocks
         room = max(max(num_blocks // _SAVE_SHARE, 1) - len(self._saving), 0)
         if len(chosen) > room and not request.hands_kv_over:
             self._num_offered[name] = chosen[room]

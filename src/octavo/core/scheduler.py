@@ -33,12 +33,11 @@ from octavo.core.policy import (
     should_swap,
 )
 from octavo.core.result_processor import ResultProcessor
-from octavo.core.scheduler_interface import SchedulerStats
+from octavo.core.scheduler_interface import SchedulerStats, map_blocks
 from octavo.core.step_plan import StepPlan
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.request import Request, RequestStatus
-from octavo.data.snapshot import BlockMap
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.outputs import DEADLINE_PASSED
 
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from octavo.data.events import EventSink
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.data.snapshot import BlockMap
     from octavo.outputs import EngineCoreOutput
 
 
@@ -185,7 +185,8 @@ class Scheduler:
         self._open_step = step
         self._emitter.now = self._step_start = self._clock()
         self._expire()
-        self._return_parked()
+        for request, timed_out in self.room.resume_deferred(self._num_busy_steps):
+            self._emit(events.RequestUnparked, request.request_id, timed_out)
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._preempt_as_told(plan)
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
@@ -207,10 +208,6 @@ class Scheduler:
         for request in self.transfers.expired(now):
             self.transfers.cancel(request, "expired")
             lifecycle.give_up_loading(request)
-
-    def _return_parked(self) -> None:
-        for request, timed_out in self.room.resume_deferred(self._num_busy_steps):
-            self._emit(events.RequestUnparked, request.request_id, timed_out)
 
     def _preempt_as_told(self, plan: StepPlan) -> None:
         for request_id in self._to_preempt:
@@ -409,6 +406,7 @@ class Scheduler:
             len(self.room) + len(self.transfers),
             self.kv_cache_manager.pool.usage,
             self._batching.prefill_limit,
+            self.kv_cache_manager.windows.usage,
         )
 
     # --- back from the worker -----------------------------------------------------------------------------------------
@@ -474,11 +472,8 @@ class Scheduler:
             return []
         self._next_check = now + IDLE_CHECK_INTERVAL_S
         breaches = invariants.check(self)
-        pool = self.kv_cache_manager.pool
         for breach in breaches:
-            fresh = tuple(block_id for block_id in breach.block_ids if block_id not in pool.quarantined)
-            for block_id in fresh:
-                pool.quarantine(pool.blocks[block_id])
+            fresh = invariants.quarantine(self, breach)
             self._emit(events.BlocksQuarantined, fresh, f"invariant {breach.invariant}: {breach.message}")
         return breaches
 
@@ -498,10 +493,7 @@ class Scheduler:
 
     def block_map(self) -> BlockMap:
         """Who holds which block now; transfers hold some, too, for nobody or beside a request."""
-        tables = ((request_id, request.sequence.block_table) for request_id, request in self.requests.items())
-        holders = {request_id: list(table) for request_id, table in tables if table}
-        manager = self.kv_cache_manager
-        return BlockMap(manager.block_size, manager.pool.states(), holders)
+        return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False and nothing changed while any request holds a block."""

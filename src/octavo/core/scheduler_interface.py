@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.data import events
+from octavo.data.snapshot import BlockMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request, RequestStatus
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.data.snapshot import BlockMap
     from octavo.outputs import EngineCoreOutput
 
 
@@ -111,3 +111,11 @@ class SchedulerStats:
             num_steps=counters.count[events.StepScheduled],
             prefill_limit=prefill_limit,
         )
+
+
+def map_blocks(scheduler: Scheduler) -> BlockMap:
+    """Say who holds which block."""
+    tables = ((request_id, request.sequence.block_table) for request_id, request in scheduler.requests.items())
+    holders = {request_id: list(table) for request_id, table in tables if table}
+    manager = scheduler.kv_cache_manager
+    return BlockMap(manager.block_size, manager.pool.states(), holders)

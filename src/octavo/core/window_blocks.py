@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from octavo.core.block_pool import Block
+    from octavo.core.host_block_pool import HostBlock
     from octavo.data.request import Sequence as TokenSequence
 
 NO_PART = -1
@@ -85,24 +86,36 @@ class WindowBlocks:
         part = self._part_of.get(block.block_id)
         return None if part in self._own else part
 
-    def covers(self, blocks: Sequence[Block], num_tokens: int) -> bool:
-        """Whether all that is seen behind the first `num_tokens` of these blocks is there."""
-        end = -(-num_tokens // self._block_size)
-        return not self.num_blocks or all(
-            self.part(block) is not None for block in blocks[self.first_block(num_tokens) : end]
-        )
+    def part_at(self, sequence: TokenSequence, index: int) -> int | None:
+        """Return the window part of a block of a request, seen or not, if it has one still."""
+        if sequence.num_behind_window <= index < len(sequence.window_table):
+            return sequence.window_table[index]
+        return self.part(self._blocks[sequence.block_table[index]])
 
-    def num_usable(self, has_part: Iterable[bool], num_tokens: int) -> int:
-        """Return how many blocks from a sequence's start can be gone on behind, given which have their window part.
+    def num_covered(self, blocks: Sequence[Block], num_tokens: int) -> int:
+        """Return how many blocks of a sequence come before the first that is seen behind `num_tokens` and has no part."""
+        first = self.first_block(num_tokens) if self.num_blocks else len(blocks)
+        return next((i for i in range(first, len(blocks)) if self.part(blocks[i]) is None), len(blocks))
 
-        num_tokens: of the sequence, of which one is always computed.
+    def num_usable(self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int) -> int:
+        """Return how many of a sequence's first blocks can be gone on behind: what the next row sees has to be there.
+
+        host_blocks: those that come next. num_tokens: of the sequence, of which one is always computed.
         """
+        if not self.num_blocks:
+            return len(blocks) + len(host_blocks)
+        has_part = [self.part(block) is not None for block in blocks]
+        has_part += [block.has_window_part for block in host_blocks]
         run = usable = 0
         for count, is_there in enumerate(has_part, 1):
             run = run + 1 if is_there else 0
             if run >= count - self.first_block(min(count * self._block_size, num_tokens - 1)):
                 usable = count
         return usable
+
+    def are_enough(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Whether a request holds what is seen behind its first `num_tokens`, with what it holds for more of them."""
+        return not self.num_blocks or self.first_block(num_tokens) >= sequence.num_behind_window
 
     # --- take ---------------------------------------------------------------------------------------------------------
 
@@ -114,8 +127,6 @@ class WindowBlocks:
         num_step_blocks: as many has its table for the next step. num_all_blocks: and as many for all it may ever get,
         if it is not to fall: then the claim is its own.
         """
-        if not self.num_blocks:
-            return NO_CLAIM
         first, parts = self.first_block(num_seen), list[int]()
         for block in found[first:]:
             part = self.part(block)
@@ -277,6 +288,3 @@ class WindowBlocks:
     def parts(self) -> dict[int, int]:
         """Return the window block of each block that has one, for tests and invariants."""
         return dict(self._part_of)
-
-
-NO_CLAIM = WindowClaim(0, [], 0, 0, is_own=False)

@@ -266,7 +266,8 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
 
-    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left.
+    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left. window_usage: share of
+    window blocks that are held; 0 where no layer has a window.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -275,6 +276,7 @@ class StepScheduled(Event):
     num_waiting: int
     kv_cache_usage: float
     prefill_limit: int = 0
+    window_usage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,8 @@ class Histogram:
 class EngineStats:
     """Figures of one engine since it was started. Times in seconds; a request is one output stream (n of them for n).
 
-    num_requests_running, num_requests_waiting, kv_cache_usage, prefill_limit are as of the last event, all others are
-    totals.
+    num_requests_running, num_requests_waiting, kv_cache_usage, window_usage and prefill_limit are as of the last event,
+    all others are totals.
     prompt_tokens: of requests whose first token came, cached ones included. request_success: endings by reason.
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
@@ -100,6 +100,7 @@ class EngineStats:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     kv_cache_usage: float = 0.0
+    window_usage: float = 0.0
     prefill_limit: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -174,6 +175,7 @@ class EngineMetrics:
                 stats.scheduled_tokens += event.num_tokens
                 stats.iteration_tokens.observe(event.num_tokens)
                 stats.kv_cache_usage = event.kv_cache_usage
+                stats.window_usage = event.window_usage
                 stats.prefill_limit = event.prefill_limit
             case events.RequestQueued():
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
@@ -275,4 +277,4 @@ class EngineMetrics:
                 counts[1] += life.num_tokens
         self._ended.clear()
         if not self._lives:
-            stats.kv_cache_usage = 0.0  # there will be no step to tell so
+            stats.kv_cache_usage = stats.window_usage = 0.0  # there will be no step to tell so

@@ -25,6 +25,7 @@ _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
     ("num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
     ("kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
+    ("window_usage", "window_blocks_usage_perc", "Share of window blocks in use; 0 where no layer has a window."),
     ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
 )
 # (attribute of EngineCapacity, name, what it says)
