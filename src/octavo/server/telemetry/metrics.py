@@ -211,7 +211,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         yield counter
     moved = CounterMetricFamily(
         "octavo:host_cache_bytes",
-        "Bytes of evicted blocks, to host memory and back.",
+        "Bytes of evicted blocks, to host memory and back, without what layers with a window keep of them.",
         labels=["model_name", "direction"],
     )
     for direction, num_blocks in (("out", stats.num_offloaded_blocks), ("in", stats.host_cache_hit_blocks)):
