@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -75,13 +75,6 @@ class ModelInputs:
     def num_tokens(self) -> int:
         """Rows of the batch."""
         return self.token_ids.shape[0]
-
-
-class _Tables(NamedTuple):
-    """Where keys and values of some rows stand: block ids of each, and where those of the tokens are written."""
-
-    tables: NDArray[np.int32]
-    slot_mapping: NDArray[np.int64]
 
 
 class InputBatch:
@@ -272,18 +265,14 @@ class InputBatch:
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
         width = -(-int(seq_lens.max()) // self.block_size)
-        all_tables = (self.block_tables, self.window_tables) if has_windows else (self.block_tables,)
-        tables = [
-            _Tables(each[rows, :width], self._slots(each[row_of_token, positions // self.block_size], positions))
-            for each in all_tables
-        ]
-        attention = self._attention(query_start, seq_lens, positions, tables)
+        attention = self._attention(query_start, seq_lens, rows, row_of_token, positions, width, has_windows)
         if output_start[-1] < query_start[-1]:
             of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
-            of_outputs = [_Tables(each.tables[kept], each.slot_mapping[of_step]) for each in tables]
-            batch = self._attention(start, seq_lens[kept], positions[of_step], of_outputs)
+            batch = self._attention(
+                start, seq_lens[kept], rows[kept], row_of_token[of_step], positions[of_step], width, has_windows
+            )
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
         token_ids = self._tensor(self.token_ids[row_of_token, positions].astype(np.int64))
         return token_ids, attention, output_start
@@ -309,31 +298,40 @@ class InputBatch:
             num_drafts[index] = len(token_ids)
         return num_drafts
 
-    def _slots(self, blocks: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return blocks.astype(np.int64) * self.block_size + positions % self.block_size
-
     def _attention(
         self,
         query_start: NDArray[np.integer],
         seq_lens: NDArray[np.integer],
+        rows: NDArray[np.int64],
+        row_of_token: NDArray[np.int64],
         positions: NDArray[np.int64],
-        tables: list[_Tables],
+        width: int,
+        has_windows: bool,
     ) -> AttentionBatch:
-        """Return the batch with the first of these tables, which has another one with the second."""
+        """Return the batch of tokens at these positions of rows, whose tables are cut to `width` blocks."""
         attention = AttentionBatch(
             query_start=self._tensor(query_start.astype(np.int32)),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(tables[0].tables),
+            block_tables=self._tensor(self.block_tables[rows, :width]),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(tables[0].slot_mapping),
+            slot_mapping=self._tensor(self._slots(self.block_tables, row_of_token, positions)),
             block_size=self.block_size,
         )
-        for block_tables, slot_mapping in tables[1:]:
-            windowed = replace(
-                attention, block_tables=self._tensor(block_tables), slot_mapping=self._tensor(slot_mapping)
-            )
-            attention = replace(attention, windowed=windowed)
-        return attention
+        if not has_windows:
+            return attention
+        windowed = replace(
+            attention,
+            block_tables=self._tensor(self.window_tables[rows, :width]),
+            slot_mapping=self._tensor(self._slots(self.window_tables, row_of_token, positions)),
+        )
+        return replace(attention, windowed=windowed)
+
+    def _slots(
+        self, tables: NDArray[np.int32], row_of_token: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        blocks = tables[row_of_token, positions // self.block_size].astype(np.int64)
+        slots: NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
+        return slots
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
