@@ -160,7 +160,7 @@ def test_what_covers_the_tokens_is_their_window(made):
     assert [made.windows.part_at(sequence, index) for index in range(3)] == [None, 1, 2]
     assert [made.windows.are_enough(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
     none = WindowBlocks(0, 0, 4, 8, [])
-    assert (none.num_covered(blocks, 12), none.are_enough(sequence, 4)) == (3, True)
+    assert (none.num_covered(blocks, 4), none.are_enough(sequence, 4)) == (3, True)
 
 
 def test_a_block_with_new_content_has_no_window_part(made):
