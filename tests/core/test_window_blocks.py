@@ -160,7 +160,7 @@ def test_what_covers_the_tokens_is_their_window(made):
     assert [made.windows.part_at(sequence, index) for index in range(3)] == [None, 1, 2]
     assert [made.windows.are_enough(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
     none = WindowBlocks(0, 0, 4, 8, [])
-    assert (none.num_covered(blocks, 12), none.are_enough(sequence, 4)) == (3, True)
+    assert (none.num_covered(blocks, 4), none.are_enough(sequence, 4)) == (3, True)
 
 
 def test_a_block_with_new_content_has_no_window_part(made):
@@ -247,3 +247,19 @@ def test_reset_forgets_what_nobody_holds(made):
     made.windows.reset()
     assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 7)
     assert made.windows.parts() == {second.block_table[0]: 2}
+
+
+@pytest.mark.parametrize(("window", "num_seen"), [(2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
+def test_as_many_blocks_are_seen_as_a_window_may_touch(window, num_seen):
+    assert Windows(window=window).windows.share(99) == num_seen + 1
+    made = Windows(num_blocks=12, window=window, max_step_tokens=1)
+    assert len(made.start(1, num_all_blocks=12).window_table) == num_seen
+
+
+@pytest.mark.parametrize(("max_step_tokens", "num_held"), [(1, 3), (2, 4), (5, 4), (6, 5), (9, 5)])
+def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tokens, num_held):
+    made = Windows(num_blocks=12, max_step_tokens=max_step_tokens)
+    assert len(made.start(1, num_all_blocks=12).window_table) == num_held
+    assert [made.windows.can_reserve(12 - count) for count in (0, 1, 2)] == [
+        max_step_tokens // 4 <= count for count in (0, 1, 2)
+    ]

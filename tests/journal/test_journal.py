@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from kernels_available import COMPILED
+from stores import Store
 
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
@@ -18,9 +19,10 @@ from octavo.core.draft_policy import DraftPolicy
 from octavo.data.events import HostBlocksFound, RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
+from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.errors import ConfigError
 from octavo.journal.explain import explain, intervals
-from octavo.journal.format import Pseudonyms, decode_tokens, encode_tokens, read_journal
+from octavo.journal.format import Pseudonyms, checksum, decode_tokens, encode_tokens, read_journal
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.replay import replay
 from octavo.journal.trace import chrome_trace
@@ -28,6 +30,7 @@ from octavo.journal.trace import chrome_trace
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
 )
+WINDOW_COPIES = ("window_swap_out", "window_copies", "window_swap_in")
 OPTIONS = [
     {},
     {"policy": "priority"},
@@ -38,6 +41,7 @@ OPTIONS = [
     {"preemption": "swap"},
     {"max_num_preemptions": 1},
     {"mixed_step_ms": 1500.0},
+    {"preemption": "swap", "window": 6, "num_window_blocks": 12},  # of blocks of 4: few beside one request's and a step
 ]
 
 
@@ -194,6 +198,22 @@ def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
     recorded.path.write_text("\n".join([json.dumps(changed), *lines, ""]))
     with pytest.raises(ConfigError, match="clairvoyance"):
         replay(recorded.path)
+
+
+def test_a_step_is_another_one_where_its_window_blocks_are(make_core):
+    core = make_core(window=6, num_window_blocks=60, num_host_blocks=9, connector=Store(num_tokens=0, wants=True))
+    core.add("a", 40)
+    scheduled = core.step()
+    [new], copies = scheduled.scheduled_new_reqs, scheduled.copies
+    scheduled.kv_transfers.append(KVTransfer(0, TransferDirection.SAVE, [b""], [0], None, [0]))
+    [transfer] = scheduled.kv_transfers
+    others = [
+        replace(scheduled, scheduled_new_reqs=[replace(new, window_block_ids=[*new.window_block_ids[:-1], 59])]),
+        replace(scheduled, scheduled_cached_reqs=replace(scheduled.scheduled_cached_reqs, new_window_block_ids=[[3]])),
+        *(replace(scheduled, copies=replace(copies, **{name: [(0, 1)]})) for name in WINDOW_COPIES),
+        replace(scheduled, kv_transfers=[replace(transfer, window_block_ids=[1])]),
+    ]
+    assert len({checksum(each) for each in [scheduled, *others]}) == 7
 
 
 def test_a_replay_sees_a_different_decision(make_core, tmp_path):

@@ -93,7 +93,7 @@ class WindowBlocks:
         return self.part(self._blocks[sequence.block_table[index]])
 
     def num_covered(self, blocks: Sequence[Block], num_tokens: int) -> int:
-        """Return how many blocks of a sequence come before the first that is seen behind `num_tokens` and has no part."""
+        """Return how many of these blocks come before the first that is seen behind `num_tokens` and has no part."""
         first = self.first_block(num_tokens) if self.num_blocks else len(blocks)
         return next((i for i in range(first, len(blocks)) if self.part(blocks[i]) is None), len(blocks))
 
