@@ -160,7 +160,7 @@ def test_what_covers_the_tokens_is_their_window(made):
     assert [made.windows.part_at(sequence, index) for index in range(3)] == [None, 1, 2]
     assert [made.windows.are_enough(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
     none = WindowBlocks(0, 0, 4, 8, [])
-    assert (none.num_covered(blocks, 4), none.are_enough(sequence, 4)) == (3, True)
+    assert (none.num_covered(blocks, 4), none.are_enough(Sequence([1], 1), 4)) == (3, True)
 
 
 def test_a_block_with_new_content_has_no_window_part(made):
@@ -263,3 +263,16 @@ def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tok
     assert [made.windows.can_reserve(12 - count) for count in (0, 1, 2)] == [
         max_step_tokens // 4 <= count for count in (0, 1, 2)
     ]
+
+
+@pytest.mark.parametrize(("window", "num_tokens", "usable"), [(5, 8, 0), (5, 9, 2), (4, 8, 2)])
+def test_a_hit_of_all_tokens_has_what_the_last_one_sees(window, num_tokens, usable):
+    made = Windows(window=window)
+    blocks = made.blocks(made.start(2))
+    made.windows.block_taken(blocks[0])
+    assert made.windows.num_usable(blocks, [], num_tokens) == usable
+
+
+def test_what_is_its_own_is_told_to_who_saves_for_it(made):
+    sequence = made.start(2, num_all_blocks=9)
+    assert [made.windows.part_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]

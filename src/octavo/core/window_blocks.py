@@ -115,7 +115,7 @@ class WindowBlocks:
 
     def are_enough(self, sequence: TokenSequence, num_tokens: int) -> bool:
         """Whether a request holds what is seen behind its first `num_tokens`, with what it holds for more of them."""
-        return not self.num_blocks or self.first_block(num_tokens) >= sequence.num_behind_window
+        return self.first_block(num_tokens) >= sequence.num_behind_window
 
     # --- take ---------------------------------------------------------------------------------------------------------
 
@@ -127,18 +127,19 @@ class WindowBlocks:
         num_step_blocks: as many has its table for the next step. num_all_blocks: and as many for all it may ever get,
         if it is not to fall: then the claim is its own.
         """
-        first, parts = self.first_block(num_seen), list[int]()
-        for block in found[first:]:
-            part = self.part(block)
-            assert part is not None, "a lookup believed a block that nobody can see"
-            parts.append(part)
+        first = self.first_block(num_seen)
+        parts, num_unheld = self._seen(found[first:])
         num_new = num_step_blocks - (len(sequence.window_table) or max(first, len(found)))
-        num_unheld = sum(not self._num_holders[part] for part in parts)
         is_own = num_all_blocks > num_step_blocks
         if is_own and not sequence.window_table:
             num_new = self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
         num_new = max(num_new, 0)
         return WindowClaim(first, parts, num_new, num_new + num_unheld, is_own)
+
+    def _seen(self, found: Sequence[Block]) -> tuple[list[int], int]:
+        """Return the parts of found blocks that are seen, and how many of them nobody holds."""
+        parts = [self._part_of[block.block_id] for block in found]
+        return parts, sum(not self._num_holders[part] for part in parts)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
         return min(self._most_held - num_unheld, num_blocks_ahead)
@@ -148,8 +149,7 @@ class WindowBlocks:
         if not self.num_blocks:
             return 0
         first = self.first_block(num_seen)
-        parts = [self.part(block) for block in found[first:]]
-        num_unheld = sum(part is not None and not self._num_holders[part] for part in parts)
+        _, num_unheld = self._seen(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def share(self, num_blocks: int) -> int:
@@ -252,7 +252,7 @@ class WindowBlocks:
     def block_doubled(self, block: Block, canonical: Block) -> None:
         """Take in that another one is found in a block's stead: that gets its window part if it has none."""
         part = self._part_of.get(block.block_id)
-        if part is not None and canonical is not block and canonical.block_id not in self._part_of:
+        if part is not None and canonical.block_id not in self._part_of:
             self._separate(part)
             self._part_of[canonical.block_id], self._block_of[part] = part, canonical.block_id
 
