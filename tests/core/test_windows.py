@@ -126,6 +126,7 @@ def test_reservation_sets_window_blocks_aside_too(make_windowed):
     core.run()
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
     manager = core.scheduler.kv_cache_manager
+    core.scheduler.admission.left(requests[0])  # once more
     assert core.scheduler.admission._num_window_blocks == 0
     assert manager.windows.usage == 0.0
 
@@ -309,3 +310,60 @@ def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
     core.add("a", 8, max_tokens=2)
     core.run()
     assert [each.window_usage for each in core.log.of_type(events.StepScheduled)] == [2 / 5, 3 / 5]
+
+
+@pytest.mark.parametrize(("window", "num_behind"), [(4, 4), (5, 3)])
+def test_a_load_of_a_whole_prompt_reaches_as_far_back_as_its_last_token_sees(make_windowed, window, num_behind):
+    core = make_windowed(connector=Store(num_tokens=20), window=window)
+    core.add("a", 20)
+    [order] = core.scheduler.schedule().kv_transfers
+    assert [part == NO_PART for part in order.window_block_ids] == [index < num_behind for index in range(5)]
+
+
+def test_an_eighth_of_the_window_blocks_is_saved_at_once(make_windowed):
+    core = make_windowed(connector=Store(num_tokens=0, wants=True), num_window_blocks=16, max_num_batched_tokens=32)
+    core.add("a", 24, max_tokens=1)
+    core.step()
+    [order] = core.scheduler.schedule().kv_transfers
+    assert len(order.keys) == len(order.window_block_ids) == 2
+
+
+def test_what_is_forgotten_has_no_window_parts(make_windowed):
+    core = make_windowed()
+    core.add("a", 10, max_tokens=1)
+    core.run()
+    assert windows_of(core).cached_blocks()
+    assert core.scheduler.reset_prefix_cache()
+    assert (windows_of(core).cached_blocks(), windows_of(core).parts()) == ([], {})
+    check(core)
+
+
+def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(make_windowed):
+    core = make_windowed(num_host_blocks=20, preemption="swap", num_window_blocks=20, max_num_batched_tokens=16)
+    request = core.add("a", 15, max_tokens=9)
+    core.step()
+    core.step()
+    table = list(request.sequence.block_table)
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    manager = core.scheduler.kv_cache_manager
+    manager.windows.block_taken(manager.pool.blocks[table[2]])  # as if it were evicted
+    core.step()
+    assert request.num_computed_tokens == 17
+    assert request.sequence.block_table[:2] == table[:2]
+    assert request.sequence.block_table[2] != table[2]
+    check(core)
+
+
+def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
+    core = make_windowed(num_blocks=9, num_window_blocks=9, num_host_blocks=9)
+    core.add("a", list(range(20)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    windows_of(core).block_taken(manager.pool.blocks[4])  # as if it were evicted
+    core.add("b", 34, max_tokens=1)
+    core.run()
+    again = core.add("c", [*range(20), 99], max_tokens=5)
+    copies = core.scheduler.schedule().copies
+    assert again.sequence.num_cached_tokens == 16
+    assert len(copies.swap_in) == 4

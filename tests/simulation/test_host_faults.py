@@ -36,7 +36,7 @@ def find_more(agrees):
 
         def trusting(self, request, found):
             def find(block_hash, token_ids, parent, extra_keys):
-                wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None)
+                wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None, has_window_part=False)
                 return next((each for each in self.host._index.values() if agrees(each, wanted)), None)
 
             with pytest.MonkeyPatch.context() as during:

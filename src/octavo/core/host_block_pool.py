@@ -30,7 +30,7 @@ class HostBlock:
     extra_keys: tuple[str, ...]
     parent: BlockLink | None
     name: BlockLink
-    has_window_part: bool = False
+    has_window_part: bool
 
 
 class HostBlockPool:
