@@ -30,13 +30,11 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def examples():
-    found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, QUESTIONS, 0)]
-    assert all(example.held_out for example in found)
-    return found
+    return evaluation.examination(QUESTIONS, seed=0)
 
 
 def share_of_right(examples, rounding):
-    answers = evaluation.answer_with_octavo(str(MODEL), [example.prompt() for example in examples], rounding)
+    answers = evaluation.answer_with_octavo(str(MODEL), examples, rounding)
     scores = evaluation.grade(examples, answers)
     return sum(scores.values()) / len(scores)
 
