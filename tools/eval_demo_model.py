@@ -63,7 +63,7 @@ def answer_with_transformers(model: str, examples: list[demo_data.Example], batc
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
 
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     network: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
     render_prompt = functools.partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     texts = [render_prompt(example.prompt(), tools=example.tools) for example in examples]
@@ -200,10 +200,16 @@ def names_of(calls: list[Any]) -> list[Any]:
     return [call.get("name") if isinstance(call, dict) else None for call in calls]
 
 
-def examination(count: int, seed: int) -> list[demo_data.Example]:
-    """Held-out questions of every task, `count` of each."""
+def knows_tools(model: str) -> bool:
+    """Whether a model's template tells it of tools: only then is it asked to call them."""
+    return "tools" in (Path(model) / "chat_template.jinja").read_text()
+
+
+def examination(model: str, count: int, seed: int) -> list[demo_data.Example]:
+    """Held-out questions of every task that a model was trained for, `count` of each."""
     found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, count, seed)]
-    found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
+    if knows_tools(model):
+        found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
     assert all(example.held_out for example in found)
     return found
 
@@ -236,6 +242,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
     parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
+    parser.add_argument("--min-calls", type=float, default=0.0, help="exit 1 when calls are right less often than this")
     args = parser.parse_args()
     args.rounding = Rounding(args.quantization, args.group_size, args.kv_cache_dtype)
     if args.rounding != Rounding() and args.backend != "octavo":
@@ -246,25 +253,28 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Ask, grade, print; the exit status says whether the limits were met."""
     args = parse_arguments()
-    examples = examination(args.questions, args.seed)
+    examples = examination(args.model, args.questions, args.seed)
     if args.rounding != Rounding():
         answers = answer_with_octavo(args.model, examples, args.rounding)
     else:
         answers = backends()[args.backend](args.model, examples)
-    scores, calls = grade(examples, answers, args.show), grade_calls(examples, answers)
+    scores = grade(examples, answers, args.show)
     overall = sum(scores.values()) / len(scores)
-    report = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend, "calls": calls}
+    report: dict[str, Any] = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
+    report["calls"] = calls = grade_calls(examples, answers) if knows_tools(args.model) else {}
     if args.rounding != Rounding():
         report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.rounding)
     if args.json:
         print(json.dumps(report | asdict(args.rounding)))
     else:
         print_table(scores, overall, args.questions)
-        print("calls of tools: " + ", ".join(f"{what} right {share:.1%}" for what, share in calls.items()))
+        for what, share in calls.items():
+            print(f"{what:<14}{share:8.1%}   of calls of tools right")
         if args.rounding != Rounding():
             print(f"KL divergence {report['kl_nats']:.5f} nats a token; the likeliest token is the same for ", end="")
             print(f"{report['top_agreement']:.2%} of the answers' tokens")
     short = overall < args.min_overall or min(scores.values()) < args.min_task
+    short = short or min(calls.values(), default=1.0) < args.min_calls
     if short:
         print("the model falls short of the limits asked for", file=sys.stderr)
     return int(short)

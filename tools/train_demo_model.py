@@ -78,7 +78,7 @@ def shape_of(name: str) -> Shape:
     if name == "main":
         return main
     if name == "tools":
-        return replace(main, steps=1400, rate=0.5, batch_tokens=1536, row_tokens=384, bfloat16=True)
+        return replace(main, steps=5000, rate=0.5, batch_tokens=1536, row_tokens=384, bfloat16=True)
     return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600)
 
 
@@ -530,6 +530,8 @@ def main() -> None:
             trainer.resume()
         if trainer.run(deadline):
             export(trainer, outputs[name])
+            if name == "tools" and outputs["draft"].exists():
+                write_tokenizer(tokenizer, outputs["draft"])  # the draft reads the same template
             trainer.report(100)
         else:
             print(f"{name}: stopped at step {trainer.step} of {shape.steps}, nothing exported; go on with --resume")

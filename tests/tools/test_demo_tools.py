@@ -15,8 +15,10 @@ from octavo.server.answers.tool_formats import HermesFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+demo_data = pytest.importorskip("demo_data")
 demo_tools = pytest.importorskip("demo_tools")
 demo_tokenizer = pytest.importorskip("demo_tokenizer")
+evaluation = pytest.importorskip("eval_demo_model")
 
 pytestmark = pytest.mark.slow
 FOLDERS = (assets.built_in_model_path(), assets.built_in_draft_path())
@@ -93,6 +95,13 @@ def test_conversations_hold_no_tool_value_or_phrasing_that_is_held_out(monkeypat
         seen.clear()
 
 
+def test_without_tools_the_packaged_template_and_the_new_one_say_the_same():
+    rng, packaged = random.Random(7), ChatTemplate.from_directory(FOLDERS[0])
+    for _ in range(50):
+        messages = demo_data.conversation(rng)
+        assert demo_tokenizer.render(messages, True) == packaged.render(messages)
+
+
 def test_roles_take_turns():
     rng = random.Random(4)
     letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
@@ -101,6 +110,7 @@ def test_roles_take_turns():
         assert re.fullmatch("s?(ua(t{1,2}a)?)+", "".join(letters[message["role"]] for message in messages))
 
 
+@pytest.mark.skipif(not evaluation.knows_tools(FOLDERS[0]), reason="the packaged model was not trained to call tools")
 def test_models_have_the_template_that_they_were_trained_with():
     assert {(folder / "chat_template.jinja").read_text() for folder in FOLDERS} == {demo_tokenizer.CHAT_TEMPLATE}
     assert len({(folder / "tokenizer.json").read_bytes() for folder in FOLDERS}) == 1
