@@ -1,5 +1,6 @@
 """The generator of conversations with tools: calls that their tools take, and nothing held out in training."""
 
+import itertools
 import json
 import random
 import re
@@ -108,6 +109,8 @@ def test_roles_take_turns():
     for _ in range(200):
         messages, _ = demo_tools.conversation(rng)
         assert re.fullmatch("s?(ua(t{1,2}a)?)+", "".join(letters[message["role"]] for message in messages))
+        for one, other in itertools.pairwise(messages):
+            assert one["role"] != "assistant" or ("<tool_call>" in one["content"]) == (other["role"] == "tool")
 
 
 @pytest.mark.skipif(not evaluation.knows_tools(FOLDERS[0]), reason="the packaged model was not trained to call tools")
