@@ -380,8 +380,8 @@ class DeviceConfig:
     )
     kernels: str = option(
         "auto",
-        "auto takes the fastest kernels there are; reference is plain torch.",
-        choices=("auto", "cpu", "reference"),
+        "auto takes the fastest kernels there are: cpu, or triton on a GPU; reference is plain torch.",
+        choices=("auto", "cpu", "triton", "reference"),
     )
     isa: str = option(
         "auto",

@@ -1,4 +1,4 @@
-"""Kernels: what each operation computes (`interface`), in plain torch (`reference`), compiled for the CPU (`cpu`)."""
+"""Kernels: what operations compute (`interface`), in plain torch (`reference`), for CPUs (`cpu`), GPUs (`triton`)."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where nothing was
-    compiled; "reference" is plain torch; "cpu" is the compiled kernels or an error. num_threads is for the compiled
-    kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's. isa: their instruction set;
-    "auto" is the best that the processor has.
+    backend: "auto" is the compiled kernels on the CPU and those in Triton on CUDA, or plain torch: with a warning where
+    nothing was compiled, or Triton is missing; "reference" is plain torch; "cpu" and "triton" are these or an error.
+    num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
+    isa: their instruction set; "auto" is the best that the processor has.
 
-    Raises ConfigError for an unknown backend, "cpu" where it cannot serve, or an instruction set that cannot.
+    Raises ConfigError for an unknown backend, one that cannot serve, or an instruction set that cannot.
     """
-    if backend not in {"auto", "reference", "cpu"}:
-        raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference or cpu")
+    if backend not in {"auto", "reference", "cpu", "triton"}:
+        raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference, cpu or triton")
     if backend == "cpu" and device.type != "cpu":
         raise ConfigError(f"kernel backend 'cpu' cannot serve device {str(device)!r}; choose auto or reference")
     compiled = importlib.util.find_spec("octavo._kernels") is not None
@@ -80,12 +80,14 @@ def create_kernels(
             "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where "
             "a C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
         )
-    wants_compiled = device.type == "cpu" and backend != "reference"
+    wants_compiled = device.type == "cpu" and backend in {"auto", "cpu"}
     if isa != "auto":
         available = instruction_sets() if wants_compiled else ()
         if isa not in available:
             reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        return _triton_kernels(device, is_required=backend == "triton")
     if wants_compiled:
         if compiled:
             from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
@@ -101,3 +103,27 @@ def create_kernels(
     from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
 
     return ReferenceKernels()
+
+
+def _triton_kernels(device: torch.device, *, is_required: bool) -> Kernels:
+    """Return those in Triton, or plain torch with a warning where it is missing and they are not required."""
+    if importlib.util.find_spec("triton") is None:
+        what = "the kernels for GPUs need Triton, which is not installed: pip install 'octavo[gpu]'"
+        if is_required:
+            raise ConfigError(f"{what}; or choose reference")
+        warnings.warn(
+            f"{what}. Plain torch serves, slower, and a token may depend on the batch it was computed in.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
+
+        return ReferenceKernels()
+    from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
+
+    if device.type != "cuda" and not is_interpreted():
+        raise ConfigError(
+            f"kernel backend 'triton' cannot serve device {str(device)!r}: it needs a GPU, or TRITON_INTERPRET=1, with "
+            "which Triton interprets kernels on the CPU, thousands of times slower; choose auto or reference"
+        )
+    return TritonKernels()
