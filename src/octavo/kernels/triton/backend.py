@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import triton
 from triton.runtime import driver
 
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton import attention, rope_kv
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import AttentionBatch
 
 _OPERATIONS = (
     "add",
@@ -46,6 +53,37 @@ class TritonKernels(ReferenceKernels):
                 stacklevel=3,
             )
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def rope_and_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
+    ) -> None:
+        """Rotate q in place; write rotated k and v into their slots."""
+        rope_kv.rope_and_write_kv(
+            q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return causal attention of every row over the KV of its own sequence."""
+        return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
 
 def is_interpreted() -> bool:
