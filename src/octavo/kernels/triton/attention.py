@@ -96,7 +96,7 @@ def paged_attention(
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
     """Return how `_attend` is compiled: rows of more bytes on twice the threads, and read less far ahead."""
     row_bytes = head_dim * dtype.itemsize
-    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 else 1
+    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
