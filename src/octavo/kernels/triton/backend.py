@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.runtime import driver
 
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton import elementwise, embedding, norms, rejection, sampling, top_tokens
+from octavo.kernels.triton.rows import take_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import Activation, PackedLinear, SamplingRows
 
 _OPERATIONS = (
     "add",
@@ -46,6 +55,56 @@ class TritonKernels(ReferenceKernels):
                 stacklevel=3,
             )
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
+        if isinstance(packed.storage, torch.Tensor):
+            return embedding.embedding(token_ids, packed.storage, dtype, scale)
+        return super().embedding(token_ids, packed, dtype, scale)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]."""
+        return take_rows(x, rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight."""
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
+        return norms.add_rms_norm(x, residual, weight, eps, scale)
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        elementwise.add(x, residual, scale)
+
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up."""
+        return elementwise.gate(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x by cap * tanh(x / cap)."""
+        elementwise.soft_cap(x, cap)
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide x in place."""
+        elementwise.divide(x, divisor)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row."""
+        return sampling.sample(logits, rows)
+
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand; of choices that came to the host already, plain torch does."""
+        if target_sampled.device.type == "cpu" and not is_interpreted():
+            return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+        return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest values and their ids."""
+        return top_tokens.top_tokens(values, k)
 
 
 def is_interpreted() -> bool:
