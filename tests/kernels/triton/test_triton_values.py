@@ -28,6 +28,7 @@ __all__ = [
     "test_what_is_added_is_scaled_in_float32",
 ]
 
+pytestmark = pytest.mark.sweep(4)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -9,14 +9,19 @@ import torch
 import triton
 from triton.runtime import driver
 
+from octavo.kernels.interface import PackedLinear
+from octavo.kernels.quantization import Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import elementwise, embedding, norms, rejection, sampling, top_tokens
+from octavo.kernels.triton.matmul import matmul
+from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
+from octavo.kernels.triton.quantized_rows import quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, PackedLinear, SamplingRows
+    from octavo.kernels.interface import Activation, SamplingRows, WeightToPack
 
 _OPERATIONS = (
     "add",
@@ -54,12 +59,55 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        self._has_warned = False
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
+        """Keep a weight of floats or int8 as it is, pack one of int4; of one in blocks plain torch makes products."""
+        if isinstance(weight, Int4Weight):
+            packed = pack_int4(weight)
+            num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
+            return PackedLinear(*weight.shape, packed, bias, num_bytes)
+        packed_as_is = super().pack_linear(weight, bias)
+        if isinstance(packed_as_is.storage, list) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "plain torch computes products with weights in blocks: there are no Triton kernels for them; a token "
+                "may depend on the batch that it was computed in",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return packed_as_is
+
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ weight.T + bias."""
+        weight = packed.storage
+        if isinstance(weight, list):
+            return super().linear(x, packed, float32_out=float32_out, out=out)
+        if out is None:
+            dtype = torch.float32 if float32_out else x.dtype
+            out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
+        if isinstance(weight, Int8Weight):
+            values, scales = quantize_rows(x, x.shape[1], rotated=True)
+            return matmul(values, weight.values, out, packed.bias, (scales, weight.scales))
+        if isinstance(weight, PackedInt4):
+            values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
+            return matmul_int4(values, scales, weight, packed.bias, out)
+        return matmul(x, weight, out, packed.bias)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias."""
+        return self.gate(self.linear(x, packed), activation)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
+        if isinstance(packed.storage, PackedInt4):
+            rows = packed.storage.rows(token_ids)
+            return (rows if scale == 1.0 else rows * scale).to(dtype)
         return super().embedding(token_ids, packed, dtype, scale)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.exponentials import exponential, hyperbolic_tangent
+from octavo.kernels.triton.rounding import round_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,8 @@ def _add(x_ptr, residual_ptr, x_stride, residual_stride, scale, width, BLOCK: tl
     is_there = column < width
     x = tl.load(x_ptr + row * x_stride + column, mask=is_there).to(tl.float32)
     place = residual_ptr + row * residual_stride + column
-    tl.store(place, tl.load(place, mask=is_there).to(tl.float32) + x * scale, mask=is_there)
+    total = tl.load(place, mask=is_there).to(tl.float32) + x * scale
+    tl.store(place, round_to(total, residual_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -76,7 +78,8 @@ def _gate(gate_up_ptr, out_ptr, stride, width, IS_SILU: tl.constexpr, BLOCK: tl.
     place = gate_up_ptr + row * stride + column
     gate = tl.load(place, mask=is_there).to(tl.float32)
     up = tl.load(place + width, mask=is_there).to(tl.float32)
-    tl.store(out_ptr + row * width + column, activated(gate, IS_SILU) * up, mask=is_there)
+    product = activated(gate, IS_SILU) * up
+    tl.store(out_ptr + row * width + column, round_to(product, out_ptr.dtype.element_ty), mask=is_there)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.rounding import round_to
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,4 +34,4 @@ def _embedding(token_ids_ptr, weight_ptr, out_ptr, width, scale, BLOCK: tl.const
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = column < width
     value = tl.load(weight_ptr + tl.load(token_ids_ptr + row) * width + column, mask=is_there).to(tl.float32)
-    tl.store(out_ptr + row * width + column, value * scale, mask=is_there)
+    tl.store(out_ptr + row * width + column, round_to(value * scale, out_ptr.dtype.element_ty), mask=is_there)

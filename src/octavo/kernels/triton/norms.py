@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.reductions import sum_in_halves
+from octavo.kernels.triton.rounding import round_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +102,7 @@ def _rms_norm(
         value = tl.load(source + column, mask=is_there, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             before = tl.load(residual_ptr + place + column, mask=is_there, other=0.0).to(tl.float32)
-            rounded = (before + value * scale).to(residual_ptr.dtype.element_ty)
+            rounded = round_to(before + value * scale, residual_ptr.dtype.element_ty)
             tl.store(residual_ptr + place + column, rounded, mask=is_there)
             value = rounded.to(tl.float32)
         squares += value * value
@@ -115,4 +116,5 @@ def _rms_norm(
         is_there = is_row & (column < WIDTH)
         value = tl.load(source + column, mask=is_there, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        tl.store(out_ptr + place + column, value * inverse * weight, mask=is_there)
+        normed = round_to(value * inverse * weight, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place + column, normed, mask=is_there)

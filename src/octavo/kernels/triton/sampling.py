@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.noise import noise_words, word_to_gumbel
 from octavo.kernels.triton.selection import (
     LAST_ID,
@@ -79,7 +80,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr"])
 def _find_cut(
     logits_ptr,
     temperature_ptr,
@@ -102,7 +103,7 @@ def _find_cut(
     if (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         row_ptr = logits_ptr + row * vocab
         lanes = tl.full([BLOCK], float("-inf"), tl.float32)
-        for first in range(0, vocab, BLOCK):
+        for first in range(0, loop_bound(vocab), BLOCK):
             ids = first + tl.arange(0, BLOCK)
             lanes = tl.maximum(lanes, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")))
         largest = tl.div_rn(tl.max(lanes), temperature)
@@ -147,8 +148,9 @@ def _best_of_piece(
     best = tl.full([COUNTERS], float("-inf"), tl.float32)
     best_id = tl.full([COUNTERS], LAST_ID, tl.int32)
     num_nan = tl.zeros([COUNTERS], tl.int32)
-    for first in range(0, PIECE, 4 * COUNTERS):
-        counter = (piece * PIECE + first) // 4 + tl.arange(0, COUNTERS)
+    end = tl.minimum((piece + 1) * PIECE, vocab)
+    for first in range(loop_bound(piece * PIECE), loop_bound(end), 4 * COUNTERS):
+        counter = first // 4 + tl.arange(0, COUNTERS)
         lowest_id = counter // 16 * 64 + counter % 16
         word_0, word_1, word_2, word_3 = noise_words(counter, seed, position, sample_index)
         for number in tl.static_range(4):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.exponentials import exponential_64
-from octavo.kernels.triton.reductions import sum_in_halves
+from octavo.kernels.triton.loops import loop_bound
 
 LAST_ID = tl.constexpr(2147483647)  # a cut that ends no tie
 LEAST_KEY = tl.constexpr(-2139095041)  # of -inf
@@ -43,7 +43,8 @@ def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
     ids = first + tl.arange(0, BLOCK)
     is_there = ids < vocab
     value = tl.div_rn(tl.load(logits_ptr + ids, mask=is_there, other=float("-inf")), temperature)
-    return order_key(tl.where(value == value, value, float("-inf"))), ids, is_there  # noqa: PLR0124
+    bits = tl.where(value == value, value + 0.0, float("-inf")).to(tl.int32, bitcast=True)  # noqa: PLR0124
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF), ids, is_there
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
     for step in tl.static_range(4):
         shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([_DIGITS], tl.int32)
-        for first in range(0, vocab, BLOCK):
+        for first in range(0, loop_bound(vocab), BLOCK):
             key, _, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
             digit = (key >> shift) & 255
             if step == 0:
@@ -92,15 +93,16 @@ def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
 def _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, least_key, BLOCK: tl.constexpr):
     """Return the float64 sum of e^(value - largest) of tokens that a cut keeps and whose key is least_key or more.
 
-    It does not fall where least_key does: its order is fixed, and rounding keeps order.
+    It does not fall where least_key does: its order is fixed, and rounding keeps order. That holds, and it is one order
+    for all batches, as long as one layout serves: kernels that call this are not specialized on alignment.
     """
     lanes = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, vocab, BLOCK):
+    for first in range(0, loop_bound(vocab), BLOCK):
         key, ids, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
-        counts = is_there & (key >= least_key) & is_kept(key, ids, cut_key, cut_id)
+        counts = is_there & (key >= least_key) & ((key > cut_key) | ((key == cut_key) & (ids <= cut_id)))
         if tl.max(counts.to(tl.int32)) > 0:
             lanes += tl.where(counts, _weights(key, largest), 0.0)
-    return tl.sum(sum_in_halves(tl.reshape(lanes, [1, BLOCK]), 1, BLOCK))
+    return tl.sum(lanes)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.selection import LAST_ID, LEAST_KEY, is_kept, order_key, scaled_keys, tie_id, top_k_cut
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
         cut_key, count = top_k_cut(row_ptr, vocab, 1.0, k, BLOCK)
         cut_id = tie_id(row_ptr, vocab, 1.0, cut_key, count, BLOCK)
     before = tl.full([], 0, tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in range(0, loop_bound(vocab), BLOCK):
         key, ids, is_there = scaled_keys(row_ptr, first, vocab, 1.0, BLOCK)
         kept = (is_there & is_kept(key, ids, cut_key, cut_id)).to(tl.int32)
         place = before + tl.cumsum(kept, 0) - 1
@@ -60,7 +61,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
     index = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
     ids, value = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, index, k)
     place = tl.zeros([RANKED], tl.int32)
-    for first in range(0, k, RANKED):
+    for first in range(0, loop_bound(k), RANKED):
         other_index = first + tl.arange(0, RANKED)
         _, other = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, other_index, k)
         # Those chosen stand in order of id.
