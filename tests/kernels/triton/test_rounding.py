@@ -25,9 +25,7 @@ def _round_to_whole(x_ptr, out_ptr, COUNT: tl.constexpr):
 def _dot(a_ptr, b_ptr, out_ptr):
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     acc = tl.zeros([16, 16], tl.float32)
-    product = dot(
-        tl.load(a_ptr + row * 16 + column), tl.load(b_ptr + row * 16 + column), tl.zeros([16, 16], tl.float32)
-    )
+    product = dot(tl.load(a_ptr + row * 16 + column), tl.load(b_ptr + row * 16 + column), acc)
     tl.store(out_ptr + row * 16 + column, product)
 
 

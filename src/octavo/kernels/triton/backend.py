@@ -12,7 +12,7 @@ from triton.runtime import driver
 from octavo.kernels.interface import PackedLinear
 from octavo.kernels.quantization import Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton import elementwise, embedding, norms, rejection, sampling, top_tokens
+from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.quantized_rows import quantize_rows
@@ -21,7 +21,7 @@ from octavo.kernels.triton.rows import take_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, SamplingRows, WeightToPack
+    from octavo.kernels.interface import Activation, AttentionBatch, SamplingRows, WeightToPack
 
 _OPERATIONS = (
     "add",
@@ -153,6 +153,37 @@ class TritonKernels(ReferenceKernels):
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest values and their ids."""
         return top_tokens.top_tokens(values, k)
+
+    def rope_and_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
+    ) -> None:
+        """Rotate q in place; write rotated k and v into their slots."""
+        rope_kv.rope_and_write_kv(
+            q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return causal attention of every row over the KV of its own sequence."""
+        return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
 
 def is_interpreted() -> bool:

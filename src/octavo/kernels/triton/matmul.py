@@ -132,7 +132,7 @@ def _partition_product(
         if IS_INTEGER:
             acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
         elif IS_WIDE:
-            acc = dot(x.to(tl.float32), weight.to(tl.float32), acc)
+            acc = tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
         else:
             acc = dot(x, weight, acc)
     return acc

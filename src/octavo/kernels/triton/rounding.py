@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it becomes whole, to nearest even
@@ -33,6 +34,8 @@ def dot(a, b, acc):
     """Return a @ b + acc, of two tiles of one floating type, summed in float32; no other type is rounded to."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32 and not INTERPRETED and is_cuda():
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
