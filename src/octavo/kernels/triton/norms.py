@@ -71,6 +71,7 @@ def _launch(
         HAS_RESIDUAL=residual is not None,
         ROWS=rows,
         LANES=lanes,
+        LEVELS=lanes.bit_length() - 1,
         enable_fp_fusion=False,
     )
 
@@ -90,6 +91,7 @@ def _rms_norm(
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = (row < num_rows)[:, None]
@@ -106,7 +108,7 @@ def _rms_norm(
             tl.store(residual_ptr + place + column, rounded, mask=is_there)
             value = rounded.to(tl.float32)
         squares += value * value
-    mean = tl.div_rn(sum_in_halves(squares, ROWS, LANES), WIDTH + 0.0)
+    mean = tl.div_rn(sum_in_halves(squares, ROWS, LEVELS), WIDTH + 0.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     if HAS_RESIDUAL:
         tl.debug_barrier()  # what other threads of this program have stored is read

@@ -40,7 +40,7 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
         width,
         padded,
         HAS_ORDER=order is not None,
-        ROTATION=rotation_block(width) if rotated else 1,
+        LEVELS=rotation_block(width).bit_length() - 1 if rotated else 0,
         BLOCK=_BLOCK,
         enable_fp_fusion=False,
     )
@@ -48,22 +48,23 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 @triton.jit
-def _rotated(x, BLOCK: tl.constexpr, ROTATION: tl.constexpr):
-    """Rotate blocks of ROTATION values, as `octavo.kernels.rotation.rotate` does."""
-    apart: tl.constexpr = 1
-    while apart < ROTATION:
-        pairs = tl.permute(tl.reshape(x, [BLOCK // (2 * apart), 2, apart]), (0, 2, 1))
+def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Rotate blocks of 2 ** LEVELS values, as `octavo.kernels.rotation.rotate` does."""
+    for level in tl.static_range(LEVELS):
+        pairs = tl.permute(tl.reshape(x, [BLOCK >> (level + 1), 2, 1 << level]), (0, 2, 1))
         first, second = tl.split(pairs)
         x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), [BLOCK])
-        apart: tl.constexpr = apart * 2
     return x
 
 
 @triton.jit
-def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, ROTATION: tl.constexpr):
+def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     is_there = column < width
-    source = tl.load(order_ptr + column, mask=is_there, other=0) if HAS_ORDER else column
-    return _rotated(tl.load(x_ptr + source, mask=is_there, other=0.0).to(tl.float32), BLOCK, ROTATION)
+    if HAS_ORDER:
+        source = tl.load(order_ptr + column, mask=is_there, other=0)
+    else:
+        source = column
+    return _rotated(tl.load(x_ptr + source, mask=is_there, other=0.0).to(tl.float32), BLOCK, LEVELS)
 
 
 @triton.jit
@@ -76,14 +77,14 @@ def _quantize_rows(
     width,
     padded,
     HAS_ORDER: tl.constexpr,
-    ROTATION: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     lanes = tl.zeros([BLOCK], tl.int32)
     for first in range(0, loop_bound(width), BLOCK):
-        x = _load(x_ptr, order_ptr, first + tl.arange(0, BLOCK), width, HAS_ORDER, BLOCK, ROTATION)
+        x = _load(x_ptr, order_ptr, first + tl.arange(0, BLOCK), width, HAS_ORDER, BLOCK, LEVELS)
         lanes = tl.maximum(lanes, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # as integers, NaN is the largest
     magnitude = tl.max(lanes).to(tl.float32, bitcast=True)
     is_finite = magnitude < float("inf")
@@ -91,6 +92,6 @@ def _quantize_rows(
     tl.store(scales_ptr + row, tl.where(is_finite, tl.div_rn(magnitude, 127.0), float("nan")))
     for first in range(0, loop_bound(padded), BLOCK):
         column = first + tl.arange(0, BLOCK)
-        x = _load(x_ptr, order_ptr, column, width, HAS_ORDER, BLOCK, ROTATION)
+        x = _load(x_ptr, order_ptr, column, width, HAS_ORDER, BLOCK, LEVELS)
         value = tl.where(is_finite, round_to_whole(x * inverse), 0.0)
         tl.store(values_ptr + row * padded + column, value.to(tl.int8), mask=column < padded)

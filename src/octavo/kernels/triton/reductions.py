@@ -11,10 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_in_halves(tile, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Return the sums [ROWS] of a tile [ROWS, LANES], LANES a power of two: the second half is added to the first."""
-    width: tl.constexpr = LANES
-    while width > 1:
-        width: tl.constexpr = width // 2
-        tile = tl.sum(tl.reshape(tile, [ROWS, 2, width]), axis=1)  # a + b has one order
+def sum_in_halves(tile, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the sums [ROWS] of a tile [ROWS, 2 ** LEVELS]: the second half of a row is added to the first."""
+    for level in tl.static_range(LEVELS):
+        tile = tl.sum(tl.reshape(tile, [ROWS, 2, 1 << (LEVELS - 1 - level)]), axis=1)  # a + b has one order
     return tl.reshape(tile, [ROWS])

@@ -54,22 +54,21 @@ def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([_DIGITS], tl.int32)
         for first in range(0, loop_bound(vocab), BLOCK):
             key, _, is_there = scaled_keys(logits_ptr, first, vocab, temperature, BLOCK)
-            digit = (key >> shift) & 255
+            digit = (key >> (24 - 8 * step)) & 255
             if step == 0:
                 digit = digit ^ 128  # negative keys come last
             else:
-                is_there = is_there & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
+                is_there = is_there & ((key >> (32 - 8 * step)) == (prefix >> (32 - 8 * step)))
             counts += tl.histogram(digit, _DIGITS, mask=is_there)
         at_least = tl.cumsum(counts, 0, reverse=True)
         chosen = tl.max(tl.where(at_least >= left, digits, 0))
         left -= tl.sum(tl.where(digits > chosen, counts, 0))
         if step == 0:
             chosen = chosen ^ 128
-        prefix = prefix | (chosen << shift)
+        prefix = prefix | (chosen << (24 - 8 * step))
     return prefix, left
 
 
