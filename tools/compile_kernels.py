@@ -86,6 +86,64 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, int8: bool = False) -
     return call
 
 
+def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
+    """Return a call of an operation of `TritonKernels` on tensors of these shapes."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape in shapes]
+        getattr(TritonKernels(), name)(*tensors, **options)
+
+    return call
+
+
+def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], None]:
+    """Return a call of a product with a weight of 512 columns of 2,048 values."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.quantization import Int4Weight, Int8Weight  # noqa: PLC0415
+        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (512, 2048)
+        weight: Any = torch.empty(shape, dtype=kind)
+        if stored == "int8":
+            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(512))
+        elif stored == "int4":
+            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(512, 64), None, 32)
+        kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(512, dtype=kind)))
+
+    return call
+
+
+def rows(name: str) -> Callable[[], None]:
+    """Return a call of an operation that takes ids of rows, choices or parameters of sampling."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels import SamplingRows  # noqa: PLC0415
+        from octavo.kernels.triton import embedding, rejection, rows, sampling  # noqa: PLC0415
+
+        ids, weight = torch.arange(4), torch.empty(4, 2048, dtype=torch.bfloat16)
+        if name == "embedding":
+            embedding.embedding(ids, weight, torch.bfloat16, 1.0)
+        elif name == "take_rows":
+            rows.take_rows(weight, ids)
+        elif name == "rejection_sample":
+            rejection.rejection_sample(ids, ids, torch.tensor([0, 4], dtype=torch.int32), 3)
+        else:
+            floats, integers = torch.ones(4), torch.ones(4, dtype=torch.int32)
+            parameters = SamplingRows(floats, integers, floats, floats, ids, integers, integers)
+            sampling.sample(torch.empty(4, 151936), parameters)
+
+    return call
+
+
 CASES: dict[str, Callable[[], None]] = {
     "attention bfloat16 64": attention("bfloat16", 64),
     "attention bfloat16 128": attention("bfloat16", 128),
@@ -96,6 +154,28 @@ CASES: dict[str, Callable[[], None]] = {
     "attention float32 128": attention("float32", 128),
     "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
     "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, int8=True),
+    "linear bfloat16 256 rows": linear(256, "bfloat16"),
+    "linear bfloat16 1 row": linear(1, "bfloat16"),
+    "linear float16 256 rows": linear(256, "float16"),
+    "linear float32 256 rows": linear(256, "float32"),
+    "linear float32 1 row": linear(1, "float32"),
+    "linear int8 256 rows": linear(256, "bfloat16", "int8"),
+    "linear int8 1 row": linear(1, "bfloat16", "int8"),
+    "linear int4 256 rows": linear(256, "bfloat16", "int4"),
+    "linear int4 1 row": linear(1, "bfloat16", "int4"),
+    "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
+    "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),
+    "add_rms_norm bfloat16 4096": operation("add_rms_norm", (8, 4096), (8, 4096), (4096,), eps=1e-6),
+    "add bfloat16": operation("add", (8, 2048), (8, 2048)),
+    "gate bfloat16 silu": operation("gate", (8, 4096)),
+    "gate bfloat16 gelu_tanh": operation("gate", (8, 4096), activation="gelu_tanh"),
+    "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),
+    "divide": operation("divide", (8, 4096), dtype="float32", divisor=3.0),
+    "top_tokens": operation("top_tokens", (8, 151936), dtype="float32", k=20),
+    "embedding": rows("embedding"),
+    "take_rows": rows("take_rows"),
+    "rejection_sample": rows("rejection_sample"),
+    "sample": rows("sample"),
 }
 
 

@@ -7,13 +7,13 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
+from octavo.kernels.block_weight import BlockKind, BlockWeight
 
 CPU = torch.device("cpu")
 
 
 def test_the_interpreter_serves_on_the_cpu(kernels):
-    with pytest.warns(RuntimeWarning, match="plain torch computes"):
-        made = create_kernels(CPU, "triton")
+    made = create_kernels(CPU, "triton")  # and nothing is left to plain torch, of which it would warn
     assert made.name == "triton"
     assert made.identity.endswith(":interpreter")
 
@@ -31,3 +31,12 @@ def test_without_triton(monkeypatch):
         create_kernels(CPU, "triton")
     with pytest.warns(RuntimeWarning, match=r"octavo\[gpu\].* Plain torch serves"):
         assert create_kernels(torch.device("cuda"), "auto").name == "reference"
+
+
+def test_what_blocks_are_multiplied_by_is_said_once(kernels):
+    weight = BlockWeight(BlockKind.Q8_0, torch.zeros(2, 34, dtype=torch.uint8), 32)
+    made = create_kernels(CPU, "triton")
+    with pytest.warns(RuntimeWarning, match="plain torch computes products with weights in blocks"):
+        packed = made.pack_linear([weight])
+    assert made.pack_linear([weight]).out_features == 2
+    assert made.linear(torch.ones(3, 32), packed).tolist() == [[0.0, 0.0]] * 3

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from triton.runtime import driver
 
+from octavo.kernels.interface import PackedLinear
+from octavo.kernels.quantization import Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton import attention, rope_kv
+from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
+from octavo.kernels.triton.matmul import matmul
+from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
+from octavo.kernels.triton.quantized_rows import quantize_rows
+from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.kernels.interface import Activation, AttentionBatch, SamplingRows, WeightToPack
 
 _OPERATIONS = (
     "add",
@@ -52,7 +59,100 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+        self._has_warned = False
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
+        """Keep a weight of floats or int8 as it is, pack one of int4; of one in blocks plain torch makes products."""
+        if isinstance(weight, Int4Weight):
+            packed = pack_int4(weight)
+            num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
+            return PackedLinear(*weight.shape, packed, bias, num_bytes)
+        packed_as_is = super().pack_linear(weight, bias)
+        if isinstance(packed_as_is.storage, list) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "plain torch computes products with weights in blocks: there are no Triton kernels for them; a token "
+                "may depend on the batch that it was computed in",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return packed_as_is
+
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ weight.T + bias."""
+        weight = packed.storage
+        if isinstance(weight, list):
+            return super().linear(x, packed, float32_out=float32_out, out=out)
+        if out is None:
+            dtype = torch.float32 if float32_out else x.dtype
+            out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
+        if isinstance(weight, Int8Weight):
+            values, scales = quantize_rows(x, x.shape[1], rotated=True)
+            return matmul(values, weight.values, out, packed.bias, (scales, weight.scales))
+        if isinstance(weight, PackedInt4):
+            values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
+            return matmul_int4(values, scales, weight, packed.bias, out)
+        return matmul(x, weight, out, packed.bias)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias."""
+        return self.gate(self.linear(x, packed), activation)
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
+        if isinstance(packed.storage, torch.Tensor):
+            return embedding.embedding(token_ids, packed.storage, dtype, scale)
+        if isinstance(packed.storage, PackedInt4):
+            rows = packed.storage.rows(token_ids)
+            return (rows if scale == 1.0 else rows * scale).to(dtype)
+        return super().embedding(token_ids, packed, dtype, scale)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]."""
+        return take_rows(x, rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight."""
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
+        return norms.add_rms_norm(x, residual, weight, eps, scale)
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        elementwise.add(x, residual, scale)
+
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up."""
+        return elementwise.gate(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x by cap * tanh(x / cap)."""
+        elementwise.soft_cap(x, cap)
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide x in place."""
+        elementwise.divide(x, divisor)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row."""
+        return sampling.sample(logits, rows)
+
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand; of choices that came to the host already, plain torch does."""
+        if target_sampled.device.type == "cpu" and not is_interpreted():
+            return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+        return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest values and their ids."""
+        return top_tokens.top_tokens(values, k)
 
     def rope_and_write_kv(
         self,
