@@ -128,9 +128,7 @@ def _partition_product(
     for step in range(0, PARTITION // BLOCK_K):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_place + k[None, :], mask=(row < num_rows)[:, None] & (k < WIDTH)[None, :], other=0)
-        weight = tl.load(
-            weight_place + k[:, None], mask=(column < num_columns)[None, :] & (k < WIDTH)[:, None], other=0
-        )
+        weight = tl.load(weight_place + k[:, None], mask=(column < num_columns)[None, :] & (k < WIDTH)[:, None], other=0)
         if IS_INTEGER:
             acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
         elif IS_WIDE:
@@ -177,9 +175,7 @@ def _matmul(
     GROUP: tl.constexpr,
 ):
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
-    for tile in range(
-        loop_bound(tl.program_id(0)), loop_bound(row_tiles * column_tiles), loop_bound(tl.num_programs(0))
-    ):
+    for tile in range(loop_bound(tl.program_id(0)), loop_bound(row_tiles * column_tiles), loop_bound(tl.num_programs(0))):
         group = tile // (GROUP * column_tiles)
         of_group = tile % (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)

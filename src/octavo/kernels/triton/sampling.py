@@ -116,7 +116,9 @@ def _find_cut(
                 cut_key = key
                 cut_id = tie_id(row_ptr, vocab, temperature, key, count, BLOCK)
         if top_p < 1.0:
-            cut_key, cut_id = top_p_cut(row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK)
+            cut_key, cut_id = top_p_cut(
+                row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK
+            )
     tl.store(cut_keys_ptr + row, cut_key)
     tl.store(cut_ids_ptr + row, cut_id)
 
