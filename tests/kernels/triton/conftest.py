@@ -1,9 +1,8 @@
 """Triton's kernels on this machine: in its interpreter where there is no GPU (`tests/conftest.py` asks for it)."""
 
-import warnings
-
 import pytest
 import torch
+from triton_interpreter import interpreted_kernels
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +13,5 @@ def device():
 @pytest.fixture(scope="session")
 def kernels():
     pytest.importorskip("triton")
-    from octavo.kernels.triton.backend import TritonKernels
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of operations that plain torch computes
-        return TritonKernels()
+    with interpreted_kernels() as made:
+        yield made

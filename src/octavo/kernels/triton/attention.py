@@ -96,7 +96,7 @@ def paged_attention(
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
     """Return how `_attend` is compiled: rows of more bytes on twice the threads, and read less far ahead."""
     row_bytes = head_dim * dtype.itemsize
-    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 else 1
+    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
@@ -188,7 +188,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 
     Tiles of sequence i are counted from floor(rows before it / BLOCK_M) + i on, which leaves room for all of them.
     """
-    low, high = 0, num_seqs  # the last one whose first tile is no later
+    low, high = 0 * num_seqs, num_seqs  # the last one whose first tile is no later; a tensor, without a step, too
     while high - low > 1:
         middle = (low + high) // 2
         is_later = tl.load(query_start_ptr + middle) * GROUP // BLOCK_M + middle > tile
@@ -269,6 +269,7 @@ def _attend(
 @triton.jit
 def _write(place, totals, total_weight, mask):
     """Store what rows saw. Zeros become positive: the sign of one may come from a product with the weight zero."""
+    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # of rows that are not stored
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
 

@@ -80,9 +80,10 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 def _scale_and_inverse(magnitude):
     """Return the scale of int8 rows, and what their values are multiplied by, as `quantize_rows` has them."""
     is_finite = magnitude < float("inf")
+    is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0, tl.float32)
     scale = tl.where(is_finite, tl.div_rn(magnitude, most), float("nan"))
-    return scale, tl.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), tl.div_rn(most, magnitude), 0.0)
+    return scale, tl.where(is_used, tl.div_rn(most, tl.where(is_used, magnitude, 1.0)), 0.0)
 
 
 @triton.jit
