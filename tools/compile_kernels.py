@@ -101,7 +101,7 @@ def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **op
 
 
 def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], None]:
-    """Return a call of a product with a weight of 512 columns of 2,048 values."""
+    """Return a call of a product with a weight of 256 columns of 2,048 values."""
 
     def call() -> None:
         import torch  # noqa: PLC0415
@@ -109,13 +109,13 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
         from octavo.kernels.quantization import Int4Weight, Int8Weight  # noqa: PLC0415
         from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
-        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (512, 2048)
+        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
         weight: Any = torch.empty(shape, dtype=kind)
         if stored == "int8":
-            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(512))
+            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
         elif stored == "int4":
-            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(512, 64), None, 32)
-        kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(512, dtype=kind)))
+            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(256, 64), None, 32)
+        kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(256, dtype=kind)))
 
     return call
 

@@ -153,7 +153,7 @@ def _finished(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
 def _matmul(
     x_ptr,
     weight_ptr,
@@ -198,7 +198,7 @@ def _matmul(
         tl.store(place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
 def _multiply_partition(
     x_ptr,
     weight_ptr,
@@ -226,7 +226,7 @@ def _multiply_partition(
     tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
 def _add_partitions(
     partials_ptr,
     out_ptr,

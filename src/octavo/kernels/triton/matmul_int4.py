@@ -116,7 +116,7 @@ def _add_products(
     return high_acc, tl.dot(x, tl.trans(low.to(tl.int8)), low_acc, out_dtype=tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _matmul_int4(
     x_ptr,
     scales_ptr,

@@ -76,7 +76,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
 def _rms_norm(
     x_ptr,
     residual_ptr,

@@ -37,7 +37,7 @@ def top_tokens(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return largest, ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab", "k"])
 def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = values_ptr + row * vocab
@@ -55,7 +55,7 @@ def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
         before += tl.sum(kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab", "k"])
 def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
