@@ -18,6 +18,7 @@ from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfi
 from octavo.kernels import AttentionBatch, SamplingRows, create_kernels
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,7 @@ ON_GPU = Sizes(
 )
 DRY = Sizes(
     rows=(1,),
-    exact_rows=(1, 66),
+    exact_rows=(1, 5),
     layers=((530, 3),),
     vocab=70,
     peak_values=1 << 10,
@@ -216,12 +217,18 @@ def shares(check: Check) -> dict[str, Any]:
 
 def tokens(check: Check) -> dict[str, Any]:
     """Return whether requests get the same tokens alone and in a crowd, of the built-in model."""
-    engine = _engine(check, ModelConfig())
+    engine = _engine(check, _random_model(check) if check.sizes is DRY else ModelConfig())
     rng = random.Random(0)
     prompts = [{"prompt_token_ids": [rng.randrange(5, 200) for _ in range(rng.randrange(2, 9))]} for _ in
                range(check.sizes.requests)]  # fmt: skip
     params = [
-        SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=check.sizes.new_tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=0.8 * (index % 2),
+            seed=index,
+            max_tokens=check.sizes.new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
         for index in range(len(prompts))
     ]
     crowd = [each.outputs[0].token_ids for each in engine.generate_batch(prompts, params).values()]
@@ -257,7 +264,6 @@ def nano_vllm(check: Check) -> dict[str, Any]:
         return found | {"nano-vllm": "not installed"}
     del engine
     torch.cuda.empty_cache()
-    from make_checkpoint import write_checkpoint  # noqa: PLC0415  a GB that only nano-vllm reads
     from nanovllm import LLM, SamplingParams as NanoParams  # type: ignore[import-not-found]  # noqa: I001, PLC0415
 
     folder = check.folder / "weights"
@@ -287,7 +293,7 @@ def failures(results: dict[str, Any]) -> list[str]:
     wrong = [
         f"correctness: {name}"
         for name, each in results.get("correctness", {}).items()
-        if not each.get("is_equal", True) or each.get("units_off", 0.0) > 4.0
+        if not each.get("is_equal", True) or each.get("units_off", 0.0) > 8.0
     ]
     wrong += [f"exactness: {name}" for name, is_exact in results.get("exactness", {}).items() if not is_exact]
     if not results.get("tokens", {}).get("is_equal", True):
@@ -346,13 +352,13 @@ def _engine(check: Check, model: ModelConfig) -> LLMEngine:
 
 
 def _random_model(check: Check) -> ModelConfig:
-    """Return a model of random weights: the built-in one's where it is dry, else the shape of Qwen3-0.6B."""
-    if check.sizes is DRY:
-        return ModelConfig()
+    """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
+    config = tiny_config("Qwen3ForCausalLM") if check.sizes is DRY else SHAPES["qwen3-0.6b"]
     folder = check.folder / "shape"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]), encoding="utf-8")
-    return ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    longest = min(4096, config["max_position_embeddings"])
+    return ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest)
 
 
 def _throughput(check: Check, engine: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
