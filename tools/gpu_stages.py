@@ -207,7 +207,7 @@ def shares(check: Check) -> dict[str, Any]:
         q = check.random(rows, 16, 128)
         _, batch, (keys, values) = _attention(check, q, [15 + 16 * check.sizes.repeats] * rows)
         taken = check.seconds(partial(check.kernels.paged_attention, q, keys, values, batch, 0.1, None))
-        num_bytes = 2 * int(batch.seq_lens.sum()) * 128 * 2
+        num_bytes = 8 * 128 * int(batch.seq_lens.sum())  # keys and values of two heads in two bytes
         found[f"decode {rows}"] = {"us": taken * 1e6, "share": num_bytes / limit["bytes_per_s"] / taken}
     return found
 
