@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from dataclasses import replace
 
 
 @contextlib.contextmanager
@@ -21,8 +22,9 @@ def interpreted_kernels():
             patched.add(self.fn.__module__)
         return self.rewrite()(*args, **kwargs)
 
-    before = InterpretedFunction.__call__
+    before, options = InterpretedFunction.__call__, interpreter.interpreter_builder.options
     InterpretedFunction.__call__ = call
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)  # of each sum, in 64 bits
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of operations that plain torch computes
@@ -30,3 +32,4 @@ def interpreted_kernels():
         yield kernels
     finally:
         InterpretedFunction.__call__ = before
+        interpreter.interpreter_builder.options = options

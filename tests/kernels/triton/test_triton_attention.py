@@ -1,9 +1,13 @@
 """paged_attention in Triton: right, and the same bits whatever the chunks, the company and who computes partitions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from broken_kernels import broken
 from paged_batches import assert_attention_is_as_exact, dense_attention, floats, int8_caches, paged_batch
+
+from octavo.kernels import AttentionBatch
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(64, 2, 2), (80, 1, 7), (96, 2, 1), (128, 1, 8), (256, 1, 3), (20, 3, 1)]  # head_dim, KV heads, group
@@ -114,6 +118,46 @@ def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(attention, name, 0)
             assert torch.equal(prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS), split), name
+
+
+def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
+    """For batches of all kinds, up to 40 sequences that may have 3,000 positions."""
+    taken, make = [], attention.partial_sums
+
+    def watch(*arguments):
+        sums = make(*arguments)
+        taken.append(sum(part.nbytes for part in sums))
+        return sums
+
+    class NothingRuns(dict):
+        def __missing__(self, grid):
+            return lambda *_arguments, **_options: None
+
+    monkeypatch.setattr(attention, "partial_sums", watch)
+    for kernel in ("_attend", "_merge_partitions"):
+        monkeypatch.setattr(attention, kernel, NothingRuns())
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    most = attention.scratch_bytes(**shape, max_seq_len=3000)
+    for num_seqs in (1, 3, 40, 255, 256, 300):
+        for num_tokens in (num_seqs, num_seqs + 1, 8 * num_seqs, 8 * num_seqs + 500):
+            tables = torch.zeros(num_seqs, -(-3000 // 16), dtype=torch.int32)
+            lengths = torch.zeros(num_seqs + 1, dtype=torch.int32)
+            batch = AttentionBatch(lengths, lengths[1:], tables, lengths, lengths, 16)
+            q, cache = torch.empty(num_tokens, 8, 64, device="meta"), torch.empty(2, 2, 16, 64)
+            attention.paged_attention(q, cache, cache, batch, 1.0, None, None)
+    assert most / 2 < max(taken) <= most
+    monkeypatch.setattr(attention, "_PARTIAL_BYTES", most // 10)
+    attention.paged_attention(q[:40], cache, cache, replace(batch, seq_lens=lengths[:40]), 1.0, None, None)
+    assert taken[-1] <= attention.scratch_bytes(**shape, max_seq_len=3000) == most // 10
+
+
+def test_wider_heads_are_left_to_torch(kernels, generator):
+    batch, k_cache, v_cache = paged_batch([(20, 2)], 16, 1, 288, torch.float32, generator)
+    q = torch.randn(2, 2, 288, generator=generator)
+    with pytest.warns(RuntimeWarning, match="plain torch computes attention of heads wider than 256"):
+        result = kernels.paged_attention(q, k_cache, v_cache, batch, 288**-0.5, None)
+    assert torch.equal(kernels.paged_attention(q, k_cache, v_cache, batch, 288**-0.5, None), result)  # says it once
+    assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), None)
 
 
 def test_large_scores(attention, generator):

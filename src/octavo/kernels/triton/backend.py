@@ -59,7 +59,7 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._has_warned = False
+        self._warned_of: set[str] = set()
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
@@ -69,15 +69,18 @@ class TritonKernels(ReferenceKernels):
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
             return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
         packed_as_is = super().pack_linear(weight, bias)
-        if isinstance(packed_as_is.storage, list) and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "plain torch computes products with weights in blocks: there are no Triton kernels for them; a token "
-                "may depend on the batch that it was computed in",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if isinstance(packed_as_is.storage, list):
+            self._leave_to_torch("products with weights in blocks")
         return packed_as_is
+
+    def scratch_bytes(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
+    ) -> int:
+        """Return bytes of the partial sums of attention; others take less."""
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
+        if head_dim > attention.MAX_HEAD_DIM:
+            return super().scratch_bytes(**shape, vocab_size=vocab_size, max_tokens=max_tokens)
+        return attention.scratch_bytes(**shape)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
@@ -183,7 +186,21 @@ class TritonKernels(ReferenceKernels):
         softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence."""
+        if q.shape[2] > attention.MAX_HEAD_DIM:
+            self._leave_to_torch(f"attention of heads wider than {attention.MAX_HEAD_DIM}")
+            return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
+
+    def _leave_to_torch(self, what: str) -> None:
+        """Warn, once, of what plain torch computes for want of a kernel."""
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            warnings.warn(
+                f"plain torch computes {what}: there are no Triton kernels for them; a token may depend on the batch "
+                "that it was computed in",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def is_interpreted() -> bool:
