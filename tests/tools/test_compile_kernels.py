@@ -63,3 +63,28 @@ def test_what_no_program_can_have_and_what_has_no_bound():
     assert "65537 shared bytes, at most 65536" in problem
     (problem,) = exceeded(taken, {})
     assert "has no bound" in problem
+
+
+@pytest.mark.slow
+def test_products_of_few_and_of_many_rows_are_made_of_one_instruction():
+    """A partition's product is the same machine instruction, whichever kernel of the two computes it."""
+    script = """if True:
+        import re, sys
+        import compile_kernels
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+        run, found = JITFunction.run, {}
+        def compile_only(self, *args, grid, warmup, **options):
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+            found[self.fn.__name__] = set(re.findall(r"wgmma.mma_async\\S*", kernel.asm["ptx"]))
+        driver.set_active(compile_kernels.NoDevice("sm_90"))
+        JITFunction.run = compile_only
+        for case in ("linear bfloat16 256 rows", "linear bfloat16 1 row"):
+            compile_kernels.CASES[case]()
+        assert found["_matmul"] == found["_multiply_partition"] and len(found["_matmul"]) == 1, found
+        """
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT / "tools", env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 
+_IN_TRITON = ("triton", "fast-inexact")
+
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
 # the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows what they give); int4 with avx512_bf16 is an
 # estimate, in the proportion of avx512_vnni.
@@ -68,14 +70,16 @@ def create_kernels(
     """Return the kernels for a device.
 
     backend: "auto" is the compiled kernels on the CPU and those in Triton on CUDA, or plain torch: with a warning where
-    nothing was compiled, or Triton is missing; "reference" is plain torch; "cpu" and "triton" are these or an error.
+    nothing was compiled, or Triton is missing; "reference" is plain torch; "cpu" and "triton" are these or an error;
+    "fast-inexact" is "triton" with the products of torch's library, whose rows depend on the batch.
     num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
     isa: their instruction set; "auto" is the best that the processor has.
 
     Raises ConfigError for an unknown backend, one that cannot serve, or an instruction set that cannot.
     """
-    if backend not in {"auto", "reference", "cpu", "triton"}:
-        raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference, cpu or triton")
+    if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
+        choices = "auto, reference, cpu, triton or fast-inexact"
+        raise ConfigError(f"kernel backend {backend!r} is unknown; choose {choices}")
     if backend == "cpu" and device.type != "cpu":
         raise ConfigError(f"kernel backend 'cpu' cannot serve device {str(device)!r}; choose auto or reference")
     compiled = importlib.util.find_spec("octavo._kernels") is not None
@@ -90,8 +94,8 @@ def create_kernels(
         if isa not in available:
             reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
-    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        return _triton_kernels(device, is_required=backend == "triton")
+    if backend in _IN_TRITON or (backend == "auto" and device.type == "cuda"):
+        return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:
             from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
@@ -109,11 +113,11 @@ def create_kernels(
     return ReferenceKernels()
 
 
-def _triton_kernels(device: torch.device, *, is_required: bool) -> Kernels:
-    """Return those in Triton, or plain torch with a warning where it is missing and they are not required."""
+def _triton_kernels(device: torch.device, backend: str) -> Kernels:
+    """Return those in Triton; with "auto" plain torch, and a warning, where it is missing."""
     if importlib.util.find_spec("triton") is None:
         what = "the kernels for GPUs need Triton, which is not installed: pip install 'octavo[gpu]'"
-        if is_required:
+        if backend != "auto":
             raise ConfigError(f"{what}; or choose reference")
         warnings.warn(
             f"{what}. Plain torch serves, slower, and a token may depend on the batch it was computed in.",
@@ -127,7 +131,11 @@ def _triton_kernels(device: torch.device, *, is_required: bool) -> Kernels:
 
     if device.type != "cuda" and not is_interpreted():
         raise ConfigError(
-            f"kernel backend 'triton' cannot serve device {str(device)!r}: it needs a GPU, or TRITON_INTERPRET=1, with "
-            "which Triton interprets kernels on the CPU, thousands of times slower; choose auto or reference"
+            f"kernel backend {backend!r} cannot serve device {str(device)!r}: it needs a GPU, or TRITON_INTERPRET=1, "
+            "with which Triton interprets kernels on the CPU, thousands of times slower; choose auto or reference"
         )
+    if backend == "fast-inexact":
+        from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415  needs triton
+
+        return InexactKernels()
     return TritonKernels()

@@ -4,10 +4,12 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from octavo.errors import ConfigError
-from octavo.kernels import create_kernels
+from octavo.kernels import are_exact, create_kernels
 from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.kernels.quantization import quantize_int8
 
 CPU = torch.device("cpu")
 
@@ -40,3 +42,13 @@ def test_what_blocks_are_multiplied_by_is_said_once(kernels):
         packed = made.pack_linear([weight])
     assert made.pack_linear([weight]).out_features == 2
     assert made.linear(torch.ones(3, 32), packed).tolist() == [[0.0, 0.0]] * 3
+
+
+def test_products_of_the_library_are_named_inexact(kernels):
+    made = create_kernels(CPU, "fast-inexact")
+    assert (made.name, are_exact(CPU, "fast-inexact")) == ("fast-inexact", False)
+    assert made.identity != kernels.identity
+    weight, x = torch.randn(3, 40), torch.randn(2, 40)
+    assert torch.equal(made.linear(x, made.pack_linear(weight)), F.linear(x, weight))
+    rounded = quantize_int8(weight)
+    assert torch.equal(made.linear(x, made.pack_linear(rounded)), kernels.linear(x, kernels.pack_linear(rounded)))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from broken_kernels import broken
 from test_rejection import (
     test_it_is_what_the_definition_says,
     test_requests_have_drafts_of_their_own,
@@ -99,6 +100,25 @@ def test_top_tokens(kernels, generator, vocab, k):
     alone, alone_ids = kernels.top_tokens(values[1:2], k)
     assert torch.equal(alone, expected[1:2])
     assert torch.equal(alone_ids, order[1:2])
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("sampling", "is_better = key > best", "is_better = key >= best"),  # not the lowest of equals
+        ("sampling", "end = tl.minimum((piece + 1) * PIECE, vocab)", "end = vocab - 1"),  # a tail is lost
+        ("sampling", "(top_k < vocab)", "(top_k < 0)"),  # a filter does nothing
+    ],
+)
+def test_mistakes_are_caught(kernels, generator, tmp_path, module, old, new):
+    logits = torch.zeros(4, 1025)
+    logits[0, 1024] = 9.0  # alone in the last part
+    logits[1, [3, 19]] = 9.0  # of one lane
+    logits[2] = torch.randn(1025, generator=generator)
+    rows = rows_of(4, temperature=torch.tensor([0.0, 0.0, 5.0, 5.0]), top_k=torch.tensor([0, 0, 1, 1]))
+    expected = ReferenceKernels().sample(logits, rows)
+    assert torch.equal(kernels.sample(logits, rows), expected)
+    assert not torch.equal(broken(tmp_path, module, old, new).sample(logits, rows), expected)
 
 
 def test_drafts_of_a_request_without_a_row(kernels):

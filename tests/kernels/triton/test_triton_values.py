@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from broken_kernels import broken
 from test_elementwise import (
     test_add_rms_norm_rounds_the_sum_then_normalizes_it,
     test_add_rounds_once,
@@ -53,3 +54,32 @@ def test_embedding(kernels, generator, dtype, weight_dtype, scale):
     assert found.dtype == dtype
     assert torch.equal(found, ReferenceKernels().embedding(token_ids, packed, dtype, scale))
     assert kernels.embedding(token_ids[:0], packed, dtype).shape == (0, 1123)
+
+
+@pytest.mark.parametrize("width", [48, 896, 1200])
+def test_a_row_alone_and_among_many(kernels, generator, width):
+    x, weight = torch.randn(40, width, generator=generator), torch.randn(width, generator=generator)
+    together = kernels.rms_norm(x, weight, 1e-6)
+    for part in (slice(0, 1), slice(39, 40), slice(3, 30)):
+        assert torch.equal(kernels.rms_norm(x[part], weight, 1e-6), together[part])
+        assert torch.equal(kernels.gate(x[part]), kernels.gate(x)[part])
+
+
+def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
+    x, weight = torch.randn(3, 48, generator=generator), torch.randn(48, generator=generator)
+    wide = torch.cat([x, torch.full((3, 1), 9.0)], dim=1)[:, :48].unsqueeze(1)  # heads with something behind them
+    expected = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(kernels.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
+    old = "is_there = is_row & (column < WIDTH)\n        value = tl.load(source + column, mask=is_there, other=0.0)"
+    source = (old + ".to(tl.float32)\n        if", old.replace("< WIDTH", "<= WIDTH") + ".to(tl.float32)\n        if")
+    one_too_many = broken(tmp_path, "norms", *source)
+    assert not torch.allclose(one_too_many.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
+
+
+def test_a_sum_that_hangs_on_the_number_of_rows_is_caught(kernels, generator, tmp_path):
+    x, weight = torch.randn(16, 1200, generator=generator), torch.ones(1200)
+    old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"
+    by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 64")
+    assert torch.equal(by_rows.rms_norm(x, weight, 1e-6), kernels.rms_norm(x, weight, 1e-6))
+    alone = torch.cat([by_rows.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(len(x))])
+    assert not torch.equal(alone, kernels.rms_norm(x, weight, 1e-6))

@@ -67,7 +67,7 @@ class TritonKernels(ReferenceKernels):
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
-            return PackedLinear(*weight.shape, packed, bias, num_bytes)
+            return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
         packed_as_is = super().pack_linear(weight, bias)
         if isinstance(packed_as_is.storage, list):
             self._leave_to_torch("products with weights in blocks")

@@ -63,10 +63,7 @@ def _add(x_ptr, residual_ptr, x_stride, residual_stride, scale, width, BLOCK: tl
 @triton.jit
 def activated(x, IS_SILU: tl.constexpr):
     """Return silu(x), or GELU as tanh approximates it: x (1 + tanh(u)) / 2 is x / (1 + e^-2u)."""
-    if IS_SILU:
-        exponent = x
-    else:
-        exponent = 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 sqrt(2 / pi)
+    exponent = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 sqrt(2 / pi)
     return tl.div_rn(x, 1.0 + exponential(-exponent))
 
 

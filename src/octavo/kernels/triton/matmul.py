@@ -58,24 +58,21 @@ def matmul(
     tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(num_columns, BLOCK_N)
     is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
     row_scales, column_scales = (x, x) if scales is None else scales
-    options = {
-        "WIDTH": width,
-        "HAS_BIAS": bias is not None,
-        "IS_INTEGER": scales is not None,
-        **tile_options(x.dtype, weight.dtype),
-    }
+    is_integer, has_bias = scales is not None, bias is not None
+    options = {"WIDTH": width, "IS_INTEGER": is_integer, **tile_options(x.dtype, weight.dtype)}
     bias = x if bias is None else bias
     if not is_split:
         _matmul[(min(tiles, processors),)](
-            x, weight, out, bias, row_scales, column_scales, num_rows, num_columns, x.stride(0), GROUP=_GROUP, **options
-        )
+            x, weight, out, bias, row_scales, column_scales, num_rows, num_columns, x.stride(0),
+            HAS_BIAS=has_bias, GROUP=_GROUP, **options,
+        )  # fmt: skip
         return out
     acc_dtype = torch.float32 if scales is None else torch.int32
     partials = torch.empty(num_partitions, num_rows, num_columns, dtype=acc_dtype, device=x.device)
     _multiply_partition[num_partitions, tiles](x, weight, partials, num_rows, num_columns, x.stride(0), **options)
     _add_partitions[num_rows, triton.cdiv(num_columns, BLOCK_N)](
         partials, out, bias, row_scales, column_scales, num_rows, num_columns, NUM_PARTITIONS=num_partitions,
-        HAS_BIAS=options["HAS_BIAS"], IS_INTEGER=options["IS_INTEGER"], BLOCK_N=BLOCK_N, enable_fp_fusion=False,
+        HAS_BIAS=has_bias, IS_INTEGER=is_integer, BLOCK_N=BLOCK_N, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -124,11 +121,13 @@ def _partition_product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]
+    is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]
     first = partition * PARTITION
-    for step in range(0, PARTITION // BLOCK_K):
+    for step in range(PARTITION // BLOCK_K):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = tl.load(x_place + k[None, :], mask=(row < num_rows)[:, None] & (k < WIDTH)[None, :], other=0)
-        weight = tl.load(weight_place + k[:, None], mask=(column < num_columns)[None, :] & (k < WIDTH)[:, None], other=0)
+        is_there = k < WIDTH
+        x = tl.load(x_place + k[None, :], mask=is_row & is_there[None, :], other=0)
+        weight = tl.load(weight_place + k[:, None], mask=is_column & is_there[:, None], other=0)
         if IS_INTEGER:
             acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
         elif IS_WIDE:
@@ -175,7 +174,8 @@ def _matmul(
     GROUP: tl.constexpr,
 ):
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
-    for tile in range(loop_bound(tl.program_id(0)), loop_bound(row_tiles * column_tiles), loop_bound(tl.num_programs(0))):
+    first, step = loop_bound(tl.program_id(0)), loop_bound(tl.num_programs(0))
+    for tile in range(first, loop_bound(row_tiles * column_tiles), step):
         group = tile // (GROUP * column_tiles)
         of_group = tile % (GROUP * column_tiles)
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
@@ -208,7 +208,6 @@ def _multiply_partition(
     x_stride,
     WIDTH: tl.constexpr,
     PARTITION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     IS_WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,

@@ -1,4 +1,4 @@
-""""octavo noise v1" (`octavo.kernels.noise`) on a GPU: the same bits.
+"""Octavo noise v1 (`octavo.kernels.noise`) on a GPU: the same bits.
 
 To be compiled with `enable_fp_fusion=False`: every operation rounds once.
 """

@@ -60,10 +60,7 @@ def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit
 def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     is_there = column < width
-    if HAS_ORDER:
-        source = tl.load(order_ptr + column, mask=is_there, other=0)
-    else:
-        source = column
+    source = tl.load(order_ptr + column, mask=is_there, other=0) if HAS_ORDER else column
     return _rotated(tl.load(x_ptr + source, mask=is_there, other=0.0).to(tl.float32), BLOCK, LEVELS)
 
 

@@ -1,8 +1,8 @@
-"""One token per row: argmax of the logits, or of logits / temperature + noise over the tokens that the filters leave.
+"""One token per row: argmax of the logits, or of logits / temperature + noise over what the filters leave.
 
-Three kernels: one program a row finds where the filters cut it (`selection`); programs over pieces of rows find the best
-token of each, with the noise of `noise`; one program a row takes the best of these. An argmax is exact however its range
-is split, and everything before it rounds as the reference does, so that the token is the CPU's, bit for bit.
+Three kernels: one program a row finds where the filters cut it (`selection`); programs over pieces of rows find the
+best token of each, with the noise of `noise`; one program a row takes the best of these. An argmax is exact however its
+range is split, and everything before it rounds as the reference does: the token is the CPU's, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from octavo.kernels.triton.selection import (
     LAST_ID,
     LEAST_KEY,
     is_kept,
-    key_value,
     order_key,
     tie_id,
     top_k_cut,
@@ -116,9 +115,7 @@ def _find_cut(
                 cut_key = key
                 cut_id = tie_id(row_ptr, vocab, temperature, key, count, BLOCK)
         if top_p < 1.0:
-            cut_key, cut_id = top_p_cut(
-                row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK
-            )
+            cut_key, cut_id = top_p_cut(row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK)
     tl.store(cut_keys_ptr + row, cut_key)
     tl.store(cut_ids_ptr + row, cut_id)
 

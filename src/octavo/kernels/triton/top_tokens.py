@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.loops import loop_bound
-from octavo.kernels.triton.selection import LAST_ID, LEAST_KEY, is_kept, order_key, scaled_keys, tie_id, top_k_cut
+from octavo.kernels.triton.selection import LAST_ID, LEAST_KEY, is_kept, scaled_keys, tie_id, top_k_cut
 
 if TYPE_CHECKING:
     from torch import Tensor
