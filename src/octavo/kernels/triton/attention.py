@@ -14,7 +14,8 @@ are padded, so that each product has the same shape, and on each device the same
 A program goes through all partitions of its tile of queries, and merges each in registers. Where few sequences would
 leave a device idle, those of few tokens (decodes, and drafts that are verified) are split: a program computes one
 partition, and `_merge_partitions` merges these in the same order. One compiled kernel does both: whether it splits is
-an argument of its run. So a row's result is fixed by its own position and KV.
+an argument of its run. Reductions run over tiles that are laid out as products want them, not as memory is read. So a
+row's result is fixed by its own position and KV.
 
 What a device must show, and the interpreter cannot: that a row of a product does not depend on the other rows of the
 tile or on where in it it stands, and that products with weights of zero leave a sum as it is.
@@ -71,12 +72,13 @@ def paged_attention(
     is_int8 = k_cache.dtype == torch.int8
     k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (partials[1], partials[1])
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at least as many as there are
+    token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # torch gives that of one token any value
     _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
         out, *partials, q, k_cache, v_cache, k_scales, v_scales,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
         0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
-        q.stride(0), q.stride(1), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        token_stride, q.stride(1), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         *(k_scales.stride()[:2] if is_int8 else (0, 0)), *(v_scales.stride()[:2] if is_int8 else (0, 0)),
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
