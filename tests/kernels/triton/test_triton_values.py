@@ -56,13 +56,13 @@ def test_embedding(kernels, generator, dtype, weight_dtype, scale):
     assert kernels.embedding(token_ids[:0], packed, dtype).shape == (0, 1123)
 
 
-@pytest.mark.parametrize("width", [48, 896, 1200])
+@pytest.mark.parametrize("width", [48, 1200])
 def test_a_row_alone_and_among_many(kernels, generator, width):
-    x, weight = torch.randn(40, width, generator=generator), torch.randn(width, generator=generator)
-    together = kernels.rms_norm(x, weight, 1e-6)
-    for part in (slice(0, 1), slice(39, 40), slice(3, 30)):
+    x, weight = torch.randn(10, width, generator=generator), torch.randn(width, generator=generator)
+    together, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x)
+    for part in (slice(0, 1), slice(9, 10), slice(3, 8)):
         assert torch.equal(kernels.rms_norm(x[part], weight, 1e-6), together[part])
-        assert torch.equal(kernels.gate(x[part]), kernels.gate(x)[part])
+        assert torch.equal(kernels.gate(x[part]), gated[part])
 
 
 def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
@@ -77,9 +77,11 @@ def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
 
 
 def test_a_sum_that_hangs_on_the_number_of_rows_is_caught(kernels, generator, tmp_path):
-    x, weight = torch.randn(16, 1200, generator=generator), torch.ones(1200)
+    x, weight = torch.randn(2, 1200, generator=generator), torch.randn(1200, generator=generator)
+    x[:, 0] = 1e4  # what is added to its square alone is lost
     old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"
-    by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 64")
-    assert torch.equal(by_rows.rms_norm(x, weight, 1e-6), kernels.rms_norm(x, weight, 1e-6))
-    alone = torch.cat([by_rows.rms_norm(x[i : i + 1], weight, 1e-6) for i in range(len(x))])
-    assert not torch.equal(alone, kernels.rms_norm(x, weight, 1e-6))
+    by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 4")
+    together = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(by_rows.rms_norm(x, weight, 1e-6), together)
+    assert torch.equal(kernels.rms_norm(x[:1], weight, 1e-6), together[:1])
+    assert not torch.equal(by_rows.rms_norm(x[:1], weight, 1e-6), together[:1])
