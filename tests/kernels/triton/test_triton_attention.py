@@ -47,6 +47,21 @@ def test_error_is_that_of_torch(attention, generator, device, dtype, heads, bloc
     assert_right(attention.paged_attention, generator, device, heads, dtype, **options)
 
 
+@pytest.mark.parametrize("window", [1, 37, 100])
+def test_what_is_behind_the_window_is_not_read(attention, generator, window):
+    """Neither its numbers nor its blocks, which may be gone."""
+    batch, k_cache, v_cache = paged_batch([(70, 5), (300, 1), (129, 12)], 16, 2, 64, torch.float32, generator)
+    q = torch.randn(len(batch.positions), 4, 64, generator=generator)
+    expected = attention.paged_attention(q, k_cache, v_cache, batch, 0.125, window, None)
+    for table, start in zip(batch.block_tables, batch.query_start[:-1].tolist(), strict=True):
+        first = max(0, int(batch.positions[start]) - window + 1)
+        for cache in (k_cache, v_cache):
+            cache[table[: first // 16].long()] = torch.nan
+            cache[table[first // 16].long(), :, : first % 16] = torch.nan
+        table[: first // 16] = -1
+    assert torch.equal(attention.paged_attention(q, k_cache, v_cache, batch, 0.125, window, None), expected)
+
+
 class Prompt:
     """A sequence with queries at every position, run in any chunks and company."""
 
@@ -171,7 +186,7 @@ def test_large_scores(attention, generator):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("is_there, is_dim = of_tile < seq_len", "is_there, is_dim = of_tile <= seq_len"),
+        ("(of_tile < seq_len), dim", "(of_tile <= seq_len), dim"),
         ("of_tile[None, :] <= position[:, None])", "of_tile[None, :] < position[:, None])"),
         ("> position[:, None] - window)", ">= position[:, None] - window)"),
         ("keep, add = tl.exp2(total_max - origin)", "keep, add = tl.exp2(total_max - origin) * 0.5"),

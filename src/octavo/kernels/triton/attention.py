@@ -147,14 +147,19 @@ def _first_seen(position, window):
 
 @triton.jit
 def _attend_tile(
-    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, seq_len, position, window,
-    scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
+    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, first, seq_len, position,
+    window, scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride,
+    k_scales_stride, v_scales_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # fmt: skip
-    """Take the tile of KV at position `start` into the state of rows that stand at `position`."""
+    """Take the tile of KV at position `start` into the state of rows that stand at `position`.
+
+    Nothing before `first` is read, which none of the rows sees: there may be no blocks any more.
+    """
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    is_there, is_dim = of_tile < seq_len, dim < HEAD_DIM
+    is_there = (of_tile >= first) & (of_tile < seq_len)
+    is_dim = dim < HEAD_DIM
     block = tl.load(table_ptr + of_tile // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
     offset = of_tile % BLOCK_SIZE
     k = tl.load(
@@ -220,7 +225,8 @@ def _attend(
     seq_len = tl.load(seq_lens_ptr + sequence)
     first_position = seq_len - num_tokens
     position = tl.where(is_there, first_position + token, -1)
-    first_tile = _first_seen(first_position + tile * BLOCK_M // GROUP, window) // TILE
+    first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
+    first_tile = first // TILE
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     end_tile = last // TILE + 1
     partition, end_partition = first_tile // TILES, (end_tile - 1) // TILES + 1
@@ -253,7 +259,7 @@ def _attend(
             for of_tile in range(loop_bound(first_of_all), loop_bound(end_of_all)):
                 maximum, weight, sums = _attend_tile(
                     q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                    of_tile * TILE, seq_len, position, window, scale, softcap,
+                    of_tile * TILE, first, seq_len, position, window, scale, softcap,
                     k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
                     HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_INT8,
                 )  # fmt: skip
