@@ -62,7 +62,7 @@ def few_window_blocks(monkeypatch):
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
@@ -80,7 +80,7 @@ def test_tokens_are_exact_on_few_window_blocks(checkpoints, alone, schedule, kin
     assert check(engine.core.scheduler) == []
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

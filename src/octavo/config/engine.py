@@ -380,8 +380,9 @@ class DeviceConfig:
     )
     kernels: str = option(
         "auto",
-        "auto takes the fastest kernels there are; reference is plain torch.",
-        choices=("auto", "cpu", "reference"),
+        "auto takes the fastest kernels there are: cpu, or triton on a GPU; reference is plain torch. "
+        "fast-inexact is triton with torch's products: a token may depend on the batch it was computed in.",
+        choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
     )
     isa: str = option(
         "auto",

@@ -438,6 +438,7 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     assert value("octavo:max_batch_total_tokens") == capacity.max_batch_total_tokens
     assert value("octavo:max_batch_prefill_tokens") == capacity.max_batch_prefill_tokens
     assert value("octavo:cache_config_info", block_size="16", num_gpu_blocks=str(capacity.num_gpu_blocks)) == 1
+    assert value("octavo:cache_config_info", num_window_blocks="0") == 1, "its layers have no windows"
     buckets = [s for s in families["octavo:time_to_first_token_seconds"].samples if s.name.endswith("_bucket")]
     counts = [each.value for each in buckets]
     assert counts == sorted(counts)

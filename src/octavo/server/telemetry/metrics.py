@@ -34,7 +34,14 @@ _CAPACITY = (
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens that a step admits."),
     ("max_batch_total_tokens", "max_batch_total_tokens", "Most tokens, prompts and answers, of all that run."),
 )
-_CACHE_CONFIG = ("block_size", "enable_prefix_caching", "kv_cache_dtype", "num_cpu_blocks", "num_gpu_blocks")
+_CACHE_CONFIG = (
+    "block_size",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "num_cpu_blocks",
+    "num_gpu_blocks",
+    "num_window_blocks",
+)
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests whose first token came, cached ones included."),
     ("generation_tokens", "generation_tokens", "Generated tokens."),
@@ -211,7 +218,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         yield counter
     moved = CounterMetricFamily(
         "octavo:host_cache_bytes",
-        "Bytes of evicted blocks, to host memory and back.",
+        "Bytes of evicted blocks, to host memory and back, without what layers with a window keep of them.",
         labels=["model_name", "direction"],
     )
     for direction, num_blocks in (("out", stats.num_offloaded_blocks), ("in", stats.host_cache_hit_blocks)):
