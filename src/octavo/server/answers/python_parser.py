@@ -8,7 +8,8 @@ from string import hexdigits
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import NAME, SectionParser
+from octavo.server.answers.call_sections import NAME
+from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
@@ -25,16 +26,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
-class PythonParser(SectionParser):
-    """Reads a list between marks. quotes: what strings begin with.
-
-    However a call ends, unless the answer was cut off within, its arguments are a whole object: names are told with the
-    first of their values, and where a value breaks, what is open is closed.
-    """
+class PythonParser(ValueParser):
+    """Reads a list between marks. quotes: what strings begin with."""
 
     quotes = "\"'"
-    _held = ""  # what stands before the next value
-    _open = ""  # what closes what was told, the innermost first
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -42,33 +37,7 @@ class PythonParser(SectionParser):
         yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
-        yield from self._arguments(call, ")")
-
-    def _arguments(self, call: Call, closer: str) -> Wait[None]:
-        """Decide that this is a call, and tell its arguments."""
-        self._begin(call)
-        self._drop()
-        self._held = self._open = ""
-        try:
-            yield from self._object(call, closer, 0)
-        except MalformedError:
-            if not self._is_cut:
-                self._tell("arguments", self._open, call)
-            raise
-        self._drop()
-
-    def _say(self, text: str, call: Call) -> None:
-        """Tell a value, or where it begins, with what was held back before it."""
-        self._tell("arguments", self._held + text, call)
-        self._held = ""
-
-    def _say_opened(self, opener: str, closer: str, call: Call) -> None:
-        self._say(opener, call)
-        self._open = closer + self._open
-
-    def _say_closed(self, call: Call) -> None:
-        closer, self._open, self._held = self._open[0], self._open[1:], ""
-        self._tell("arguments", closer, call)
+        yield from self._arguments(call, self._object(call, ")", 0))
 
     def _goes_on(self) -> Wait[bool]:
         """Calls on lines of their own have no mark between them."""
