@@ -19,6 +19,7 @@ TOOL_CALL_PARSERS = (
     "qwen3_coder",
     "seed_oss",
     "minimax_m2",
+    "minimax_m3",
     "glm45",
     "glm47",
     "hy_v3",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import is_text, json_of, types_of
+from octavo.server.answers.argument_values import is_text, json_of, text_pattern, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from octavo.server.answers.tool_format import Function
 
-_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 
 
@@ -99,7 +97,7 @@ class TaggedFormat(SectionFormat):
         if is_json or "string" not in types_of(schema, root):
             return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
-        text, upper = _text_pattern(schema), name.upper()
+        text, upper = text_pattern(schema), name.upper()
         if self.value_closes in self.markers and self._spell(self.value_closes):
             spelled_out = pattern(self.value_closes)
             whole = f"({text})\\n" if self.is_padded else text
@@ -113,20 +111,6 @@ def _texts(schema: dict[str, Any]) -> list[str]:
     """Return the strings that a value is one of; [] where it may be others."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
-
-
-def _text_pattern(schema: dict[str, Any]) -> str:
-    """Return a regular expression of the strings of a schema."""
-    wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
-    if isinstance(wanted, str):
-        is_anchored = _ANCHOR.search(wanted) is not None
-        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
-        inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
-        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
-        return f"{before}({inner}){behind}"
-    if isinstance(least, int) or isinstance(most, int):
-        return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
-    return "(.|\\n)*"
 
 
 class Qwen3CoderFormat(TaggedFormat):
