@@ -29,8 +29,10 @@ TOOL_CALL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
     "kimi_k2",
+    "kimi_k3",
     "solar_open",
     "functionary_v3_1",
+    "functionary_v3_2",
     "phi4_mini_json",
     "granite",
     "functools",
@@ -61,6 +63,8 @@ REASONING_PARSERS = (
     "granite",
     "gemma4",
     "openai_gptoss",
+    "kimi_k3",
+    "solar_open",
     "apriel",
 )
 REASONING_FIELDS = ("reasoning_content", "reasoning")

@@ -198,7 +198,7 @@ def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None
     grammar = tools.forced(FUNCTIONS, only_one=True)
     behind = StructuredOutputsParams(grammar=grammar, starts_after=form.closes, free_from=form.opens)
     call = tools.write([("get_weather", {"city": "Rome"})])
-    turn = "<|start|>assistant" if tools.reads_whole else ""
+    turn = "<|start|>assistant" if tools.frames_content else ""
     assert grammars.accepts(behind, call)
     assert grammars.accepts(behind, f"{form.opens}Hm.{form.closes}{turn}{call}")
     for wrong in (f"{form.opens}Hm.{call}", f"{form.opens}Hm.{form.closes}{turn}No.", "No."):

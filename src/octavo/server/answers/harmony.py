@@ -31,7 +31,7 @@ class HarmonyFormat(ToolFormat):
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
     takes_one = True
-    reads_whole = True
+    frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
         """Return what reads messages."""

@@ -122,6 +122,11 @@ class SolarFormat(NamedFormat):
 
     name = "solar_open"
     markers = (
+        "<|begin|>",
+        "<|think|>",
+        "<|content|>",
+        "<|end|>",
+        "<|calls|>",
         "<|tool_calls|>",
         "<|tool_call:begin|>",
         "<|tool_call:name|>",
@@ -129,6 +134,7 @@ class SolarFormat(NamedFormat):
         "<|tool_call:end|>",
     )
     opener = opens = "<|tool_calls|>"
+    frames = ("<|begin|>assistant", "<|content|>", "<|end|>", "<|calls|>")
     call_opens, strays = "<|tool_call:begin|>", ("<|tool_call:begin|>",)
     head, head_pattern = (
         "{index}<|tool_call:name|>{name}",

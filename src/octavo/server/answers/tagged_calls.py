@@ -98,8 +98,9 @@ class TaggedFormat(SectionFormat):
             return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
         text, upper = text_pattern(schema), name.upper()
-        if self.value_closes in self.markers and self._spell(self.value_closes):
-            spelled_out = pattern(self.value_closes)
+        first, *_ = self._pieces(self.value_closes)
+        if first in self.markers and self._spell(first):
+            spelled_out = pattern(first)
             whole = f"({text})\\n" if self.is_padded else text
             rules = [f"{upper}: /{whole}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
             return f"{pad}{upper} {self._literal(self.value_closes)}", rules

@@ -34,9 +34,7 @@ class TaggedParser(ValueParser):
         if not (yield from self._peek()):
             raise MalformedError  # of a name whose end is not known
         call.name = name
-        if not (yield from self._takes_all(form.named)):
-            raise MalformedError
-        if not (form.named.strip() or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))):
+        if not (yield from self._takes_named()):
             raise MalformedError
         self._begin(call)
         self._drop()
@@ -47,6 +45,14 @@ class TaggedParser(ValueParser):
                 yield from self._takes_all(form.argument_closes)
         if (yield from self._takes_end()) or not self._is_cut:
             self._tell("arguments", "}" if told else "{}", call)
+
+    def _takes_named(self) -> Wait[bool]:
+        """Go behind what stands behind a name; whether it was there."""
+        form = self._form
+        if not (yield from self._takes_all(form.named)):
+            return False
+        seen = bool(form.named.strip())
+        return seen or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self) -> Wait[bool]:
         """Go behind what closes a call; whether it was there, or the end of the section is."""

@@ -29,7 +29,8 @@ class ToolFormat:
     """One family's way. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
-    reads_whole: its parser reads whole answers, reasoning and content as well, whether there are tools or not.
+    frames_content: content stands between marks, too: its parser reads answers without tools as well.
+    reads_reasoning: it tells the reasoning apart, too.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -37,7 +38,8 @@ class ToolFormat:
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
     takes_one: ClassVar[bool] = False
-    reads_whole: ClassVar[bool] = False
+    frames_content: ClassVar[bool] = False
+    reads_reasoning: ClassVar[bool] = False
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
