@@ -22,7 +22,7 @@ from octavo.server.answers.tools import read_chat_tools
 logger = logging.getLogger(__name__)
 MAX_MODEL_LEN = 4096
 NUM_SEQS = 8
-MAX_TOKENS = 200
+MAX_TOKENS = 300
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 PARAMETERS = {
     "type": "object",

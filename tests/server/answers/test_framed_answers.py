@@ -49,13 +49,13 @@ ANSWERS = [
      [*SPECIAL, Part("call", "python", 1), Part("arguments", '{"code": "1 < 2"}', 1)]),
     ("kimi_k3", f"{TOOLS}{CALL.replace('special', 'other')}{TOOLS_END}",
      [content(f"{TOOLS}{CALL.replace('special', 'other')}{TOOLS_END}")]),
-    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument '
-     'key="a&amp;b&quot;" type="array"<|sep|>[1]<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    ("kimi_k3", ('<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument '
+     'key="a&amp;b&quot;" type="array"<|sep|>[1]<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'),
      [Part("call", "python"), Part("arguments", '{"a&b\\"": [1]}')]),
     ("solar_open", "<|content|>Hello.<|end|>", [content("Hello.")]),
     ("solar_open", "<|think|>I think<|end|><|begin|>assistant<|content|>Yes.<|end|>", [THOUGHT, content("Yes.")]),
-    ("solar_open", "<|think|>I think<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>special"
-     '<|tool_call:args|>{"arg1": 1}<|tool_call:end|><|calls|>', [THOUGHT, *SPECIAL]),
+    ("solar_open", ("<|think|>I think<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
+     'special<|tool_call:args|>{"arg1": 1}<|tool_call:end|><|calls|>'), [THOUGHT, *SPECIAL]),
     ("functionary_v3_2", "all\nHello, world!\nWhat's up?", [content("Hello, world!\nWhat's up?")]),
     ("functionary_v3_2", 'special\n{"arg1": 1}', SPECIAL),
     ("functionary_v3_2", 'all\nI look.\n>>>special\n{"arg1": 1}', [content("I look."), *SPECIAL]),
@@ -141,9 +141,9 @@ def test_structures_begin_behind_reasoning_whose_end_is_several_tokens(kind: str
 
 
 def test_content_has_no_marks_where_there_are_no_tools() -> None:
-    """Nor has reasoning, which the prompt opens."""
+    """Nor has reasoning."""
     template = FakeChatTemplate("<|open|>think<|sep|>")
-    executor = FakeExecutor(answer=f"Hm.<|close|>think<|sep|>{RESPONSE}Yes.{END}{OVER}")
+    executor = FakeExecutor(answer=f"<|open|>think<|sep|>Hm.<|close|>think<|sep|>{RESPONSE}Yes.{END}{OVER}")
     options = {"chat_template": template}
     running = run_server(executor, engine_options=options, tool_call_parser="kimi_k3", reasoning_parser="kimi_k3")
     with running as server:

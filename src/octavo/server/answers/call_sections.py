@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 4  # that stand behind each other
+_MAX_FRAMES = 2  # that stand behind each other
 MAX_HEAD_CHARS = 256  # of what stands between two marks and is a name, an id or both
 
 
