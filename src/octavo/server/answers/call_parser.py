@@ -16,7 +16,7 @@ from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.parts import Part, joined, without_space
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 _HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
+MAX_BLANKS = 64  # that stand in the beginning of a call within a text
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -115,6 +116,24 @@ class ToolParser:
         end = self._text.rstrip(_HALF)
         num_begun = max(num_held_back_chars(end, each) for each in openers)
         return num_begun + len(self._text) - len(end) if num_begun else 0
+
+    def _begins_with(self, start: int, heads: Sequence[str]) -> Wait[bool]:
+        """Whether the text from some place on begins with one of these, white space left out.
+
+        Where the answer was cut off within one it is dropped.
+        """
+        longest = max(map(len, heads), default=0)
+        while True:
+            seen = "".join(self._text[start : start + 2 * longest + MAX_BLANKS].split())
+            if any(seen.startswith(head) for head in heads):
+                return True
+            may_come = any(head.startswith(seen) for head in heads)
+            if not may_come or self._is_over or len(self._text) - start >= 2 * longest + MAX_BLANKS:
+                if may_come and self._is_cut:
+                    self._position = len(self._text)
+                    self._drop()
+                return False
+            yield
 
     def _rest_is_content(self) -> Wait[None]:
         while True:

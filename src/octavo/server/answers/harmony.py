@@ -85,7 +85,10 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser(ToolParser):
-    """Reads messages; what begins like none is content to its end."""
+    """Reads messages; what begins like none is content to its end.
+
+    A message to a function that there is not, or that is no object, is what its channel says: reasoning or content.
+    """
 
     def _read(self) -> Wait[None]:
         while (yield from self._begins()):
@@ -93,15 +96,13 @@ class HarmonyParser(ToolParser):
                 head = yield from self._message_head()
             except MalformedError:
                 break
+            self._drop()
             recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
-            if recipient is not None:
-                name = recipient.group(1).removeprefix("functions.")
-                if not (yield from self._attempt(call := Call(name), self._call_steps(call))):
-                    break
-            else:
-                self._drop()
-                is_thought = channel is not None and channel.group(1) == "analysis"
-                yield from self._body("reasoning" if is_thought else "content")
+            name = None if recipient is None else recipient.group(1).removeprefix("functions.")
+            if name in self._names and (yield from self._attempt(call := Call(name), self._call_steps(call))):
+                continue
+            is_thought = channel is not None and channel.group(1) == "analysis"
+            yield from self._body("reasoning" if is_thought else "content")
         yield from self._rest_is_content()
 
     def _begins(self) -> Wait[bool]:
@@ -132,7 +133,7 @@ class HarmonyParser(ToolParser):
         return self._text[:end]
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        if (yield from self._skip_space()) != "{" or call.name not in self._names:
+        if (yield from self._skip_space()) != "{":
             raise MalformedError
         yield from self._tell_arguments(call)
         yield from self._skip_space()

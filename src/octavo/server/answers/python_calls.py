@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
@@ -40,7 +41,11 @@ class PythonFormat(SectionFormat):
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             first, more = _argument_rules(f"{index}", function.parameters)
-            rules += [f'call{index}: "{function.name}(" {first} ")"', *more]
+            rules += [
+                f'call{index}: "{function.name}(" inside{index} ")"',
+                f"inside{index}: {first or _NOTHING}",
+                *more,
+            ]
         return "\n".join(rules)
 
 
@@ -90,9 +95,15 @@ class PythonicFormat(PythonFormat):
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like a list is one."""
-        text = f"TEXT: /([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
-        return f'start: TEXT | "[" section\n{text}\n{self._section(functions, only_one=only_one)}'
+        """What begins like a list is one, and so is one within the text that begins with a function's name."""
+        text = f"/([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
+        rules = [f"TEXT: {text}", f"BEFORE: {text}", self._section(functions, only_one=only_one)]
+        for index, function in enumerate(functions):
+            head = f"\\[\\s*{pattern(function.name)}\\s*\\("
+            rules += [f"head{index}[lazy]: BEFORE /{head}/", f'later{index}: head{index} inside{index} ")"']
+        later = " | ".join(f"later{index}" for index in range(len(functions)))
+        more = "" if only_one else f" ({self._literal(self.between)} call)*"
+        return "\n".join([f'start: TEXT | "[" section | later{more} "]"', f"later: {later}", *rules])
 
 
 class LFM2Format(PythonFormat):

@@ -185,7 +185,7 @@ class PythonParser(ValueParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads an answer that is a list of calls, between Llama 4's marks or without any."""
+    """Reads lists of calls, between Llama 4's marks or without any. Within a text a list begins with a known name."""
 
     _is_tagged = False
 
@@ -194,16 +194,28 @@ class PythonListParser(PythonParser):
         self._is_tagged = yield from self._takes_all(_STARTS)
         if (yield from self._skip_space()) == "[":
             self._position += 1
-            while (yield from self._attempt(call := Call(), self._call_steps(call))):
-                if not (yield from self._goes_on()):
-                    yield from self._takes_all(self._closes)
-                    yield from self._skip_space()
-                    self._drop()
-                    yield from self._takes_all(_ENDS)
-                    yield from self._skip_space()
-                    self._drop()
-                    break
-        yield from self._rest_is_content()
+            yield from self._list()
+        heads = [f"[{name}(" for name in self._names]
+        while found := (yield from self._content(_STARTS, "[")):
+            start = self._position - (found == "[")
+            if (yield from self._begins_with(start, heads)):
+                self._position = self._text.index("[", start) + 1
+                self._is_tagged = found == _STARTS
+                yield from self._list()
+            else:
+                self._tell_content()
+
+    def _list(self) -> Wait[None]:
+        """Read calls behind the beginning of a list."""
+        while (yield from self._attempt(call := Call(), self._call_steps(call))):
+            if not (yield from self._goes_on()):
+                yield from self._takes_all(self._closes)
+                yield from self._skip_space()
+                self._drop()
+                yield from self._takes_all(_ENDS)
+                yield from self._skip_space()
+                self._drop()
+                break
 
     def _is_cut_here(self) -> bool:
         """A list without a tag is one of calls for certain only if it begins as one."""

@@ -67,9 +67,16 @@ class LlamaFormat(ToolFormat):
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like an object is a call."""
-        text = f"TEXT: /([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
-        return f"start: TEXT | {self._all(only_one)}\n{text}\n{object_rules(functions, 'name', 'parameters')}"
+        """What begins like an object is a call, and so is one within the text whose name is a function's."""
+        text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
+        rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
+        for index, function in enumerate(functions):
+            head = f'\\{{\\s*"name"\\s*:\\s*"{pattern(function.name)}"'
+            arguments = f'COMMA "\\"parameters\\"" COLON {lark_json(function.parameters)} "}}"'
+            rules += [f"head{index}[lazy]: BEFORE /{head}/", f"later{index}: head{index} {arguments}"]
+        later = " | ".join(f"later{index}" for index in range(len(functions)))
+        more = "" if only_one else ' ("; " call)*'
+        return "\n".join([f"start: TEXT | {self._all(only_one)} | later{more}", f"later: {later}", *rules])
 
     def _all(self, only_one: bool) -> str:
         tag = self._spell(LlamaParser.opener)
