@@ -234,8 +234,10 @@ HARMONY = [
         [Part("content", "print(1)")],
     ),
     (
-        '<|channel|>analysis to=browser.search <|constrain|>json<|message|>{"a": 1}<|call|><|start|>assistant'
-        "<|channel|>final<|message|>Yes.",
+        (
+            '<|channel|>analysis to=browser.search <|constrain|>json<|message|>{"a": 1}<|call|><|start|>assistant'
+            "<|channel|>final<|message|>Yes."
+        ),
         [Part("reasoning", '{"a": 1}'), Part("content", "Yes.")],
     ),
     (
