@@ -41,7 +41,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
         prompts,
         partial(EmbedReply, request),
         truncation=WHOLE if request.truncate is False else beginning,
-        dimensions=request.dimensions,
+        dimensions=request.dimensions or None,
         model=model,
         spelled={"prompt": "input"},
     )
@@ -69,7 +69,9 @@ class EmbedReply:
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Vectors:
         """Return all vectors."""
-        vectors: list[Any] = [embedding(each, num_dimensions=self._request.dimensions).tolist() for each in outputs]
+        vectors: list[Any] = [
+            embedding(each, num_dimensions=self._request.dimensions or None).tolist() for each in outputs
+        ]
         total, _, _ = durations([each.metrics for each in outputs if each.metrics is not None])
         cached = usage.prompt_tokens_details.cached_tokens
         return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached, usage.receipt)

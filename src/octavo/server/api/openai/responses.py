@@ -188,7 +188,7 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    has_tools = request.tools is not None
+    has_tools = request.tools is not None or request.tool_choice == "auto"  # which answers say without tools, too
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
