@@ -113,6 +113,7 @@ class KimiK2Format(NamedFormat):
     opener = opens = "<|tool_calls_section_begin|>"
     closes = "<|tool_calls_section_end|>"
     call_opens, strays = "<|tool_call_begin|>", ("<|tool_call_begin|>",)
+    reasoning_ends = (opener, *strays)
     head, head_pattern = "functions.{name}:{index}", re.compile(r"\s*(?:functions\.)?(?P<name>[\w./:-]+?)(?::\d+)?\s*")
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 

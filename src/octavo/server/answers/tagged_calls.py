@@ -24,6 +24,7 @@ class TaggedFormat(SectionFormat):
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
     is_padded: a value stands on lines of its own, whose line feeds are none of it.
+    raw_marks: what a value may stand between within its tag, whatever is in it.
     text_mark, json_mark: what stands behind an argument's name where its value is a string, and where it is JSON.
     """
 
@@ -36,6 +37,7 @@ class TaggedFormat(SectionFormat):
     is_padded: ClassVar[bool] = False
     text_mark: ClassVar[str] = ""
     json_mark: ClassVar[str] = ""
+    raw_marks: ClassVar[tuple[str, str] | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
         """Return what reads tags."""
@@ -154,6 +156,7 @@ class GLMFormat(TaggedFormat):
     named = "\n"
     argument_opens, argument_named = "<arg_key>", "</arg_key>\n<arg_value>"
     value_closes, argument_closes = "</arg_value>", "\n"
+    reasoning_ends = (opener,)
 
 
 class GLM47Format(TaggedFormat):
@@ -163,6 +166,7 @@ class GLM47Format(TaggedFormat):
     markers = GLMFormat.markers
     opener, opens, closes, one_each = "<tool_call>", "<tool_call>", "</tool_call>", True
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
+    reasoning_ends = (opener,)
 
 
 class DeepSeekV32Format(TaggedFormat):
@@ -194,6 +198,7 @@ class MiniCPM5Format(TaggedFormat):
     opener, opens, between, one_each = "<function", '<function name="', "\n", True
     named, call_closes = '">', "</function>"
     argument_opens, argument_named, value_closes = '<param name="', '">', "</param>"
+    raw_marks = ("<![CDATA[", "]]>")
 
 
 class Hy3Format(TaggedFormat):

@@ -90,18 +90,34 @@ class TaggedParser(ValueParser):
         if self.is_padded and (yield from self._peek()) == "\n":
             self._position += 1
         self._drop()
+        closes = yield from self._value_end()
         schema = property_of(parameters, key)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         if is_text(schema, parameters) if is_marked_text is None else is_marked_text:
             self._tell("arguments", f'{head}"', call)
-            yield from self._text_value(call, self._form.value_closes)
+            yield from self._text_value(call, closes)
+            yield from self._takes_tag_end(closes)
             return head
-        text = yield from self._whole_value(self._form.value_closes)
+        text = yield from self._whole_value(closes)
+        yield from self._takes_tag_end(closes)
         if text is None:
             return "" if separator == "{" else separator
         known = schema if is_marked_text is None else {}
         self._tell("arguments", head + value_text(text, known, parameters), call)
         return head
+
+    def _value_end(self) -> Wait[str]:
+        """Return what closes the value that comes, and go behind what opens it."""
+        marks = self._form.raw_marks
+        if marks is None or not (yield from self._takes(marks[0])):
+            self._drop_cut("" if marks is None else marks[0])
+            return self._form.value_closes
+        self._drop()
+        return marks[1]
+
+    def _takes_tag_end(self, closes: str) -> Wait[None]:
+        if closes != self._form.value_closes:
+            yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
         """Return an argument's name, and whether it is marked as a string; None where nothing says so."""
