@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.embedding import embedding
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import json_response
+from octavo.server.answers.jobs import json_response
 from octavo.server.api.ollama.answers import durations
 from octavo.server.api.ollama.replies import Vector, Vectors
 from octavo.server.api.openai.completions import read_prompts
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
-    from octavo.server.answers.answering import Job
+    from octavo.server.answers.jobs import Job
     from octavo.server.answers.usage import Usage
     from octavo.server.api.ollama.requests import EmbeddingsRequest, EmbedRequest
     from octavo.server.service import Service

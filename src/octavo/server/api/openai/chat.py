@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answer_form import AnswerForm
-    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.requests import ChatCompletionRequest
