@@ -102,7 +102,7 @@ FORMS = {
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
     "moonshotai-Kimi-K2": ("kimi_k2", None),
-    "muse-glimmer": (None, None),
+    "muse-glimmer": ("muse_glimmer", "muse_glimmer"),
     "openai-gpt-oss-120b": ("openai", "openai_gptoss"),
     "openbmb-MiniCPM5-1B": ("minicpm5", "think"),
     "poolside-Laguna-S-2.1": ("glm47", "think"),
@@ -126,7 +126,6 @@ CANNOT = {
     "llama-cpp-deepseek-r1": "the template makes JSON of a generator, and so refuses tools in transformers as well",
     "llama-cpp-rwkv-world": _NO_TOOLS,
     "microsoft-Phi-3.5-mini-instruct": _NO_TOOLS,
-    "muse-glimmer": "its messages are not known",
 }
 
 

@@ -45,6 +45,7 @@ TOOL_CALL_PARSERS = (
     "gigachat3",
     "gemma4",
     "openai",
+    "muse_glimmer",
     "lfm2",
     "olmo3",
     "llama3_json",
@@ -64,6 +65,7 @@ REASONING_PARSERS = (
     "gemma4",
     "openai_gptoss",
     "kimi_k3",
+    "muse_glimmer",
     "solar_open",
     "apriel",
 )

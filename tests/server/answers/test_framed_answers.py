@@ -1,4 +1,4 @@
-"""Answers whose content stands between marks, as whose calls do: Kimi K3's, Solar Open's, Functionary 3.2's."""
+"""Answers whose content stands between marks: those of Kimi K3, Solar Open, Muse Glimmer and Functionary 3.2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from running import run_server
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
 from octavo.server.answers.named_calls import SolarFormat
 from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
@@ -31,6 +32,10 @@ CODE = (
     "<|close|>argument<|sep|><|close|>call<|sep|>"
 )
 TOOLS, TOOLS_END, OVER = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", "<|close|>message<|sep|>"
+ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="special">\n<atem:parameter name="arg1">1</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
 SPECIAL = [Part("call", "special"), Part("arguments", '{"arg1": 1}')]
 THOUGHT = Part("reasoning", "I think")
 
@@ -56,6 +61,14 @@ ANSWERS = [
     ("solar_open", "<|think|>I think<|end|><|begin|>assistant<|content|>Yes.<|end|>", [THOUGHT, content("Yes.")]),
     ("solar_open", ("<|think|>I think<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
      'special<|tool_call:args|>{"arg1": 1}<|tool_call:end|><|calls|>'), [THOUGHT, *SPECIAL]),
+    ("muse_glimmer", " to=user<|message|>Hello.<|eot|>", [content("Hello.")]),
+    ("muse_glimmer", f" to=special<|message|>{ATEM}", SPECIAL),
+    ("muse_glimmer", (" to=self<|message|>I think<|eom|><|start|>assistant to=user<|message|>Yes.<|eom|>"
+     f"<|start|>assistant to=special<|message|>{ATEM}<|eot|>"), [THOUGHT, content("Yes."), *SPECIAL]),
+    ("muse_glimmer", f" to=user<|message|>Like this:\n{ATEM}<|eot|>", [content(f"Like this:\n{ATEM}")]),
+    ("muse_glimmer", f" to=self<|message|>I think {ATEM} so<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+     [Part("reasoning", f"I think {ATEM} so"), content("Yes.")]),
+    ("muse_glimmer", f" to=other<|message|>{ATEM}<|eot|>", [content(ATEM)]),
     ("functionary_v3_2", "all\nHello, world!\nWhat's up?", [content("Hello, world!\nWhat's up?")]),
     ("functionary_v3_2", 'special\n{"arg1": 1}', SPECIAL),
     ("functionary_v3_2", 'all\nI look.\n>>>special\n{"arg1": 1}', [content("I look."), *SPECIAL]),
@@ -70,7 +83,7 @@ ANSWERS = [
 def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list[Part]:
     form = next(each for each in FORMATS if each.name == name)()
     parser: Any = form.parser(FUNCTIONS)
-    if (reasoning := find_reasoning_form(name, [])) is not None:
+    if not form.reads_reasoning and (reasoning := find_reasoning_form(name, [])) is not None:
         parser = ReasoningParser(parser, is_open=text.startswith("I think"), form=reasoning)
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
     return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
@@ -99,6 +112,7 @@ def test_what_was_cut_off_has_no_marks(name: str, text: str, expected: list[Part
         (KimiK3Format, f'{RESPONSE}{{"a": 1}}{END}{OVER}', f"{RESPONSE}Hello{END}"),
         (SolarFormat, '<|content|>{"a": 1}<|end|>', "<|content|>Hello<|end|>"),
         (RecipientsFormat, 'all\n{"a": 1}', "all\nHello"),
+        (MuseGlimmerFormat, ' to=user<|message|>{"a": 1}<|eot|>', " to=user<|message|>Hello<|eot|>"),
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "special"])
@@ -112,6 +126,9 @@ def test_marks_stand_around_json(family: Any, answer: str, wrong: str, kind: str
         assert grammars.accepts(structure, answer)
         assert grammars.accepts(structure, '{"a": 1}')
         assert not grammars.accepts(structure, wrong)
+    optional = StructuredOutputsParams(grammar=form.optional(FUNCTIONS, only_one=False))
+    if kind == "special":  # as the marks are in every vocabulary of these families
+        assert grammars.accepts(optional, wrong)
     assert grammars.accepts(StructuredOutputsParams(grammar=grammar_of_calls), form.write([("special", {"arg1": 2})]))
 
 

@@ -49,7 +49,7 @@ FUNCTIONS = [Function("get_weather", WEATHER), Function("now", NOTHING)]
 DEEP = {"a": ["x", {"b": None}, 1.5], "ü": '狐"\\'}
 WHOLE: dict[str, Any] = {"city": 'Rö"me\n\n {[, \\n <b>', "days": -2, "deep": DEEP, "is_long": True, "unit": "F"}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WHOLE), ("now", {}), ("get_weather", {"city": ""})]
-ALONE = {"openai"}  # whose calls are the whole answer
+ALONE = {"openai", "muse_glimmer"}  # whose calls are the whole answer
 each_format = pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.__name__)
 
 
@@ -112,7 +112,8 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
     unknown = form.write([("rm", {"city": "Rome"})])
     begun = form.write([("get_weather", {})]).partition("get_weather")[0]
     if form.reads_reasoning:  # whose messages to nobody are told without their heads
-        assert told(read(form, [unknown])) == ('{"city": "Rome"}', [])
+        content, calls = told(read(form, [unknown]))
+        assert ("Rome" in content, "<|message|>" in content, calls) == (True, False, [])
         unknown = ""
     for text in (unknown, f"{begun}get_weather?", f"{begun}!", f"a {begun}", "a < b [c] {d} (e)", ""):
         assert read(form, [text]) == ([Part("content", text)] if text else []), text
