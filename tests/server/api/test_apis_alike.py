@@ -119,9 +119,8 @@ def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
         run_server(executor, engine_options=options, tool_call_parser=name, reasoning_parser=reasoning.name) as running,
         running.http() as http,
     ):
-        told = {
-            (api.__name__, stream): api(http, tools=True, stream=stream) for api in APIS for stream in (False, True)
-        }
+        ways = [(api, stream) for api in APIS for stream in (False, True)]
+        told = {(api.__name__, stream): api(http, tools=True, stream=stream) for api, stream in ways}
         reasoned, content, called = told["chat", False]
         assert (reasoned, content.strip(), called) == (THOUGHT, "I look.", calls)
         assert all(each == told["chat", False] for each in told.values()), told
