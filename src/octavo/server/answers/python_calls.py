@@ -84,7 +84,7 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: the whole answer is the list."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, alone or within text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
