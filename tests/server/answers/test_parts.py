@@ -117,6 +117,8 @@ LLAMA = [
     ),
     (f"So: <|python_tag|>{ADD}", [*content("So:"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
     ('So: {"type": "function", "name" : "add", "parameters": {}}', [*content("So:"), *call(0, "add", "{}")]),
+    ('So: {"name"        : "add", "parameters": {}}', [*content("So:"), *call(0, "add", "{}")]),
+    ('So: {"name"         : "add", "parameters": {}}', content('So: {"name"         : "add", "parameters": {}}')),
     ('As {"name": "Bob"}, {"name": "addition"}', content('As {"name": "Bob"}, {"name": "addition"}')),
     ('int add() { return {"name", 1}; }', content('int add() { return {"name", 1}; }')),
     ('See {"parameters": {}, "name": "add"}', content('See {"parameters": {}, "name": "add"}')),

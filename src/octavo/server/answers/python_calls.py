@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
@@ -99,7 +100,7 @@ class PythonicFormat(PythonFormat):
         text = f"/([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._section(functions, only_one=only_one)]
         for index, function in enumerate(functions):
-            head = f"\\[\\s*{pattern(function.name)}\\s*\\("
+            head = f"\\[{BLANKS_WITHIN}{pattern(function.name)}{BLANKS_WITHIN}\\("
             rules += [f"head{index}[lazy]: BEFORE /{head}/", f'later{index}: head{index} inside{index} ")"']
         later = " | ".join(f"later{index}" for index in range(len(functions)))
         more = "" if only_one else f" ({self._literal(self.between)} call)*"

@@ -195,7 +195,7 @@ class PythonListParser(PythonParser):
         if (yield from self._skip_space()) == "[":
             self._position += 1
             yield from self._list()
-        heads = [f"[{name}(" for name in self._names]
+        heads = frozenset(f"[{name}(" for name in self._names)
         while found := (yield from self._content(_STARTS, "[")):
             start = self._position - (found == "[")
             if (yield from self._begins_with(start, heads)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.runtime.ids import new_id
+from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text, object_rules
 from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
@@ -71,7 +72,8 @@ class LlamaFormat(ToolFormat):
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
         for index, function in enumerate(functions):
-            head = f'\\{{\\s*"name"\\s*:\\s*"{pattern(function.name)}"'
+            kind = f'("type"{BLANKS_WITHIN}:{BLANKS_WITHIN}"function"{BLANKS_WITHIN},{BLANKS_WITHIN})?'
+            head = f'\\{{{BLANKS_WITHIN}{kind}"name"{BLANKS_WITHIN}:{BLANKS_WITHIN}"{pattern(function.name)}"'
             arguments = f'COMMA "\\"parameters\\"" COLON {lark_json(function.parameters)} "}}"'
             rules += [f"head{index}[lazy]: BEFORE /{head}/", f"later{index}: head{index} {arguments}"]
         later = " | ".join(f"later{index}" for index in range(len(functions)))

@@ -48,7 +48,7 @@ class LlamaParser(ToolParser):
         yield from self._calls()
         if self._is_tagged and self._is_cut_here():
             self._drop()
-        heads = [f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names]
+        heads = frozenset(f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names)
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, heads)):
