@@ -69,9 +69,10 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on CUDA
-    it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and "triton" are
-    these or an error; "fast-inexact" is "triton" with the products of torch's library, whose rows depend on the batch.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on
+    CUDA it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and
+    "triton" are these or an error; "fast-inexact" is "triton" with the products of torch's library, whose rows depend
+    on the batch.
     num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
     isa: their instruction set; "auto" is the best that the processor has.
 
@@ -115,9 +116,8 @@ def create_kernels(
 
 def _triton_kernels(device: torch.device, backend: str) -> Kernels:
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            f"kernel backend {backend!r} needs Triton, which is not installed: pip install 'octavo[gpu]'; or choose auto"
-        )
+        what = f"kernel backend {backend!r} needs Triton, which is not installed"
+        raise ConfigError(f"{what}: pip install 'octavo[gpu]'; or choose auto")
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
 
     if device.type != "cuda" and not is_interpreted():
