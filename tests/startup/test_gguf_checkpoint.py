@@ -134,6 +134,17 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
+def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
+    """Seen as it is loaded: else every token would come out of NaN."""
+    path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0")
+    stored = GGUFCheckpoint(path).file.tensors["blk.1.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    data[stored.offset + 18 : stored.offset + 20] = b"\x00\x7c"  # an infinite scale
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight holds a scale that is infinite or no number"):
+        tokens_of(path)
+
+
 def test_rounded_weights_are_kept_for_the_next_start(folder, path, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.models.packed_cache.LEAST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -21,6 +21,8 @@ GROUP_VALUES = 32  # consecutive input features that share a scale of the activa
 _SUPER_GROUPS = 8  # of a block of 256
 # Of the float16 numbers of a block, where that is not the first alone.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+_FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of its bits are set where it is no finite number
+_E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
@@ -118,6 +120,14 @@ class BlockWeight:
     def dequantize(self) -> Tensor:
         """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
         return self.numbers().dequantize()
+
+    def has_broken_scale(self) -> bool:
+        """Whether a scale or minimum is infinite or no number. The integers are not read."""
+        blocks = self.rows.reshape(-1, self.kind.block_bytes)
+        if self.kind is BlockKind.MXFP4:
+            return bool((blocks[:, 0] == _E8M0_NAN).any())
+        upper_bytes = [blocks[:, place + 1] for place in _SCALE_PLACES.get(self.kind.name, (0,))]
+        return any(bool(((each & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any()) for each in upper_bytes)
 
     def select_rows(self, index: slice | Tensor) -> BlockWeight:
         """Return some of its rows."""

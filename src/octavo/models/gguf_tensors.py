@@ -101,6 +101,8 @@ class GGUFTensors:
             return None
         out_features, in_features = stored.shape
         weight = BlockWeight(_BLOCKS[stored.type], self._bytes(stored).view(out_features, -1), in_features)
+        if weight.has_broken_scale():
+            raise _broken(stored, own)
         heads = self._weights.heads_of_pairs(own)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
@@ -113,6 +115,8 @@ class GGUFTensors:
             numbers = data.view(_FLOATS[stored.type]).view(stored.shape)
         else:
             numbers = _expand(stored, data.view(-1, stored.type.block_bytes)).view(stored.shape)
+            if not bool(numbers.isfinite().all()):
+                raise _broken(stored, own)
         heads = self._weights.heads_of_pairs(own)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
@@ -151,6 +155,13 @@ def _map(path: Path) -> Tensor:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
+
+
+def _broken(stored: StoredArray, name: str) -> ModelError:
+    return ModelError(
+        f"{stored.path}: {name} holds a scale that is infinite or no number, and every token would come out of NaN; the "
+        "file is broken, download it again"
+    )
 
 
 def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
