@@ -86,6 +86,20 @@ def test_what_the_metadata_say_of_serving(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file_type", "kind", "told"),
+    [(15, "Q4_0", ("Q4_K_M", 15)), (7 + 1024, "Q8_0", ("Q8_0", 7)), (None, "Q4_0", ("Q4_0", None)),
+     (999, "Q5_1", ("Q5_1", None)), ("many", "F32", ("F32", None))],
+)  # fmt: skip
+def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file_type, kind, told):
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind, changes={"general.file_type": file_type})
+    config = ModelConfig(model=str(path))
+    info = make_processors(config, ServedModel.find(config))[0].model_info
+    assert (info.quantization_level, info.file_type) == told
+    of_folder = ModelConfig(model=str(folder), skip_tokenizer_init=True)
+    assert make_processors(of_folder, ServedModel.find(of_folder))[0].model_info.quantization_level == ""
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5'"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.startup.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -159,7 +159,7 @@ def _map(path: Path) -> Tensor:
 
 def _broken(stored: StoredArray, name: str) -> ModelError:
     return ModelError(
-        f"{stored.path}: {name} holds a scale that is infinite or no number, and every token would come out of NaN; the "
+        f"{stored.path}: {name} holds a scale that is infinite or no number, and tokens would come out of NaN; the "
         "file is broken, download it again"
     )
 
