@@ -6,7 +6,7 @@ The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,11 +81,16 @@ class BlockValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file."""
+    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file.
+
+    forget(rows) takes rows that were packed, and are read no more, out of memory; where they alias no file it does
+    nothing.
+    """
 
     kind: BlockKind
     rows: Tensor
     in_features: int
+    forget: Callable[[Tensor], None] = field(default=lambda _: None, compare=False)
 
     def __post_init__(self) -> None:
         """Check that each row has the bytes of its blocks."""
@@ -135,7 +140,7 @@ class BlockWeight:
 
     def to(self, device: torch.device) -> BlockWeight:
         """Return it on a device."""
-        return BlockWeight(self.kind, self.rows.to(device), self.in_features)
+        return replace(self, rows=self.rows.to(device))
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -100,9 +101,15 @@ class GGUFTensors:
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
             return None
         out_features, in_features = stored.shape
-        weight = BlockWeight(_BLOCKS[stored.type], self._bytes(stored).view(out_features, -1), in_features)
-        if weight.has_broken_scale():
-            raise _broken(stored, own)
+        rows = self._bytes(stored).view(out_features, -1)
+        weight = BlockWeight(_BLOCKS[stored.type], rows, in_features, partial(_forget, stored.path))
+        step = max(1, _RESIDENT_BYTES // weight.kind.row_bytes(in_features))
+        for first in range(0, out_features, step):
+            part = weight.select_rows(slice(first, first + step))
+            if part.has_broken_scale():
+                raise _broken(stored, own)
+            if step < out_features:
+                weight.forget(part.rows)
         heads = self._weights.heads_of_pairs(own)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
@@ -138,6 +145,10 @@ class GGUFTensors:
             self.release()
         self._handed_out.setdefault(stored.path, []).append((mapped.data_ptr(), mapped.nbytes))
         return mapped
+
+
+def _forget(path: Path, rows: Tensor) -> None:
+    forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
