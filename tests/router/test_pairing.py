@@ -37,10 +37,14 @@ PORT = 4711
 
 
 class Scripted:
-    """An engine of a role. does: what it does with a POST. release: lets those go on that wait."""
+    """An engine of a role. does: what it does with a POST. release: lets those go on that wait.
+
+    follows: the engine that is asked before this one answers, where it is to "follow".
+    """
 
     def __init__(self, role: str | None, does: str, port: int | None) -> None:
         self.release = threading.Event()
+        self.follows: Scripted | None = None
         self.begin(role, does, port)
 
     def begin(self, role: str | None, does: str, port: int | None) -> None:
@@ -90,7 +94,7 @@ class Scripted:
                 await send({"type": "http.response.body", "body": b'{"usage":', "more_body": True})
                 await asyncio.sleep(0.01)
                 receive.__self__.transport.abort()
-            case "wait":
+            case "wait" | "follow":
                 await self._wait(receive, send)
             case "hang":
                 while (await receive())["type"] != "http.disconnect":
@@ -99,7 +103,7 @@ class Scripted:
 
     async def _wait(self, receive, send) -> None:
         gone = asyncio.create_task(receive())
-        while not self.release.is_set():
+        while not (self.release.is_set() or (self.does == "follow" and self.follows.asked)):
             if gone.done():
                 self.num_left += 1
                 return
@@ -140,6 +144,7 @@ def stage():
         run_router(prefill_url, decode_url, policy="least_loaded") as routing,
         routing.http() as http,
     ):
+        decode.follows = prefill
         yield prefill, decode, routing, http
 
 
@@ -201,10 +206,10 @@ ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
     ],
 )
 def test_both_are_asked_the_same_on_every_route(paired, port, path, body):
-    prefill, decode, _, http = paired(port=port)
+    prefill, decode, _, http = paired(decode_does="follow", port=port)
     answer = http.post(path, json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"})
     assert answer.json()["from"] == "decode"
-    wait_until(lambda: len(prefill.asked) == 1, "the prefill engine has heard of it")
+    assert len(prefill.asked) == 1
     (path_of_prefill, first, first_body), (_, second, second_body) = prefill.asked[0], decode.asked[0]
     assert (path_of_prefill, first_body) == (path.partition("?")[0], second_body)
     for name in ("x-request-id", "authorization", "x-forwarded-for", "content-type"):
@@ -353,10 +358,10 @@ def test_who_asks_names_no_engine(paired, port):
     prefill, decode, _, http = paired(port=port)
     assert http.post("/v1/completions", json={"prompt": "short"}, headers=named).status_code == 200
     assert decode.params == [None]
+    decode.does = "follow"
     assert http.post("/v1/completions", json=LONG, headers=named).status_code == 200
     assert decode.params[1].transfer_id != "mine"
     assert len(decode.asked[1][1].getlist("x-kv-transfer-id")) == 1
-    wait_until(lambda: prefill.params, "the other one has heard of it")
     assert prefill.params[0].is_prefill
 
 

@@ -107,11 +107,11 @@ class ResultProcessor:
         Where its token is postponed the newest known one counts as not computed: the next step computes it again, and
         asks for its token again.
         """
-        request_id, num_sampled = request.request_id, len(sampled)
-        is_due = request.num_computed_tokens + count >= len(request.sequence.token_ids)
+        request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
+        is_due = request.num_computed_tokens + count >= len(sequence.token_ids)
         is_postponed = is_due and request_id in result.postponed
         most = num_drafts + 1 if is_due and not is_postponed else 0
-        if not min(most, 1) <= num_sampled <= most:
+        if num_sampled > most or (most and not num_sampled):
             none_due = "its token is postponed" if is_postponed else "its known tokens are not all computed"
             due = f"1 to {most} were due" if most else none_due
             return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
@@ -124,11 +124,12 @@ class ResultProcessor:
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
         request.num_computed_in_all += count
-        request.spec_token_ids = []
+        if request.spec_token_ids:
+            request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
         if status is not None:  # drafts behind the token that ends it are not part of it
-            request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)
-        if request.num_computed_tokens >= request.sequence.next_commit:
+            request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
+        if request.num_computed_tokens >= sequence.next_commit:
             self._manager.commit(request)
             self._transfers.offer(request)
         if status is not None:
@@ -142,12 +143,13 @@ class ResultProcessor:
             prompt_logprobs,
             None if status is None else status.finish_reason,
             request.stop_reason,
-            request.sequence.num_cached_tokens,
+            sequence.num_cached_tokens,
             request.num_computed_in_all,
             request.admitted_time,
-            pooled=result.pooled.get(request_id) if result.pooled else None,
-            num_draft_tokens=num_drafts,
-            num_accepted_tokens=max(num_sampled - 1, 0),
+            None,
+            result.pooled.get(request_id) if result.pooled else None,
+            num_drafts,
+            num_sampled - 1 if num_drafts else 0,
         )
 
     def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
