@@ -8,7 +8,7 @@ model is written by llama.cpp in each format (Q4_0, Q8_0 and Q4_K_M by way of fl
 
     stream   tokens/s of one stream of 64 behind a prompt of 32; octavo with and without speculation
     prompt   tokens/s of a prompt of 1,024
-    64       generated tokens/s of 64 requests at once, 16 tokens each behind a prompt of 16
+    64       generated tokens/s of 64 requests at once, 16 tokens each behind a prompt of 8
 
 Requests are cut out of Python's language reference. llama.cpp computes batches of its own C API, without a server: its
 best way (`runners/llama_cpp_batches.py`). A ratio is the median of the turns' own. With random weights speculation says
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FTYPES = ("Q4_0", "Q8_0", "Q4_K_M")
-LONG_PROMPT, REQUESTS, OUT_OF_MANY = 1024, 64, 16
+LONG_PROMPT, REQUESTS, PROMPT_OF_MANY, OUT_OF_MANY = 1024, 64, 8, 16
 
 
 class Figure(NamedTuple):
@@ -104,35 +104,39 @@ def requests_of(gguf: Path, turns: int, folder: Path) -> Path:
 
     workloads = {
         "A": [request(32, 64) for _ in range(turns)],
-        "B": [request(16, OUT_OF_MANY) for _ in range(REQUESTS)],
+        "B": [request(PROMPT_OF_MANY, OUT_OF_MANY) for _ in range(REQUESTS)],
         "C": [request(LONG_PROMPT, 1) for _ in range(turns)],
-        "D": [[request(16, 4) for _ in range(REQUESTS)]],
+        "D": [[request(PROMPT_OF_MANY, 4) for _ in range(REQUESTS)]],
     }
     path = folder / f"{gguf.stem}.json"
     path.write_text(json.dumps(workloads))
     return path
 
 
-def measured(
-    options: argparse.Namespace, gguf: Path, figure: Figure, folder: Path
-) -> Iterator[tuple[str, str, str, float]]:
-    """Yield what each way of octavo gave: its name, and the medians of its figure, of llama.cpp's and of the ratio."""
-    octavo = [Octavo(folder), *([PlainOctavo(folder)] if figure.letter == "A" else [])]
+def measured(options: argparse.Namespace, gguf: Path, folder: Path) -> Iterator[list[str]]:
+    """Yield a row of the table for each figure and way of octavo: medians of it, of llama.cpp's and of the ratio."""
+    plain = PlainOctavo(folder)
+    octavo = [Octavo(folder), plain]
     engines: list[Engine] = [*octavo, LlamaCpp(Path(options.python))]
     setting = Setting(
         workloads=requests_of(gguf, options.turns, folder), threads=options.threads, kv_bytes=256 << 20, timeout_s=600
     )
-    contest = Contest(precision="bf16", letter=figure.letter)
-    with seated(contest, engines, gguf, setting) as seats:
-        turns = [turn.figures for turn in take_turns(contest, seats, range(options.turns), dict)]
-    if figure.letter == "B":  # seconds until now
-        rate = REQUESTS * OUT_OF_MANY
-        turns = [{name: rate / seconds for name, seconds in turn.items()} for turn in turns]
-    for engine in octavo:
-        pairs = [(turn[engine.name], turn["llama.cpp"]) for turn in turns]
-        ratio = statistics.median(own / theirs for own, theirs in pairs)
-        own, theirs = (statistics.median(each) for each in zip(*pairs, strict=True))
-        yield engine.name, f"{own:.0f}", f"{theirs:.0f}", ratio
+    with seated(Contest(precision="bf16", letter="A"), engines, gguf, setting) as seats:
+        for key in options.figure or FIGURES:
+            figure = FIGURES[key]
+            taking_part = {name: seat for name, seat in seats.items() if figure.letter == "A" or name != plain.name}
+            contest = Contest(precision="bf16", letter=figure.letter)
+            turns = [turn.figures for turn in take_turns(contest, taking_part, range(options.turns), dict)]
+            for name in (each.name for each in octavo if each.name in taking_part):
+                pairs = [(rate(figure, turn[name]), rate(figure, turn["llama.cpp"])) for turn in turns]
+                ratio = statistics.median(own / theirs for own, theirs in pairs)
+                medians = [f"{statistics.median(each):.0f}" for each in zip(*pairs, strict=True)]
+                yield [gguf.name, figure.name, name, *medians, f"{ratio:.2f}", f">= {figure.goal}"]
+
+
+def rate(figure: Figure, measured: float) -> float:
+    """Return tokens/s of a figure, which of many requests is seconds."""
+    return REQUESTS * OUT_OF_MANY / measured if figure.letter == "B" else measured
 
 
 def main() -> None:
@@ -150,11 +154,8 @@ def main() -> None:
     print("| file | figure | engine | octavo | llama.cpp | ratio | asked for |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
-            for key in options.figure or FIGURES:
-                figure = FIGURES[key]
-                for name, own, theirs, ratio in measured(options, file, figure, Path(folder)):
-                    cells = [file.name, figure.name, name, own, theirs, f"{ratio:.2f}", f">= {figure.goal}"]
-                    print("| " + " | ".join(cells) + " |", flush=True)
+            for cells in measured(options, file, Path(folder)):
+                print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
