@@ -68,7 +68,8 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
     number, place = KIND_NUMBERS[kind], data.data_ptr()
     rows_at_once = max(1, _BYTES_AT_ONCE // kind.row_bytes(in_features) // PANEL_COLUMNS) * PANEL_COLUMNS
     for weight in weights:
-        for part in weight.rows.split(rows_at_once):
+        for first in range(0, weight.shape[0], rows_at_once):
+            part = weight.rows[first : first + rows_at_once]
             rows = part if part.stride(1) == 1 else part.contiguous()
             assert rows.shape[1] == kind.row_bytes(in_features)
             kernels.kernel_set.pack_weight(
