@@ -15,7 +15,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from demo_text import (
     ADD_PHRASINGS,
@@ -94,6 +94,11 @@ class Example:
     def held_out(self) -> bool:
         """Whether any part of the example belongs to the held-out tenth."""
         return any(is_held_out(key) for key in self.keys)
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools that are offered."""
+        return None
 
     def prompt(self) -> list[Message]:
         """The chat messages up to and including the question."""

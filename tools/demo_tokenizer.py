@@ -4,18 +4,63 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import demo_data
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from octavo.engine.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = """\
+{%- macro type_of(schema) %}
+    {%- if schema is not mapping %}
+        {{- 'any' }}
+    {%- elif schema.enum is defined %}
+        {{- schema.enum | join('|') }}
+    {%- elif schema.anyOf is defined %}
+        {{- type_of(schema.anyOf | rejectattr('type', 'equalto', 'null') | first) }}
+    {%- elif schema.type is string %}
+        {{- schema.type }}
+    {%- else %}
+        {{- (schema.type or ['any']) | reject('equalto', 'null') | join('|') }}
+    {%- endif %}
+{%- endmacro %}
+{%- macro signature(tool) %}
+    {{- tool.name + '(' }}
+    {%- for name, schema in ((tool.parameters or {}).properties or {}) | items %}
+        {{- (', ' if not loop.first else '') + name + ('' if name in tool.parameters.required else '?') + ': ' }}
+        {{- type_of(schema) }}
+    {%- endfor %}
+    {{- ')' }}
+{%- endmacro %}
+{%- macro written(call) %}
+    {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+    {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+    {{- '}\\n</tool_call>' }}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {{- (messages[0]['content'] or '') + '\\n\\n' if messages[0]['role'] == 'system' }}
+    {{- 'Tools:' }}
+    {%- for tool in tools %}
+        {{- '\\n' + signature(tool.function if tool.function is defined else tool) }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+    {%- if not (tools and loop.first and message['role'] == 'system') %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message['content'] or not loop.first }}
+            {{- written(call.function if call.function is defined else call) }}
+        {%- endfor %}
+        {{- '<|im_end|>' + '\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
@@ -23,10 +68,17 @@ CHAT_TEMPLATE = """\
 """
 
 
-def render(messages: list[demo_data.Message], generation_prompt: bool = False) -> str:
-    """The chat template, written out in Python."""
-    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    return text + "<|im_start|>assistant\n" if generation_prompt else text
+@lru_cache(maxsize=1)
+def chat_template() -> ChatTemplate:
+    """The template as octavo renders it."""
+    return ChatTemplate(CHAT_TEMPLATE)
+
+
+def render(
+    messages: list[demo_data.Message], generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None
+) -> str:
+    """The text of a conversation."""
+    return chat_template().render(messages, add_generation_prompt=generation_prompt, tools=tools)
 
 
 def train_tokenizer(seed: int, vocab: int, conversations: int = 12000) -> Tokenizer:

@@ -1,7 +1,8 @@
 """Examine octavo's built-in model on held-out questions: exact match per task, greedy decoding.
 
 The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
-character for character. Stories, rhymes and small talk have no single right answer and are not counted.
+character for character. Stories, rhymes and small talk have no single right answer and are not counted. Of questions
+with tools (see `demo_tools`) it is told besides how often the decision to call, the name and the arguments are right.
 
 With --quantization, or --kv-cache-dtype int8, the same questions are asked of rounded weights, or keys and values, and
 it is told how far the distributions of the next token are from those of the model as it is: KL divergence over every
@@ -11,6 +12,7 @@ token of the held-out answers.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import demo_data
+import demo_tools
 from demo_tokenizer import render
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ examples:
   python tools/eval_demo_model.py --backend transformers --show 3    compare, and print three mistakes per task
   python tools/eval_demo_model.py --quantization int4                what rounding the weights costs
 """
-MAX_TOKENS = 64
+MAX_TOKENS = 192
 
 
 @dataclass(frozen=True)
@@ -44,25 +47,26 @@ class Rounding:
     kv_cache_dtype: str = "auto"
 
 
-def answer_with_octavo(
-    model: str, prompts: list[list[demo_data.Message]], rounding: Rounding = Rounding()
-) -> list[str]:
+def answer_with_octavo(model: str, examples: list[demo_data.Example], rounding: Rounding = Rounding()) -> list[str]:
     """Greedy answers through octavo."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
     llm = LLM(model=model, **asdict(rounding))
-    outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    render_prompt = llm.llm_engine.input_processor.chat_prompt
+    prompts = [render_prompt(example.prompt(), tools=example.tools) for example in examples]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     return [output.outputs[0].text for output in outputs]
 
 
-def answer_with_transformers(model: str, prompts: list[list[demo_data.Message]], batch: int = 64) -> list[str]:
+def answer_with_transformers(model: str, examples: list[demo_data.Example], batch: int = 64) -> list[str]:
     """Greedy answers through Hugging Face transformers, in left-padded batches of similar length."""
     import torch  # noqa: PLC0415
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
 
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     network: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    render_prompt = functools.partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    texts = [render_prompt(example.prompt(), tools=example.tools) for example in examples]
     answers = [""] * len(texts)
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for start in range(0, len(order), batch):
@@ -90,7 +94,7 @@ def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding
     tokenizer = Tokenizer.from_directory(Path(model))
     rows, counted = [], []
     for example in examples:
-        head = tokenizer.encode(render(example.prompt(), generation_prompt=True))
+        head = tokenizer.encode(render(example.prompt(), generation_prompt=True, tools=example.tools))
         rows.append([*head, *tokenizer.encode(example.answer + "<|im_end|>")])
         counted.append(len(rows[-1]) - len(head))
     plain, rounded = (logits_of(model, rows, counted, each) for each in (Rounding(), rounding))
@@ -147,7 +151,7 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
     return logits
 
 
-def backends() -> dict[str, Callable[[str, list[list[demo_data.Message]]], list[str]]]:
+def backends() -> dict[str, Callable[[str, list[demo_data.Example]], list[str]]]:
     """The ways of asking the model."""
     return {"octavo": answer_with_octavo, "transformers": answer_with_transformers}
 
@@ -163,6 +167,51 @@ def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) 
         if not correct and asked[example.task] - right[example.task] <= show:
             print(f"{example.task}: {example.question!r}\n  expected {example.answer!r}\n  got      {answer!r}")
     return {task: right[task] / asked[task] for task in asked}
+
+
+def grade_calls(examples: list[demo_data.Example], answers: list[str]) -> dict[str, float]:
+    """Of questions with tools: how often it is right whether a call is made, and of calls due, the names and all."""
+    asked = [
+        (calls_in(example.answer), calls_in(answer))
+        for example, answer in zip(examples, answers, strict=True)
+        if example.tools and example.task != "result"
+    ]
+    due = [pair for pair in asked if pair[0]]
+    return {
+        "decision": sum(bool(expected) == bool(got) for expected, got in asked) / len(asked),
+        "names": sum(names_of(expected) == names_of(got) for expected, got in due) / len(due),
+        "arguments": sum(expected == got for expected, got in due) / len(due),
+    }
+
+
+def calls_in(answer: str) -> list[Any]:
+    """The calls of an answer; None for one that is no JSON."""
+    calls: list[Any] = []
+    for part in answer.split("<tool_call>")[1:]:
+        try:
+            calls.append(json.loads(part.partition("</tool_call>")[0]))
+        except ValueError:
+            calls.append(None)
+    return calls
+
+
+def names_of(calls: list[Any]) -> list[Any]:
+    """The names in calls."""
+    return [call.get("name") if isinstance(call, dict) else None for call in calls]
+
+
+def knows_tools(model: str) -> bool:
+    """Whether a model's template tells it of tools: only then is it asked to call them."""
+    return "tools" in (Path(model) / "chat_template.jinja").read_text()
+
+
+def examination(model: str, count: int, seed: int) -> list[demo_data.Example]:
+    """Held-out questions of every task that a model was trained for, `count` of each."""
+    found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, count, seed)]
+    if knows_tools(model):
+        found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
+    assert all(example.held_out for example in found)
+    return found
 
 
 def print_table(scores: dict[str, float], overall: float, count: int) -> None:
@@ -193,6 +242,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
     parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
+    parser.add_argument("--min-calls", type=float, default=0.0, help="exit 1 when calls are right less often than this")
     args = parser.parse_args()
     args.rounding = Rounding(args.quantization, args.group_size, args.kv_cache_dtype)
     if args.rounding != Rounding() and args.backend != "octavo":
@@ -203,26 +253,28 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Ask, grade, print; the exit status says whether the limits were met."""
     args = parse_arguments()
-    examples = [e for task in demo_data.CHECKABLE_TASKS for e in demo_data.questions(task, args.questions, args.seed)]
-    assert all(example.held_out for example in examples)
-    prompts = [example.prompt() for example in examples]
+    examples = examination(args.model, args.questions, args.seed)
     if args.rounding != Rounding():
-        answers = answer_with_octavo(args.model, prompts, args.rounding)
+        answers = answer_with_octavo(args.model, examples, args.rounding)
     else:
-        answers = backends()[args.backend](args.model, prompts)
+        answers = backends()[args.backend](args.model, examples)
     scores = grade(examples, answers, args.show)
     overall = sum(scores.values()) / len(scores)
-    report = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
+    report: dict[str, Any] = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
+    report["calls"] = calls = grade_calls(examples, answers) if knows_tools(args.model) else {}
     if args.rounding != Rounding():
         report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.rounding)
     if args.json:
         print(json.dumps(report | asdict(args.rounding)))
     else:
         print_table(scores, overall, args.questions)
+        for what, share in calls.items():
+            print(f"{what:<14}{share:8.1%}   of calls of tools right")
         if args.rounding != Rounding():
             print(f"KL divergence {report['kl_nats']:.5f} nats a token; the likeliest token is the same for ", end="")
             print(f"{report['top_agreement']:.2%} of the answers' tokens")
     short = overall < args.min_overall or min(scores.values()) < args.min_task
+    short = short or min(calls.values(), default=1.0) < args.min_calls
     if short:
         print("the model falls short of the limits asked for", file=sys.stderr)
     return int(short)

@@ -1,7 +1,8 @@
 """Train octavo's built-in model and its smaller sibling, from nothing but a seed.
 
 The steps: write text with `demo_data`, train a byte-level BPE tokenizer on it, train a Qwen3 model on the assistant's
-turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16.
+turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16. A second
+stage, `tools`, goes on from those weights and teaches calls of tools, with text of `demo_tools` beside the former.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import json
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import demo_data
+import demo_tools
 import torch
 from demo_tokenizer import load_tokenizer, render, train_tokenizer, write_tokenizer
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  the name all torch code has for it
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
 EPILOG = """
 examples:
-  python tools/train_demo_model.py                      train both models (50 minutes on two cores)
+  python tools/train_demo_model.py                      train everything
   python tools/train_demo_model.py --resume             go on after an interruption
-  python tools/train_demo_model.py --steps 300 --model main --work build/trial --output build/trial
+  python tools/train_demo_model.py --model tools --from FOLDER
+                                                        the second stage alone, from the weights of a folder
+  python tools/train_demo_model.py --steps 300 --model tools --from FOLDER --work build/trial --output build/trial
                                                         a short trial that leaves the packaged model alone
 
 The same seed, step count and thread count give the same weights on the same machine and torch version. Checkpoints
@@ -51,6 +55,10 @@ class Shape:
     intermediate: int
     steps: int
     vocab: int = 1536
+    rate: float = 1.0  # of the peak learning rate
+    batch_tokens: int = 3072
+    row_tokens: int = 256
+    bfloat16: bool = False  # products in bfloat16
     rope_theta: float = 10000.0
     eps: float = 1e-6
 
@@ -65,9 +73,12 @@ class Batch:
 
 
 def shape_of(name: str) -> Shape:
-    """The dimensions of the `main` or the `draft` model."""
+    """The dimensions of the `main` model, its second stage `tools`, or the `draft` model."""
+    main = Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
     if name == "main":
-        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
+        return main
+    if name == "tools":
+        return replace(main, steps=5000, rate=0.5, batch_tokens=1536, row_tokens=384, bfloat16=True)
     return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600)
 
 
@@ -230,29 +241,44 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted[:, 1:].contiguous())
 
 
-def training_batch(tokenizer: Tokenizer, seed: int, step: int, phase: int, tokens: int = 3072) -> Batch:
-    """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others of 256."""
-    rng = random.Random(f"train:{seed}:{step}")
-    length = 1024 if step % 8 == 7 else 256
+def training_text(rng: random.Random, stage: str, phase: int, more: float) -> str:
+    """One conversation. In the stage `tools` six of ten offer some, and a few ask for what would need one."""
+    chance = rng.random() if stage == "tools" else 1.0
+    if chance < 0.6:
+        messages, tools = demo_tools.conversation(rng, more)
+        return render(messages, tools=tools)
+    if chance < 0.64:
+        example = demo_tools.sample(rng, demo_tools.make_untold)
+        return render([*example.prompt(), {"role": "assistant", "content": example.answer}])
+    return render(demo_data.conversation(rng, more=more, phase=phase))
+
+
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, stage: str, shape: Shape) -> Batch:
+    """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others shorter ones."""
+    is_tools = stage == "tools"
+    rng = random.Random(f"train:tools:{seed}:{step}" if is_tools else f"train:{seed}:{step}")
+    phase = 2 if is_tools else phase_of(step, shape.steps)
+    length, more = (1024, 0.9) if step % 8 == 7 else (shape.row_tokens, 0.6)
     texts = []
-    for _ in range(tokens // length):
-        row, size = "", 0
-        while size < length * 6:
-            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6, phase=phase)) + "<|endoftext|>"
-            row, size = row + text, size + len(text)
-        texts.append(row)
+    for _ in range(shape.batch_tokens // length):
+        text = ""
+        while len(text) < length * 6:
+            text += training_text(rng, stage, phase, more) + "<|endoftext|>"
+        texts.append(text)
     rows = encode_rows(tokenizer, texts, length + 1)
     assert all(len(row) == length + 1 for row in rows)
     return to_batch(rows, tokenizer)
 
 
 @torch.no_grad()
-def held_out_accuracy(trunk: nn.Module, embedding: Tensor, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+def held_out_accuracy(
+    trunk: nn.Module, embedding: Tensor, tokenizer: Tokenizer, count: int, tool_tasks: tuple[str, ...] = ()
+) -> dict[str, float]:
     """Exact match per task; greedy decoding gives the answer exactly when every answer token is the likeliest one."""
     scores = {}
-    for task in demo_data.CHECKABLE_TASKS:
-        examples = demo_data.questions(task, count, seed=1)
-        texts = [render([*e.prompt(), {"role": "assistant", "content": e.answer}]) for e in examples]
+    for task in (*demo_data.CHECKABLE_TASKS, *tool_tasks):
+        examples = (demo_tools if task in tool_tasks else demo_data).questions(task, count, seed=1)
+        texts = [render([*e.prompt(), {"role": "assistant", "content": e.answer}], tools=e.tools) for e in examples]
         batch = to_batch(encode_rows(tokenizer, texts, 1024), tokenizer)
         last = last_answer(batch, tokenizer)
         guessed = (trunk(batch.inputs) @ embedding.T).argmax(-1)
@@ -318,13 +344,14 @@ class Trainer:
 
     def train_step(self) -> float:
         """One update; returns its loss."""
-        phase = phase_of(self.step, self.shape.steps)
-        batch = training_batch(self.tokenizer, self.args.seed, self.step, phase)
-        hidden = self.trunk(batch.inputs)[batch.counted]
-        loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
-        torch.autograd.backward(loss)
-        factor = schedule(self.step, self.shape.steps)
-        self.muon.step(self.args.rate * factor)
+        shape = self.shape
+        batch = training_batch(self.tokenizer, self.args.seed, self.step, self.name, shape)
+        factor = shape.rate * schedule(self.step, shape.steps)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.bfloat16):
+            hidden = self.trunk(batch.inputs)[batch.counted]
+            loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
+            torch.autograd.backward(loss)
+            self.muon.step(self.args.rate * factor)
         for group in self.adam.param_groups:
             group["lr"] = 3e-3 * factor
         self.adam.step()
@@ -350,12 +377,12 @@ class Trainer:
                 self.save()
                 last_save = time.monotonic()
         self.save()
-        self.report(100 if self.step == self.shape.steps else self.args.questions)
         return self.step == self.shape.steps
 
     def report(self, count: int) -> dict[str, float]:
         """Log the held-out accuracy per task."""
-        scores = held_out_accuracy(self.trunk, self.trunk.embedding, self.tokenizer, count)
+        tool_tasks = demo_tools.TOOL_TASKS if self.name == "tools" else ()
+        scores = held_out_accuracy(self.trunk, self.trunk.embedding, self.tokenizer, count, tool_tasks)
         mean = sum(scores.values()) / len(scores)
         self.log(f"held-out {mean:.1%}: " + " ".join(f"{task} {score:.0%}" for task, score in scores.items()))
         return scores
@@ -388,6 +415,14 @@ def named_weights(trunk: Trunk) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}mlp.{name}.weight", weight
         yield f"{prefix}input_layernorm.weight", layer.input_norm
         yield f"{prefix}post_attention_layernorm.weight", layer.post_norm
+
+
+@torch.no_grad()
+def load_weights(trunk: Trunk, folder: Path) -> None:
+    """Begin with the weights of an exported model."""
+    stored = load((folder / "model.safetensors").read_bytes())
+    for name, weight in named_weights(trunk):
+        weight.copy_(stored[name])
 
 
 def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
@@ -446,7 +481,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=("main", "draft", "both"), default="both", help="which model (default both)")
+    parser.add_argument(
+        "--model", choices=("main", "tools", "draft", "all"), default="all", help="which model or stage (default all)"
+    )
+    parser.add_argument(
+        "--from", dest="start", help="model folder that the stage tools begins with (default: what main wrote)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of text, tokenizer and weights (default 0)")
     parser.add_argument("--steps", type=int, help="updates per model (default: the number of the accepted training)")
     parser.add_argument(
@@ -474,15 +514,25 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         train_tokenizer(args.seed, shape_of("main").vocab).save(str(work / "tokenizer.json"))
     tokenizer = load_tokenizer(work / "tokenizer.json")
-    for name in ("main", "draft") if args.model == "both" else (args.model,):
+    outputs = {
+        "main": work / "main" / "model",
+        "tools": Path(args.output) / "demo",
+        "draft": Path(args.output) / "demo-draft",
+    }
+    for name in outputs if args.model == "all" else (args.model,):
         shape = shape_of(name)
         if args.steps:
-            shape = Shape(**{**vars(shape), "steps": args.steps})
+            shape = replace(shape, steps=args.steps)
         trainer = Trainer(name, shape, tokenizer, args)
+        if name == "tools":
+            load_weights(trainer.trunk, Path(args.start) if args.start else outputs["main"])
         if args.resume:
             trainer.resume()
         if trainer.run(deadline):
-            export(trainer, Path(args.output) / ("demo" if name == "main" else "demo-draft"))
+            export(trainer, outputs[name])
+            if name == "tools" and outputs["draft"].exists():
+                write_tokenizer(tokenizer, outputs["draft"])  # the draft reads the same template
+            trainer.report(100)
         else:
             print(f"{name}: stopped at step {trainer.step} of {shape.steps}, nothing exported; go on with --resume")
 

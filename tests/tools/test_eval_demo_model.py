@@ -1,6 +1,7 @@
 """What rounding costs the built-in model on held-out questions, as bounds that hold."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,11 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def examples():
-    found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, QUESTIONS, 0)]
-    assert all(example.held_out for example in found)
-    return found
+    return evaluation.examination(str(MODEL), QUESTIONS, seed=0)
 
 
 def share_of_right(examples, rounding):
-    answers = evaluation.answer_with_octavo(str(MODEL), [example.prompt() for example in examples], rounding)
+    answers = evaluation.answer_with_octavo(str(MODEL), examples, rounding)
     scores = evaluation.grade(examples, answers)
     return sum(scores.values()) / len(scores)
 
@@ -46,6 +45,22 @@ def plain_share(examples):
     share = share_of_right(examples, evaluation.Rounding())
     assert share > 0.9
     return share
+
+
+@pytest.mark.skipif(not evaluation.knows_tools(MODEL), reason="the packaged model was not trained to call tools")
+def test_calls_of_tools_are_right(examples):
+    asked = [example for example in examples if example.tools]
+    assert min(evaluation.grade_calls(asked, evaluation.answer_with_octavo(str(MODEL), asked)).values()) >= 0.9
+
+
+def test_calls_are_graded_by_decision_names_and_arguments():
+    call, other = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '<tool_call>\n{"name": "f"'
+    due = evaluation.demo_tools.questions("call", 4)
+    none = evaluation.demo_tools.questions("no_call", 1)
+    due = [replace(example, answer=call) for example in due]
+    answers = [call, call.replace("1", "2"), other, "No.", call]
+    expected = {"decision": 3 / 5, "names": 2 / 4, "arguments": 1 / 4}
+    assert evaluation.grade_calls([*due, *none], answers) == expected
 
 
 @pytest.mark.parametrize("name", BOUNDS)

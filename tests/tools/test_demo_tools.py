@@ -1,0 +1,154 @@
+"""The generator of conversations with tools: calls that their tools take, and nothing held out in training."""
+
+import itertools
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from octavo import assets
+from octavo.engine.chat_template import ChatTemplate
+from octavo.server.answers.tool_formats import HermesFormat
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+demo_data = pytest.importorskip("demo_data")
+demo_tools = pytest.importorskip("demo_tools")
+demo_tokenizer = pytest.importorskip("demo_tokenizer")
+evaluation = pytest.importorskip("eval_demo_model")
+
+pytestmark = pytest.mark.slow
+FOLDERS = (assets.built_in_model_path(), assets.built_in_draft_path())
+WORDS = demo_tools.NUMBER_WORDS.split()
+
+
+def drawn(task, count, held_out=False):
+    rng = random.Random(f"{task}{held_out}")
+    return [demo_tools.sample(rng, demo_tools.makers()[task], held_out) for _ in range(count)]
+
+
+def calls_in(text):
+    return [json.loads(each) for each in re.findall(r"<tool_call>\n(.*)\n</tool_call>", text)]
+
+
+def test_the_same_seed_writes_the_same_conversations():
+    assert demo_tools.conversation(random.Random(5)) == demo_tools.conversation(random.Random(5))
+
+
+@pytest.mark.parametrize("task", demo_tools.TOOL_TASKS)
+def test_training_examples_are_not_held_out_and_questions_are(task):
+    assert not any(example.held_out for example in drawn(task, 200))
+    questions = demo_tools.questions(task, 50)
+    assert all(question.held_out for question in questions)
+    assert len({(question.question, question.results) for question in questions}) == 50
+    assert demo_tools.questions(task, 50) == questions
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("task", ["call", "two_calls"])
+def test_calls_fit_the_schemas_and_say_what_the_question_says(task, held_out):
+    for example in drawn(task, 300, held_out):
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in example.tools}
+        assert len(schemas) == len(example.tools)
+        calls = calls_in(example.answer)
+        assert HermesFormat().write([(call["name"], call["arguments"]) for call in calls]) == example.answer
+        assert len(calls) == (1 if task == "call" else 2)
+        for call in calls:
+            schema = schemas[call["name"]]
+            jsonschema.validate(call["arguments"], schema | {"additionalProperties": False})
+            for name, value in call["arguments"].items():
+                default = schema["properties"][name].get("enum", [None])[0]
+                spelled = {str(value), str(default)} | ({WORDS[value]} if value in range(len(WORDS)) else set())
+                assert value == default or any(text in example.question for text in spelled), example
+
+
+def test_answers_say_what_results_say():
+    for example in drawn("result", 200):
+        assert len(example.results) == len(calls_in(example.call))
+        for result in example.results:
+            said = json.loads(result) if result.startswith("{") else {"status": result}
+            confirms = {"ok", "done", "success", "true", "OK"} & {*map(str, said.values())}
+            told = str(next(iter(said.values()))).removeprefix("Error: ")
+            assert confirms or told in example.answer, example
+
+
+def test_no_call_is_made_where_none_is_due():
+    answers = [example.answer for example in drawn("no_call", 300)]
+    assert not any("<tool_call>" in answer for answer in answers)
+    assert demo_tools.NO_TOOL in answers
+    assert any(answer.startswith("Please tell me the ") for answer in answers)
+    assert len(set(answers)) > 150
+
+
+def test_conversations_hold_no_tool_value_or_phrasing_that_is_held_out(monkeypatch):
+    seen = []
+    follow = demo_tools.following
+    monkeypatch.setattr(demo_tools, "following", lambda *given: seen.append(follow(*given)) or seen[-1])
+    rng = random.Random(3)
+    for _ in range(300):
+        messages, _ = demo_tools.conversation(rng)
+        questions = {message["content"] for message in messages if message["role"] == "user"}
+        assert not any(example.held_out for example in seen if example.question in questions)
+        seen.clear()
+
+
+def test_without_tools_the_packaged_template_and_the_new_one_say_the_same():
+    rng, packaged = random.Random(7), ChatTemplate.from_directory(FOLDERS[0])
+    for _ in range(50):
+        messages = demo_data.conversation(rng)
+        assert demo_tokenizer.render(messages, True) == packaged.render(messages)
+
+
+def test_roles_take_turns():
+    rng = random.Random(4)
+    letters = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+    for _ in range(200):
+        messages, _ = demo_tools.conversation(rng)
+        assert re.fullmatch("s?(ua(t{1,2}a)?)+", "".join(letters[message["role"]] for message in messages))
+        for one, other in itertools.pairwise(messages):
+            assert one["role"] != "assistant" or ("<tool_call>" in one["content"]) == (other["role"] == "tool")
+
+
+@pytest.mark.skipif(not evaluation.knows_tools(FOLDERS[0]), reason="the packaged model was not trained to call tools")
+def test_models_have_the_template_that_they_were_trained_with():
+    assert {(folder / "chat_template.jinja").read_text() for folder in FOLDERS} == {demo_tokenizer.CHAT_TEMPLATE}
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in FOLDERS}) == 1
+
+
+def test_calls_of_clients_are_rendered_as_they_were_learned():
+    rng, render = random.Random(6), ChatTemplate(demo_tokenizer.CHAT_TEMPLATE).render
+    for example in (demo_tools.sample(rng, demo_tools.make_result) for _ in range(50)):
+        calls = [
+            {"id": str(place), "type": "function", "function": call | {"arguments": json.dumps(call["arguments"])}}
+            for place, call in enumerate(calls_in(example.call))
+        ]
+        sent = [
+            {**m, "content": None, "tool_calls": calls} if m["content"] == example.call else m for m in example.prompt()
+        ]
+        assert render(sent, tools=example.tools) == demo_tokenizer.render(example.prompt(), True, example.tools)
+
+
+def test_parameters_of_any_schema_are_told():
+    properties = {
+        "place": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "limit": {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+        "note": {"type": ["string", "null"]},
+        "items": {"type": "array", "items": {"type": "string"}},
+        "any": {},
+        "all": True,
+    }
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "find", "parameters": {"properties": properties, "required": ["place"]}},
+        },
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    text = demo_tokenizer.render([{"role": "system", "content": "Be brief."}], tools=tools)
+    parameters = "place: string, unit?: C|F, limit?: integer, note?: string, items?: array, any?: any, all?: any"
+    assert text == f"<|im_start|>system\nBe brief.\n\nTools:\nfind({parameters})\nnow()<|im_end|>\n"
