@@ -75,6 +75,7 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
             kernels.kernel_set.pack_weight(
                 rows.data_ptr(), number, len(rows), in_features, rows.stride(0), 0, 0, 0, NO_INT4.group_size, place
             )
-            weight.forget(part)
+            if rows_at_once < weight.shape[0]:  # whoever holds the file lets go of small ones together
+                weight.forget(part)
             place += len(rows) // PANEL_COLUMNS * panel_bytes
     return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)
