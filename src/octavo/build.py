@@ -298,7 +298,7 @@ def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerCon
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
     """What multiplies bfloat16; None where something else computes: plain torch, a GPU, or float32 lanes."""
-    if dtype != "bfloat16" or config.kernels == "reference" or resolve_device(config.device).type != "cpu":
+    if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return next(iter(instruction_sets()), None) if config.isa == "auto" else config.isa
 

@@ -380,8 +380,9 @@ class DeviceConfig:
     )
     kernels: str = option(
         "auto",
-        "auto takes the fastest kernels there are; reference is plain torch.",
-        choices=("auto", "cpu", "reference"),
+        "auto takes cpu where they are compiled, else plain torch, which is reference. triton: those for GPUs, asked for "
+        "by name until they have been tried on one; fast-inexact is triton with torch's products: a token may depend on the batch it was computed in.",
+        choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
     )
     isa: str = option(
         "auto",

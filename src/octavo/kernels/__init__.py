@@ -1,4 +1,4 @@
-"""Kernels: what each operation computes (`interface`), in plain torch (`reference`), compiled for the CPU (`cpu`)."""
+"""Kernels: what operations compute (`interface`), in plain torch (`reference`), for CPUs (`cpu`), GPUs (`triton`)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ __all__ = [
     "instruction_sets",
 ]
 
+
+_IN_TRITON = ("triton", "fast-inexact")
 
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
 # the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows what they give); int4 with avx512_bf16 is an
@@ -54,8 +56,12 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Whether the kernels that `create_kernels` returns for these compute a row alike in any batch."""
-    return device.type == "cpu" and backend != "reference" and importlib.util.find_spec("octavo._kernels") is not None
+    """Whether the kernels that `create_kernels` returns for these are known to compute a row alike in any batch.
+
+    Those in Triton are made for it, but nobody has measured it on a GPU.
+    """
+    compiled = importlib.util.find_spec("octavo._kernels") is not None
+    return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
 
 def create_kernels(
@@ -63,15 +69,17 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where nothing was
-    compiled; "reference" is plain torch; "cpu" is the compiled kernels or an error. num_threads is for the compiled
-    kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's. isa: their instruction set;
-    "auto" is the best that the processor has.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on CUDA
+    it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and "triton" are
+    these or an error; "fast-inexact" is "triton" with the products of torch's library, whose rows depend on the batch.
+    num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
+    isa: their instruction set; "auto" is the best that the processor has.
 
-    Raises ConfigError for an unknown backend, "cpu" where it cannot serve, or an instruction set that cannot.
+    Raises ConfigError for an unknown backend, one that cannot serve, or an instruction set that cannot.
     """
-    if backend not in {"auto", "reference", "cpu"}:
-        raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference or cpu")
+    if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
+        choices = "auto, reference, cpu, triton or fast-inexact"
+        raise ConfigError(f"kernel backend {backend!r} is unknown; choose {choices}")
     if backend == "cpu" and device.type != "cpu":
         raise ConfigError(f"kernel backend 'cpu' cannot serve device {str(device)!r}; choose auto or reference")
     compiled = importlib.util.find_spec("octavo._kernels") is not None
@@ -80,12 +88,14 @@ def create_kernels(
             "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where "
             "a C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
         )
-    wants_compiled = device.type == "cpu" and backend != "reference"
+    wants_compiled = device.type == "cpu" and backend in {"auto", "cpu"}
     if isa != "auto":
         available = instruction_sets() if wants_compiled else ()
         if isa not in available:
             reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
+    if backend in _IN_TRITON:
+        return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:
             from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
@@ -101,3 +111,22 @@ def create_kernels(
     from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
 
     return ReferenceKernels()
+
+
+def _triton_kernels(device: torch.device, backend: str) -> Kernels:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            f"kernel backend {backend!r} needs Triton, which is not installed: pip install 'octavo[gpu]'; or choose auto"
+        )
+    from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
+
+    if device.type != "cuda" and not is_interpreted():
+        raise ConfigError(
+            f"kernel backend {backend!r} cannot serve device {str(device)!r}: it needs a GPU, or TRITON_INTERPRET=1, "
+            "with which Triton interprets kernels on the CPU, thousands of times slower; choose auto or reference"
+        )
+    if backend == "fast-inexact":
+        from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415  needs triton
+
+        return InexactKernels()
+    return TritonKernels()

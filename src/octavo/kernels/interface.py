@@ -1,4 +1,4 @@
-"""The one interface behind which every backend computes: plain torch, compiled CPU kernels, later Triton.
+"""The one interface behind which every backend computes: plain torch, compiled CPU kernels, Triton.
 
 The law each backend must keep: the result of a row depends on that row alone. Reductions run in an order fixed by the
 row's own absolute positions, never by how many rows stand beside it or how a prompt was cut into chunks.

@@ -1,0 +1,305 @@
+"""Attention over paged KV for a ragged batch, prompts and decodes in one launch.
+
+The KV of a sequence is cut by absolute position into tiles of 64 positions and partitions of 4 tiles. Within a
+partition a row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022);
+partitions are merged in order. Rows are the query heads of a KV head, token after token, 64 in a tile of queries: fewer
+are padded, so that each product has the same shape, and on each device the same instructions, whoever stands in it.
+
+    rows of one KV head            tiles of KV, by absolute position
+    token 0, head 0   +-----+    | partition 0       | partition 1       |
+    token 0, head 1   |     | -> | 64 | 64 | 64 | 64 | 64 | 64 | 64 | 64 | ...
+    token 1, head 0   | 64  |    +-------------------+-------------------+
+    ...               +-----+      state 0           -> merged with state 1 -> ...
+
+A program goes through all partitions of its tile of queries, and merges each in registers. Where few sequences would
+leave a device idle, those of few tokens (decodes, and drafts that are verified) are split: a program computes one
+partition, and `_merge_partitions` merges these in the same order. One compiled kernel does both: whether it splits is
+an argument of its run. Reductions run over tiles that are laid out as products want them, not as memory is read. So a
+row's result is fixed by its own position and KV.
+
+What a device must show, and the interpreter cannot: that a row of a product does not depend on the other rows of the
+tile or on where in it it stands, and that products with weights of zero leave a sum as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.quantization import kv_scales
+from octavo.kernels.triton.exponentials import hyperbolic_tangent
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.rounding import dot, round_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import AttentionBatch
+
+MAX_HEAD_DIM = 256
+BLOCK_M = 64  # rows of a tile of queries: what a warp group of Hopper multiplies at a time
+TILE = 64  # positions
+TILES = 4  # of a partition
+PARTITION = TILE * TILES
+_SPLIT_TOKENS = 8  # of a sequence, at most, that is split where others of the batch have more than one token
+_SPLIT_PROGRAMS = 512  # from so many on a device is busy without splitting
+_PARTIAL_BYTES = 128 << 20  # of what splitting keeps, at most: where it would be more nothing is split
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_WINDOW = 1 << 30
+_OF_A_RUN = ["num_seqs", "split_tokens", "max_partitions", "window", "table_stride"]  # one kernel for all of these
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim]."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    out = q.new_empty(num_tokens, num_heads * head_dim)
+    max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
+    split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, max_partitions)
+    partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)
+    is_int8 = k_cache.dtype == torch.int8
+    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (partials[1], partials[1])
+    num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at least as many as there are
+    token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # torch gives that of one token any value
+    _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
+        out, *partials, q, k_cache, v_cache, k_scales, v_scales,
+        batch.query_start, batch.seq_lens, batch.block_tables,
+        num_seqs, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
+        token_stride, q.stride(1), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *(k_scales.stride()[:2] if is_int8 else (0, 0)), *(v_scales.stride()[:2] if is_int8 else (0, 0)),
+        NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
+        HAS_SOFTCAP=softcap is not None, IS_INT8=is_int8,
+        **launch_options(head_dim, q.dtype),
+    )  # fmt: skip
+    if split_tokens:
+        _merge_partitions[num_seqs * split_tokens, num_heads](
+            out, *partials, batch.query_start, batch.seq_lens,
+            split_tokens, max_partitions, _NO_WINDOW if window is None else window,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            PARTITION=PARTITION, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
+    """Return how `_attend` is compiled: rows of more bytes on twice the threads, and read less far ahead."""
+    row_bytes = head_dim * dtype.itemsize
+    num_warps, num_stages = 8 if row_bytes > 128 else 4, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
+    """Return memory of what a row has of a partition: sums of values, then its maximum and the sum of its weights."""
+    shape = (max(num_rows, 1), num_heads, num_partitions)
+    return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
+
+
+def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> int:
+    """Return the most that partial sums take, whoever stands in a batch."""
+    partitions = triton.cdiv(max_seq_len, PARTITION)
+    most_seqs = max(1, _SPLIT_PROGRAMS // num_kv_heads)
+    return min(_PARTIAL_BYTES, _partial_bytes(most_seqs * _SPLIT_TOKENS, num_heads, partitions, head_dim))
+
+
+def _split_tokens(
+    num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
+) -> int:
+    """Return up to how many tokens of a step a sequence may have to be split, 0: none is. Results are the same."""
+    if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
+        return 0
+    split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
+    num_bytes = _partial_bytes(num_seqs * split_tokens, num_heads, max_partitions, head_dim)
+    return split_tokens if num_bytes <= _PARTIAL_BYTES else 0
+
+
+def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim: int) -> int:
+    return num_rows * num_heads * num_partitions * (head_dim + 2) * 4
+
+
+@triton.jit
+def _merge(total_max, total_weight, totals, part_max, part_weight, part):
+    """Add a partition's state to that of those before it: [rows], [rows], [rows, dim]; -inf is of what saw nothing."""
+    maximum = tl.maximum(total_max, part_max)
+    origin = tl.where(maximum == float("-inf"), 0.0, maximum)
+    keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
+    totals = tl.fma(part, tl.broadcast_to(add[:, None], part.shape), totals * keep[:, None])
+    return maximum, tl.fma(part_weight, add, total_weight * keep), totals
+
+
+@triton.jit
+def _first_seen(position, window):
+    return tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
+def _attend_tile(
+    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, seq_len, position, window,
+    scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
+):  # fmt: skip
+    """Take the tile of KV at position `start` into the state of rows that stand at `position`."""
+    of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    is_there, is_dim = of_tile < seq_len, dim < HEAD_DIM
+    block = tl.load(table_ptr + of_tile // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
+    offset = of_tile % BLOCK_SIZE
+    k = tl.load(
+        k_ptr + (block * k_block_stride + offset * k_row_stride)[None, :] + dim[:, None],
+        mask=is_there[None, :] & is_dim[:, None], other=0.0,
+    )  # fmt: skip
+    if IS_INT8:
+        k = round_to(k.to(tl.float32), q.dtype)  # which every type holds
+    scores = dot(q, k, tl.zeros([q.shape[0], TILE], tl.float32)) * scale
+    if IS_INT8:
+        scores *= tl.load(k_scales_ptr + block * k_scales_stride + offset, mask=is_there, other=0.0)[None, :]
+    if HAS_SOFTCAP:
+        scores = hyperbolic_tangent(scores) * softcap
+    seen = (of_tile[None, :] <= position[:, None]) & (of_tile[None, :] > position[:, None] - window)
+    scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
+    largest = tl.maximum(maximum, tl.max(scores, axis=1))
+    origin = tl.where(largest == float("-inf"), 0.0, largest)
+    keep, weights = tl.exp2(maximum - origin), tl.exp2(scores - origin[:, None])
+    weight = weight * keep + tl.sum(weights, axis=1)
+    v = tl.load(
+        v_ptr + (block * v_block_stride + offset * v_row_stride)[:, None] + dim[None, :],
+        mask=is_there[:, None] & is_dim[None, :], other=0.0,
+    )  # fmt: skip
+    if IS_INT8:  # rows are scaled, not weights, which float16 could not hold
+        scales = tl.load(v_scales_ptr + block * v_scales_stride + offset, mask=is_there, other=0.0)
+        v = round_to(v.to(tl.float32) * scales[:, None], q.dtype)
+    return largest, weight, dot(round_to(weights, q.dtype), v, sums * keep[:, None])
+
+
+@triton.jit
+def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the sequence of a tile of queries, and which of its tiles this is: perhaps one behind its last.
+
+    Tiles of sequence i are counted from floor(rows before it / BLOCK_M) + i on, which leaves room for all of them.
+    """
+    low, high = 0 * num_seqs, num_seqs  # the last one whose first tile is no later; a tensor, without a step, too
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = tl.load(query_start_ptr + middle) * GROUP // BLOCK_M + middle > tile
+        low, high = tl.where(is_later, low, middle), tl.where(is_later, middle, high)
+    return low, tile - tl.load(query_start_ptr + low) * GROUP // BLOCK_M - low
+
+
+@triton.jit(do_not_specialize=_OF_A_RUN)
+def _attend(
+    out_ptr, partials_ptr, partial_weights_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    query_start_ptr, seq_lens_ptr, tables_ptr,
+    num_seqs, split_tokens, max_partitions, scale, softcap, window,
+    q_stride, q_head_stride, table_stride, k_block_stride, k_head_stride, k_row_stride,
+    v_block_stride, v_head_stride, v_row_stride,
+    k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
+):  # fmt: skip
+    """Attend one tile of queries of one KV head: all partitions, or the one that the third program id says."""
+    sequence, tile = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
+    first_token = tl.load(query_start_ptr + sequence)
+    num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
+    row, dim = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
+    is_there = token < num_tokens
+    seq_len = tl.load(seq_lens_ptr + sequence)
+    first_position = seq_len - num_tokens
+    position = tl.where(is_there, first_position + token, -1)
+    first_tile = _first_seen(first_position + tile * BLOCK_M // GROUP, window) // TILE
+    last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
+    end_tile = last // TILE + 1
+    partition, end_partition = first_tile // TILES, (end_tile - 1) // TILES + 1
+    is_split = num_tokens <= split_tokens
+    if is_split:
+        partition += tl.program_id(2)
+        end_partition = tl.minimum(partition + 1, end_partition)
+    elif tl.program_id(2) > 0:
+        end_partition = partition
+    if tile * BLOCK_M >= num_tokens * GROUP:
+        end_partition = partition
+    if partition < end_partition:
+        is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
+        q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
+        q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
+        total_max, total_weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        totals = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        k_ptr += tl.program_id(1) * k_head_stride
+        v_ptr += tl.program_id(1) * v_head_stride
+        k_scales_ptr += tl.program_id(1) * k_scales_head_stride
+        v_scales_ptr += tl.program_id(1) * v_scales_head_stride
+        table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+        for index in range(loop_bound(partition), loop_bound(end_partition)):
+            maximum, weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            first_of_all, end_of_all = (
+                tl.maximum(index * TILES, first_tile),
+                tl.minimum(index * TILES + TILES, end_tile),
+            )
+            for of_tile in range(loop_bound(first_of_all), loop_bound(end_of_all)):
+                maximum, weight, sums = _attend_tile(
+                    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                    of_tile * TILE, seq_len, position, window, scale, softcap,
+                    k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_INT8,
+                )  # fmt: skip
+            total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
+        if is_split:
+            place = ((sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head) * max_partitions + partition
+            tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
+            tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
+            tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
+        else:
+            place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+            _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_q)
+
+
+@triton.jit
+def _write(place, totals, total_weight, mask):
+    """Store what rows saw. Zeros become positive: the sign of one may come from a product with the weight zero."""
+    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # of rows that are not stored
+    result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
+    tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["split_tokens", "max_partitions", "window"])
+def _merge_partitions(
+    out_ptr, partials_ptr, partial_weights_ptr, query_start_ptr, seq_lens_ptr,
+    split_tokens, max_partitions, window,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
+):  # fmt: skip
+    """Merge what one head of a token of a split sequence has of each partition, in order."""
+    sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
+    first_token = tl.load(query_start_ptr + sequence)
+    num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
+    if (num_tokens <= split_tokens) & (token < num_tokens):
+        position = tl.load(seq_lens_ptr + sequence) - num_tokens + token
+        row, dim = tl.arange(0, 1), tl.arange(0, BLOCK_D)
+        is_dim = (row == 0)[:, None] & (dim < HEAD_DIM)[None, :]
+        total_max, total_weight = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+        totals = tl.zeros([1, BLOCK_D], tl.float32)
+        first = (tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)) * max_partitions + row
+        partition, end_partition = _first_seen(position, window) // PARTITION, position // PARTITION + 1
+        for index in range(loop_bound(partition), loop_bound(end_partition)):
+            place = first + index
+            total_max, total_weight, totals = _merge(
+                total_max, total_weight, totals,
+                tl.load(partial_weights_ptr + place * 2), tl.load(partial_weights_ptr + place * 2 + 1),
+                tl.load(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_dim, other=0.0),
+            )  # fmt: skip
+        place = ((first_token + token).to(tl.int64) * NUM_HEADS + tl.program_id(1) + row) * HEAD_DIM
+        _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_dim)

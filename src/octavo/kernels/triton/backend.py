@@ -1,0 +1,216 @@
+"""The Triton kernels behind the interface; plain torch computes what they do not cover."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from triton.runtime import driver
+
+from octavo.kernels.interface import PackedLinear
+from octavo.kernels.quantization import Int4Weight, Int8Weight
+from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
+from octavo.kernels.triton.matmul import matmul
+from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
+from octavo.kernels.triton.quantized_rows import quantize_rows
+from octavo.kernels.triton.rows import take_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import Activation, AttentionBatch, SamplingRows, WeightToPack
+
+_OPERATIONS = (
+    "add",
+    "add_rms_norm",
+    "divide",
+    "embedding",
+    "gate",
+    "gated_linear",
+    "linear",
+    "paged_attention",
+    "rejection_sample",
+    "rms_norm",
+    "rope_and_write_kv",
+    "sample",
+    "soft_cap",
+    "take_rows",
+    "top_tokens",
+)
+
+
+class TritonKernels(ReferenceKernels):
+    """Kernels in Triton for a GPU, or in Triton's interpreter for the CPU.
+
+    An operation that is not defined here is that of plain torch, and a warning names it when the kernels are made.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
+        if in_torch:
+            warnings.warn(
+                f"plain torch computes what there are no Triton kernels for: {', '.join(in_torch)}; a token may depend "
+                "on the batch that it was computed in",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._warned_of: set[str] = set()
+        self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
+        """Keep a weight of floats or int8 as it is, pack one of int4; of one in blocks plain torch makes products."""
+        if isinstance(weight, Int4Weight):
+            packed = pack_int4(weight)
+            num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
+            return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
+        packed_as_is = super().pack_linear(weight, bias)
+        if isinstance(packed_as_is.storage, list):
+            self._leave_to_torch("products with weights in blocks")
+        return packed_as_is
+
+    def scratch_bytes(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
+    ) -> int:
+        """Return bytes of the partial sums of attention; others take less."""
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
+        if head_dim > attention.MAX_HEAD_DIM:
+            return super().scratch_bytes(**shape, vocab_size=vocab_size, max_tokens=max_tokens)
+        return attention.scratch_bytes(**shape)
+
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ weight.T + bias."""
+        weight = packed.storage
+        if isinstance(weight, list):
+            return super().linear(x, packed, float32_out=float32_out, out=out)
+        if out is None:
+            dtype = torch.float32 if float32_out else x.dtype
+            out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
+        if isinstance(weight, Int8Weight):
+            values, scales = quantize_rows(x, x.shape[1], rotated=True)
+            return matmul(values, weight.values, out, packed.bias, (scales, weight.scales))
+        if isinstance(weight, PackedInt4):
+            values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
+            return matmul_int4(values, scales, weight, packed.bias, out)
+        return matmul(x, weight, out, packed.bias)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of x @ weight.T + bias."""
+        return self.gate(self.linear(x, packed), activation)
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
+        if isinstance(packed.storage, torch.Tensor):
+            return embedding.embedding(token_ids, packed.storage, dtype, scale)
+        if isinstance(packed.storage, PackedInt4):
+            rows = packed.storage.rows(token_ids)
+            return (rows if scale == 1.0 else rows * scale).to(dtype)
+        return super().embedding(token_ids, packed, dtype, scale)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]."""
+        return take_rows(x, rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight."""
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+        """Add x * scale to `residual` in place and return its norm."""
+        return norms.add_rms_norm(x, residual, weight, eps, scale)
+
+    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Add x * scale to `residual` in place."""
+        elementwise.add(x, residual, scale)
+
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up."""
+        return elementwise.gate(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x by cap * tanh(x / cap)."""
+        elementwise.soft_cap(x, cap)
+
+    def divide(self, x: Tensor, divisor: float) -> None:
+        """Divide x in place."""
+        elementwise.divide(x, divisor)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row."""
+        return sampling.sample(logits, rows)
+
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand; of choices that came to the host already, plain torch does."""
+        if target_sampled.device.type == "cpu" and not is_interpreted():
+            return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+        return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest values and their ids."""
+        return top_tokens.top_tokens(values, k)
+
+    def rope_and_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        interleaved: bool = False,
+        query_scale: Tensor | None = None,
+    ) -> None:
+        """Rotate q in place; write rotated k and v into their slots."""
+        rope_kv.rope_and_write_kv(
+            q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Return causal attention of every row over the KV of its own sequence."""
+        if q.shape[2] > attention.MAX_HEAD_DIM:
+            self._leave_to_torch(f"attention of heads wider than {attention.MAX_HEAD_DIM}")
+            return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
+        return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
+
+    def _leave_to_torch(self, what: str) -> None:
+        """Warn, once, of what plain torch computes for want of a kernel."""
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            warnings.warn(
+                f"plain torch computes {what}: there are no Triton kernels for them; a token may depend on the batch "
+                "that it was computed in",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before it was imported), on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _target() -> str:
+    """What kernels are compiled for."""
+    if is_interpreted():
+        return "interpreter"
+    target = driver.active.get_current_target()
+    return f"{target.backend} {target.arch}"

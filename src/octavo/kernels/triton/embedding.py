@@ -1,0 +1,37 @@
+"""Rows of a table of weights, by token id."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.rounding import round_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = 1024
+
+
+def embedding(token_ids: Tensor, weight: Tensor, dtype: Any, scale: float) -> Tensor:
+    """Return weight[token_ids] * scale, multiplied in float32 and rounded once: int64 [n] -> [n, width] in `dtype`.
+
+    weight float32, bfloat16 or float16 [vocab, width], contiguous.
+    """
+    out = torch.empty(token_ids.shape[0], weight.shape[1], dtype=dtype, device=weight.device)
+    _embedding[token_ids.shape[0], triton.cdiv(weight.shape[1], _BLOCK)](
+        token_ids, weight, out, weight.shape[1], scale, BLOCK=_BLOCK
+    )
+    return out
+
+
+@triton.jit
+def _embedding(token_ids_ptr, weight_ptr, out_ptr, width, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = column < width
+    value = tl.load(weight_ptr + tl.load(token_ids_ptr + row) * width + column, mask=is_there).to(tl.float32)
+    tl.store(out_ptr + row * width + column, round_to(value * scale, out_ptr.dtype.element_ty), mask=is_there)

@@ -1,0 +1,253 @@
+"""Products with weights, x @ weight.T: a row's bits hang on its own values alone, however many rows there are.
+
+The sum over K is cut into partitions of a fixed length, by position. Within one, tiles of one shape (64 rows, 128
+columns, one length of K) follow one another into one accumulator, that starts at zero; partitions are then added up in
+their order. Many rows, or a wide weight: each program computes a tile of the result, all partitions of it (persistent:
+as many programs as the device has processors take tiles in turn). Few rows: each program computes one partition of a
+tile, so that a narrow weight is read by all processors, and a second kernel adds up. Both do the same operations on the
+same tiles, so which one is taken, by the number of rows, leaves no trace.
+
+             K: | partition 0 | partition 1 | ...        rows > 64, or columns for all processors:
+    x row  -->    t t t t       t t t t                     one program:  acc 0 -> total, + acc 1, ...
+                    |             |                       else:
+                  acc 0         acc 1                       a program each, acc p -> memory; then 0 + 1 + ... in order
+
+What an interpreter cannot show, and tools/gpu_check.py has to on each kind of device: that a row of one tile's product
+(wgmma, mma, mfma) does not depend on the other rows of the tile, nor on where in it the row stands.
+
+Integers: rows of int8 and a weight of int8 have sums that are exact, in any order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.rounding import dot, round_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_M, BLOCK_N = 64, 128
+PARTITION = 512  # of K; a multiple of every length of a tile
+_GROUP = 8  # tiles of rows that are computed together, column by column: what they read stays in the cache
+_INTERPRETED_PROCESSORS = 4
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write x @ weight.T + bias into `out` [num_tokens, out_features], contiguous, and return it.
+
+    x [num_tokens, in_features], weight [out_features, in_features]: of one floating type, or of two, which meet as
+    float32; or both int8, and then the sum is multiplied by (scales[0] of the row * scales[1] of the column) in
+    float32. The bias is added in float32; the result is rounded once.
+    """
+    num_rows, width = x.shape
+    num_columns = weight.shape[0]
+    num_partitions = max(1, triton.cdiv(width, PARTITION))
+    processors = num_processors(x.device)
+    tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(num_columns, BLOCK_N)
+    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
+    row_scales, column_scales = (x, x) if scales is None else scales
+    is_integer, has_bias = scales is not None, bias is not None
+    options = {"WIDTH": width, "IS_INTEGER": is_integer, **tile_options(x.dtype, weight.dtype)}
+    bias = x if bias is None else bias
+    if not is_split:
+        _matmul[(min(tiles, processors),)](
+            x, weight, out, bias, row_scales, column_scales, num_rows, num_columns, x.stride(0),
+            HAS_BIAS=has_bias, GROUP=_GROUP, **options,
+        )  # fmt: skip
+        return out
+    acc_dtype = torch.float32 if scales is None else torch.int32
+    partials = torch.empty(num_partitions, num_rows, num_columns, dtype=acc_dtype, device=x.device)
+    _multiply_partition[num_partitions, tiles](x, weight, partials, num_rows, num_columns, x.stride(0), **options)
+    _add_partitions[num_rows, triton.cdiv(num_columns, BLOCK_N)](
+        partials, out, bias, row_scales, column_scales, num_rows, num_columns, NUM_PARTITIONS=num_partitions,
+        HAS_BIAS=has_bias, IS_INTEGER=is_integer, BLOCK_N=BLOCK_N, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
+    """Return the shape of tiles and how they are computed: it hangs on dtypes alone, never on the number of rows."""
+    is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
+    return {
+        "IS_WIDE": is_wide,
+        "PARTITION": PARTITION,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 32 if is_wide else 64,
+        "num_warps": 8 if is_wide else 4,
+        "num_stages": 2 if is_wide or torch.version.hip else 3,
+        "enable_fp_fusion": False,
+    }
+
+
+def num_processors(device: torch.device) -> int:
+    """Return how many programs a device runs at once, at least; in the interpreter a few, so that they take turns."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _partition_product(
+    x_ptr,
+    weight_ptr,
+    row,
+    column,
+    num_rows,
+    num_columns,
+    x_stride,
+    partition,
+    WIDTH: tl.constexpr,
+    PARTITION: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return one partition's part of a tile [BLOCK_M, BLOCK_N]: float32, or int32. Values beyond K are zeros."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
+    x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
+    weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]
+    is_row, is_column = (row < num_rows)[:, None], (column < num_columns)[None, :]
+    first = partition * PARTITION
+    for step in range(PARTITION // BLOCK_K):
+        k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        is_there = k < WIDTH
+        x = tl.load(x_place + k[None, :], mask=is_row & is_there[None, :], other=0)
+        weight = tl.load(weight_place + k[:, None], mask=is_column & is_there[:, None], other=0)
+        if IS_INTEGER:
+            acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
+        elif IS_WIDE:
+            acc = tl.dot(x.to(tl.float32), weight.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = dot(x, weight, acc)
+    return acc
+
+
+@triton.jit
+def _finished(
+    total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
+    HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
+):  # fmt: skip
+    """Return float32 of a sum [rows, columns]: scaled, with the bias."""
+    if IS_INTEGER:
+        row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
+        column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)
+        total = total.to(tl.float32) * (row_scale[:, None] * column_scale[None, :])
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+def _matmul(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    bias_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    WIDTH: tl.constexpr,
+    PARTITION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    first, step = loop_bound(tl.program_id(0)), loop_bound(tl.num_programs(0))
+    for tile in range(first, loop_bound(row_tiles * column_tiles), step):
+        group = tile // (GROUP * column_tiles)
+        of_group = tile % (GROUP * column_tiles)
+        group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
+        row = (group * GROUP + of_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+        column = (of_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = _partition_product(
+            x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, 0,
+            WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        for partition in range(1, tl.cdiv(WIDTH, PARTITION)):
+            total += _partition_product(
+                x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, partition,
+                WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        result = _finished(
+            total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns, HAS_BIAS, IS_INTEGER
+        )
+        place = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+        is_there = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        tl.store(place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+def _multiply_partition(
+    x_ptr,
+    weight_ptr,
+    partials_ptr,
+    num_rows,
+    num_columns,
+    x_stride,
+    WIDTH: tl.constexpr,
+    PARTITION: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    partition = tl.program_id(0)
+    row = tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = _partition_product(
+        x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, partition,
+        WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    place = partials_ptr + (partition.to(tl.int64) * num_rows + row)[:, None] * num_columns + column[None, :]
+    tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one binary for one row and many
+def _add_partitions(
+    partials_ptr,
+    out_ptr,
+    bias_ptr,
+    row_scales_ptr,
+    column_scales_ptr,
+    num_rows,
+    num_columns,
+    NUM_PARTITIONS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0) + tl.arange(0, 1)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_there = (column < num_columns)[None, :]
+    place = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    total = tl.load(partials_ptr + place, mask=is_there, other=0)
+    for _ in range(1, NUM_PARTITIONS):
+        partials_ptr += num_rows.to(tl.int64) * num_columns
+        total += tl.load(partials_ptr + place, mask=is_there, other=0)
+    result = _finished(
+        total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns, HAS_BIAS, IS_INTEGER
+    )
+    tl.store(out_ptr + place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)

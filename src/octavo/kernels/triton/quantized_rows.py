@@ -1,0 +1,94 @@
+"""Rows of activations as int8 with a scale each, rotated before or not: `octavo.kernels.quantization.quantize_rows`.
+
+A program takes a row: the rotation adds values that are 1, 2, 4, ... apart, in that order; the largest magnitude has no
+order. So the integers and scales are those of the other backends, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.rotation import rotation_block
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.rounding import round_to_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = 1024
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)
+
+
+def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x [num_tokens, in_features].
+
+    Columns beyond in_features are zeros. order int32 [in_features]: which feature a column takes, or None.
+    """
+    num_rows, width = x.shape
+    values = torch.empty(num_rows, padded, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    _quantize_rows[(num_rows,)](
+        x,
+        x if order is None else order,
+        values,
+        scales,
+        x.stride(0),
+        width,
+        padded,
+        HAS_ORDER=order is not None,
+        LEVELS=rotation_block(width).bit_length() - 1 if rotated else 0,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+    return values, scales
+
+
+@triton.jit
+def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    """Rotate blocks of 2 ** LEVELS values, as `octavo.kernels.rotation.rotate` does."""
+    for level in tl.static_range(LEVELS):
+        pairs = tl.permute(tl.reshape(x, [BLOCK >> (level + 1), 2, 1 << level]), (0, 2, 1))
+        first, second = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), [BLOCK])
+    return x
+
+
+@triton.jit
+def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
+    is_there = column < width
+    source = tl.load(order_ptr + column, mask=is_there, other=0) if HAS_ORDER else column
+    return _rotated(tl.load(x_ptr + source, mask=is_there, other=0.0).to(tl.float32), BLOCK, LEVELS)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr,
+    order_ptr,
+    values_ptr,
+    scales_ptr,
+    x_stride,
+    width,
+    padded,
+    HAS_ORDER: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    lanes = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, loop_bound(width), BLOCK):
+        x = _load(x_ptr, order_ptr, first + tl.arange(0, BLOCK), width, HAS_ORDER, BLOCK, LEVELS)
+        lanes = tl.maximum(lanes, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # as integers, NaN is the largest
+    magnitude = tl.max(lanes).to(tl.float32, bitcast=True)
+    is_finite = magnitude < float("inf")
+    inverse = tl.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), tl.div_rn(127.0, magnitude), 0.0)
+    tl.store(scales_ptr + row, tl.where(is_finite, tl.div_rn(magnitude, 127.0), float("nan")))
+    for first in range(0, loop_bound(padded), BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        x = _load(x_ptr, order_ptr, column, width, HAS_ORDER, BLOCK, LEVELS)
+        value = tl.where(is_finite, round_to_whole(x * inverse), 0.0)
+        tl.store(values_ptr + row * padded + column, value.to(tl.int8), mask=column < padded)

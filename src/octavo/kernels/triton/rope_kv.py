@@ -1,0 +1,191 @@
+"""Rotary embedding of queries and keys (Su et al. 2021), and keys and values into their slots.
+
+One program some heads of a token: of q, which it rotates in place, or of k and v. Nothing is fused, so that what is
+rounded to int8 is what plain torch rounds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.quantization import kv_scales
+from octavo.kernels.triton.rounding import round_to, round_to_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import AttentionBatch
+
+_HEADS = 16  # of a program
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)  # as in `octavo.kernels.quantization`
+
+
+def rope_and_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    interleaved: bool,
+    query_scale: Tensor | None,
+) -> None:
+    """Rotate q in place and k on its way, write k and v into their slots."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
+    is_int8 = k_cache.dtype == torch.int8
+    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (cos_sin, cos_sin)
+    num_query_blocks = triton.cdiv(num_heads, _HEADS)
+    _rope_and_write_kv[num_tokens, num_query_blocks + triton.cdiv(num_kv_heads, _HEADS)](
+        q, k, v, cos_sin, cos_sin if query_scale is None else query_scale, batch.positions, batch.slot_mapping,
+        k_cache, v_cache, k_scales, v_scales,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *(k_scales.stride()[:2] if is_int8 else (0, 0)), *(v_scales.stride()[:2] if is_int8 else (0, 0)),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, NUM_QUERY_BLOCKS=num_query_blocks, HEADS=_HEADS,
+        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=batch.block_size,
+        HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
+        REST=triton.next_power_of_2(max(1, head_dim - rotary_dim)), BLOCK_D=triton.next_power_of_2(head_dim),
+        IS_INTERLEAVED=interleaved, HAS_QUERY_SCALE=query_scale is not None, IS_INT8=is_int8,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Return (first, second, mask, offsets of either): halves of turning dimensions, turned, in the type of the head.
+
+    place: pointers to heads [heads, 1].
+    """
+    half = tl.arange(0, HALF)[None, :]
+    first = half * 2 if IS_INTERLEAVED else half
+    second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
+    is_half = half < ROTARY_DIM // 2
+    cosine = tl.load(cos_sin_ptr + half, mask=is_half, other=0.0)
+    sine = tl.load(cos_sin_ptr + ROTARY_DIM // 2 + half, mask=is_half, other=0.0)
+    is_there = is_head & is_half
+    x = tl.load(place + first, mask=is_there, other=0.0).to(tl.float32)
+    y = tl.load(place + second, mask=is_there, other=0.0).to(tl.float32)
+    dtype = place.dtype.element_ty
+    return round_to(x * cosine - y * sine, dtype), round_to(y * cosine + x * sine, dtype), is_there, first, second
+
+
+@triton.jit
+def _scale_and_inverse(magnitude):
+    """Return the scale of int8 rows, and what their values are multiplied by, as `quantize_rows` has them."""
+    is_finite = magnitude < float("inf")
+    is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
+    most = tl.full(magnitude.shape, 127.0, tl.float32)
+    scale = tl.where(is_finite, tl.div_rn(magnitude, most), float("nan"))
+    return scale, tl.where(is_used, tl.div_rn(most, tl.where(is_used, magnitude, 1.0)), 0.0)
+
+
+@triton.jit
+def _magnitude(x):
+    """Return the largest magnitude of rows, infinite where there is a NaN."""
+    x = x.to(tl.float32)
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
+
+
+@triton.jit
+def _as_int8(x, inverse):
+    x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # what is no number is times 0 none
+    return round_to_whole(x * inverse).to(tl.int8)
+
+
+@triton.jit
+def _rotate_queries(
+    place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Rotate heads of q in place, and multiply them by their position's scale."""
+    x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
+    if HAS_QUERY_SCALE:
+        factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty
+        x, y = round_to(x.to(tl.float32) * factor, dtype), round_to(y.to(tl.float32) * factor, dtype)
+        rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
+        is_rest = is_head & (rest < HEAD_DIM)
+        scaled = tl.load(place + rest, mask=is_rest, other=0.0).to(tl.float32) * factor
+        tl.store(place + rest, round_to(scaled, dtype), mask=is_rest)
+    tl.store(place + first, x, mask=is_there)
+    tl.store(place + second, y, mask=is_there)
+
+
+@triton.jit
+def _write_keys(
+    place, slot, scale_place, is_head, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INT8: tl.constexpr,
+):  # fmt: skip
+    """Write rotated heads of k into a slot."""
+    x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
+    rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
+    is_rest = is_head & (rest < HEAD_DIM)
+    z = tl.load(place + rest, mask=is_rest, other=0.0)
+    if IS_INT8:
+        scale, inverse = _scale_and_inverse(tl.maximum(tl.maximum(_magnitude(x), _magnitude(y)), _magnitude(z)))
+        x, y, z = _as_int8(x, inverse), _as_int8(y, inverse), _as_int8(z, inverse)
+        tl.store(scale_place, scale, mask=is_head)
+    tl.store(slot + first, x, mask=is_there)
+    tl.store(slot + second, y, mask=is_there)
+    tl.store(slot + rest, z, mask=is_rest)
+
+
+@triton.jit
+def _write_values(
+    place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_INT8: tl.constexpr
+):
+    """Write heads of v into a slot."""
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    is_there = is_head & (dim < HEAD_DIM)
+    x = tl.load(place + dim, mask=is_there, other=0.0)
+    if IS_INT8:
+        scale, inverse = _scale_and_inverse(_magnitude(x))
+        x = _as_int8(x, inverse)
+        tl.store(scale_place, scale, mask=is_head)
+    tl.store(slot + dim, x, mask=is_there)
+
+
+@triton.jit
+def _rope_and_write_kv(
+    q_ptr, k_ptr, v_ptr, cos_sin_ptr, query_scale_ptr, positions_ptr, slots_ptr,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_sin_stride,
+    k_block_stride, k_cache_head_stride, k_row_stride, v_block_stride, v_cache_head_stride, v_row_stride,
+    k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, NUM_QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr, IS_INT8: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions_ptr + token)
+    turns = cos_sin_ptr + position * cos_sin_stride
+    if part < NUM_QUERY_BLOCKS:
+        head = (part * HEADS + tl.arange(0, HEADS))[:, None]
+        _rotate_queries(
+            q_ptr + token * q_stride + head * q_head_stride, head < NUM_HEADS, turns, query_scale_ptr + position,
+            HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, HAS_QUERY_SCALE,
+        )  # fmt: skip
+    else:
+        kv_head = ((part - NUM_QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS))[:, None]
+        is_head = kv_head < NUM_KV_HEADS
+        slot = tl.load(slots_ptr + token)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        _write_keys(
+            k_ptr + token * k_stride + kv_head * k_head_stride,
+            k_cache_ptr + block * k_block_stride + kv_head * k_cache_head_stride + offset * k_row_stride,
+            k_scales_ptr + block * k_scales_stride + kv_head * k_scales_head_stride + offset,
+            is_head, turns, HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, IS_INT8,
+        )  # fmt: skip
+        _write_values(
+            v_ptr + token * v_stride + kv_head * v_head_stride,
+            v_cache_ptr + block * v_block_stride + kv_head * v_cache_head_stride + offset * v_row_stride,
+            v_scales_ptr + block * v_scales_stride + kv_head * v_scales_head_stride + offset,
+            is_head, HEAD_DIM, BLOCK_D, IS_INT8,
+        )  # fmt: skip

@@ -1,0 +1,41 @@
+"""Numbers from one format to another, the same bits on a GPU and in Triton's interpreter.
+
+The interpreter (3.6) truncates where it should round to bfloat16, and computes with the bits of bfloat16 as integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import is_cuda
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it becomes whole, to nearest even
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """Return float32 `x` in another floating type, to nearest even. To be stored as it is."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)  # noqa: PLR0124  a NaN stays one
+    return x.to(dtype)
+
+
+@triton.jit
+def round_to_whole(x):
+    """Return float32 `x` of a magnitude below 2^22 to the nearest whole number, ties to even."""
+    return (x + _MAGIC) - _MAGIC
+
+
+@triton.jit
+def dot(a, b, acc):
+    """Return a @ b + acc, of two tiles of one floating type, summed in float32; no other type is rounded to."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32 and not INTERPRETED and is_cuda():
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc

@@ -1,0 +1,31 @@
+"""Rows that are copied: those of a step that somebody looks at."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BLOCK = 1024
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
+    out = x.new_empty(rows.shape[0], *x.shape[1:])
+    width = math.prod(x.shape[1:])
+    _take_rows[rows.shape[0], triton.cdiv(width, _BLOCK)](x, rows, out, x.stride(0), width, BLOCK=_BLOCK)
+    return out
+
+
+@triton.jit
+def _take_rows(x_ptr, rows_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = column < width
+    value = tl.load(x_ptr + tl.load(rows_ptr + row) * stride + column, mask=is_there)
+    tl.store(out_ptr + row * width + column, value, mask=is_there)

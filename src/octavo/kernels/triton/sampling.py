@@ -1,0 +1,190 @@
+"""One token per row: argmax of the logits, or of logits / temperature + noise over what the filters leave.
+
+Three kernels: one program a row finds where the filters cut it (`selection`); programs over pieces of rows find the
+best token of each, with the noise of `noise`; one program a row takes the best of these. An argmax is exact however its
+range is split, and everything before it rounds as the reference does: the token is the CPU's, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.noise import noise_words, word_to_gumbel
+from octavo.kernels.triton.selection import (
+    LAST_ID,
+    LEAST_KEY,
+    is_kept,
+    order_key,
+    tie_id,
+    top_k_cut,
+    top_p_cut,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import SamplingRows
+
+_CUT_BLOCK = 2048
+_COUNTERS = 256  # of the noise that are drawn at a time; each serves four tokens
+_PIECE = 8 * 4 * _COUNTERS  # tokens of a row that one program takes
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Return one token id per row of float32 [n, vocab], as `octavo.kernels.interface.Kernels.sample` says."""
+    logits = logits.contiguous()
+    num_rows, vocab = logits.shape
+    pieces = triton.cdiv(vocab, _PIECE)
+    temperature, top_k, top_p, min_p, seed, sample_index, position = (
+        getattr(rows, name).to(logits.device) for name in rows.__slots__
+    )
+    cut_keys, cut_ids = (torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2))
+    best = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _find_cut[(num_rows,)](
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        cut_keys,
+        cut_ids,
+        vocab,
+        BLOCK=_CUT_BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    _best_of_piece[num_rows, pieces](
+        logits,
+        temperature,
+        seed,
+        sample_index,
+        position,
+        cut_keys,
+        cut_ids,
+        best,
+        best_ids,
+        vocab,
+        PIECE=_PIECE,
+        COUNTERS=_COUNTERS,
+        enable_fp_fusion=False,
+    )
+    _best_of_row[(num_rows,)](best, best_ids, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1)
+    return out
+
+
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr"])
+def _find_cut(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    cut_keys_ptr,
+    cut_ids_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Write the cut of a row; one that keeps everything where it has no filter, is greedy or names no token."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    cut_key = tl.full([], LEAST_KEY, tl.int32)
+    cut_id = tl.full([], LAST_ID, tl.int32)
+    if (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
+        row_ptr = logits_ptr + row * vocab
+        lanes = tl.full([BLOCK], float("-inf"), tl.float32)
+        for first in range(0, loop_bound(vocab), BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            lanes = tl.maximum(lanes, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")))
+        largest = tl.div_rn(tl.max(lanes), temperature)
+        if min_p > 0.0:
+            limit = largest + tl.log(min_p.to(tl.float64)).to(tl.float32)
+            cut_key = tl.maximum(order_key(limit), LEAST_KEY)
+        if (top_k > 0) & (top_k < vocab):
+            key, count = top_k_cut(row_ptr, vocab, temperature, top_k, BLOCK)
+            if key >= cut_key:
+                cut_key = key
+                cut_id = tie_id(row_ptr, vocab, temperature, key, count, BLOCK)
+        if top_p < 1.0:
+            cut_key, cut_id = top_p_cut(row_ptr, vocab, temperature, order_key(largest), top_p, cut_key, cut_id, BLOCK)
+    tl.store(cut_keys_ptr + row, cut_key)
+    tl.store(cut_ids_ptr + row, cut_id)
+
+
+@triton.jit
+def _best_of_piece(
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    sample_index_ptr,
+    position_ptr,
+    cut_keys_ptr,
+    cut_ids_ptr,
+    best_ptr,
+    best_ids_ptr,
+    vocab,
+    PIECE: tl.constexpr,
+    COUNTERS: tl.constexpr,
+):
+    """Write the best value of a piece, and its lowest id: -1 for nothing above -inf, NaN where a logit is NaN."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    is_greedy = temperature == 0.0
+    seed = tl.load(seed_ptr + row)
+    position, sample_index = tl.load(position_ptr + row), tl.load(sample_index_ptr + row)
+    cut_key, cut_id = tl.load(cut_keys_ptr + row), tl.load(cut_ids_ptr + row)
+    best = tl.full([COUNTERS], float("-inf"), tl.float32)
+    best_id = tl.full([COUNTERS], LAST_ID, tl.int32)
+    num_nan = tl.zeros([COUNTERS], tl.int32)
+    end = tl.minimum((piece + 1) * PIECE, vocab)
+    for first in range(loop_bound(piece * PIECE), loop_bound(end), 4 * COUNTERS):
+        counter = first // 4 + tl.arange(0, COUNTERS)
+        lowest_id = counter // 16 * 64 + counter % 16
+        word_0, word_1, word_2, word_3 = noise_words(counter, seed, position, sample_index)
+        for number in tl.static_range(4):
+            if number == 0:
+                word = word_0
+            elif number == 1:
+                word = word_1
+            elif number == 2:
+                word = word_2
+            else:
+                word = word_3
+            ids = lowest_id + 16 * number
+            logit = tl.load(logits_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+            num_nan += (logit != logit).to(tl.int32)  # noqa: PLR0124
+            scaled = tl.div_rn(logit, tl.where(is_greedy, 1.0, temperature))
+            noisy = scaled + word_to_gumbel(word)
+            noisy = tl.where(is_kept(order_key(scaled), ids, cut_key, cut_id), noisy, float("-inf"))
+            key = tl.where(is_greedy, logit, noisy)
+            is_better = key > best  # ids ascend within a lane: on a tie the earlier one stays
+            best = tl.where(is_better, key, best)
+            best_id = tl.where(is_better, ids, best_id)
+    largest = tl.max(best)
+    lowest = tl.min(tl.where(best == largest, best_id, LAST_ID))
+    largest = tl.where(tl.sum(num_nan) > 0, float("nan"), largest)
+    place = row * tl.num_programs(1) + piece
+    tl.store(best_ptr + place, largest)
+    tl.store(best_ids_ptr + place, lowest)
+
+
+@triton.jit
+def _best_of_row(best_ptr, best_ids_ptr, out_ptr, pieces, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, BLOCK)
+    best = tl.load(best_ptr + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
+    ids = tl.load(best_ids_ptr + row * pieces + piece, mask=piece < pieces, other=LAST_ID)
+    num_nan = tl.sum((best != best).to(tl.int32))  # noqa: PLR0124
+    largest = tl.max(best)
+    lowest = tl.min(tl.where(best == largest, ids, LAST_ID))
+    names_none = (num_nan > 0) | (largest == float("-inf"))
+    tl.store(out_ptr + row, tl.where(names_none, -1, lowest).to(tl.int64))

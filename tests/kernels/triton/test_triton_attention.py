@@ -1,0 +1,196 @@
+"""paged_attention in Triton: right, and the same bits whatever the chunks, the company and who computes partitions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from broken_kernels import broken
+from paged_batches import assert_attention_is_as_exact, dense_attention, floats, int8_caches, paged_batch
+
+from octavo.kernels import AttentionBatch
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+HEADS = [(64, 2, 2), (80, 1, 7), (96, 2, 1), (128, 1, 8), (256, 1, 3), (20, 3, 1)]  # head_dim, KV heads, group
+WINDOWS = [None, 1, 100]
+NUM_ROWS = 290  # of `Prompt`: more than a partition
+
+
+@pytest.fixture(scope="module")
+def attention(kernels):
+    from octavo.kernels.triton import attention
+
+    return attention
+
+
+def assert_right(
+    paged_attention, generator, device, heads, dtype, *, window=None, softcap=None, int8=False, block_size=16
+):
+    head_dim, num_kv_heads, group = heads
+    sequences = [(70, 5), (300, 1), (1, 1), (129, 12)]
+    batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
+    q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    caches = int8_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
+    result = paged_attention(q, *caches, batch, head_dim**-0.5, window, softcap)
+    numbers = [floats(cache) if int8 else cache for cache in caches]
+    assert_attention_is_as_exact(result, q, batch, numbers, window, softcap)
+
+
+@pytest.mark.sweep(100)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_error_is_that_of_torch(attention, generator, device, dtype, heads, block_size, window, softcap, int8):
+    options = {"window": window, "softcap": softcap, "int8": int8, "block_size": block_size}
+    assert_right(attention.paged_attention, generator, device, heads, dtype, **options)
+
+
+class Prompt:
+    """A sequence with queries at every position, run in any chunks and company."""
+
+    def __init__(self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, int8=False):
+        self.head_dim, self.num_kv_heads, group = heads
+        self.generator, self.dtype, self.options, self.int8 = generator, dtype, (window, softcap), int8
+        shape = (self.num_kv_heads, self.head_dim)
+        self.q = torch.randn(NUM_ROWS, self.num_kv_heads * group, self.head_dim, generator=generator).to(dtype)
+        self.history = torch.randn(NUM_ROWS, 2, *shape, generator=generator).to(dtype)
+
+    def rows(self, attention, first, last, *, company=(), block_size=16):
+        """Rows first .. last as one chunk, after `company` (KV length, query length); nothing later is written yet."""
+        strangers = [
+            torch.randn(length, 2, self.num_kv_heads, self.head_dim, generator=self.generator).to(self.dtype)
+            for length, _ in company
+        ]
+        batch, k_cache, v_cache = paged_batch(
+            [*company, (last, last - first)], block_size, self.num_kv_heads, self.head_dim, self.dtype,
+            self.generator, [*strangers, self.history],
+        )  # fmt: skip
+        if self.int8:
+            k_cache, v_cache = int8_caches(k_cache, v_cache)
+        before = sum(queries for _, queries in company)
+        others = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
+        q = torch.cat([others, self.q[first:last]])
+        return attention.paged_attention(q, k_cache, v_cache, batch, self.head_dim**-0.5, *self.options)[before:]
+
+
+def assert_alike(attention, prompt, *, whole_by=None):
+    """Compare rows in one chunk, in others, alone and in company, split into partitions and not."""
+    whole = prompt.rows(whole_by or attention, 0, NUM_ROWS)
+    for first, last, company, block_size in [
+        (NUM_ROWS - 1, NUM_ROWS, (), 16),  # a decode by itself, its partitions by several programs
+        (NUM_ROWS - 4, NUM_ROWS, ((30, 1), (270, 3)), 5),  # drafts that are verified
+        (20, 90, ((3, 3),), 16),
+        (255, 257, ((40, 30),), 16),
+    ]:
+        rows = prompt.rows(attention, first, last, company=company, block_size=block_size)
+        assert torch.equal(rows, whole[first:last]), (first, last, company)
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_neither_chunks_nor_company_change_a_bit(attention, generator, dtype, window, softcap, int8):
+    assert_alike(attention, Prompt(generator, dtype, window=window, softcap=softcap, int8=int8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 64, 129])
+def test_chunks_of_all_sizes(attention, generator, heads, dtype, size):
+    prompt = Prompt(generator, dtype, heads)
+    starts = range(0, NUM_ROWS, size) if size > 1 else range(NUM_ROWS - 40, NUM_ROWS)
+    whole = prompt.rows(attention, 0, NUM_ROWS)
+    for first in starts:
+        last = min(first + size, NUM_ROWS)
+        assert torch.equal(prompt.rows(attention, first, last), whole[first:last]), first
+
+
+def test_splitting_is_a_matter_of_room_alone(attention, generator, monkeypatch):
+    """Where partial sums would take too much, or a device is busy, nothing is split, and nothing changes."""
+    prompt = Prompt(generator, heads=(64, 2, 4))
+    split = prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS)
+    monkeypatch.setattr(attention, "_merge_partitions", None)  # is not called
+    for name in ("_SPLIT_PROGRAMS", "_PARTIAL_BYTES"):
+        with monkeypatch.context() as context:
+            context.setattr(attention, name, 0)
+            assert torch.equal(prompt.rows(attention, NUM_ROWS - 2, NUM_ROWS), split), name
+
+
+def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
+    """For batches of all kinds, up to 40 sequences that may have 3,000 positions."""
+    taken, make = [], attention.partial_sums
+
+    def watch(*arguments):
+        sums = make(*arguments)
+        taken.append(sum(part.nbytes for part in sums))
+        return sums
+
+    class NothingRuns(dict):
+        def __missing__(self, grid):
+            return lambda *_arguments, **_options: None
+
+    monkeypatch.setattr(attention, "partial_sums", watch)
+    for kernel in ("_attend", "_merge_partitions"):
+        monkeypatch.setattr(attention, kernel, NothingRuns())
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    most = attention.scratch_bytes(**shape, max_seq_len=3000)
+    for num_seqs in (1, 3, 40, 255, 256, 300):
+        for num_tokens in (num_seqs, num_seqs + 1, 8 * num_seqs, 8 * num_seqs + 500):
+            tables = torch.zeros(num_seqs, -(-3000 // 16), dtype=torch.int32)
+            lengths = torch.zeros(num_seqs + 1, dtype=torch.int32)
+            batch = AttentionBatch(lengths, lengths[1:], tables, lengths, lengths, 16)
+            q, cache = torch.empty(num_tokens, 8, 64, device="meta"), torch.empty(2, 2, 16, 64)
+            attention.paged_attention(q, cache, cache, batch, 1.0, None, None)
+    assert most / 2 < max(taken) <= most
+    monkeypatch.setattr(attention, "_PARTIAL_BYTES", most // 10)
+    attention.paged_attention(q[:40], cache, cache, replace(batch, seq_lens=lengths[:40]), 1.0, None, None)
+    assert taken[-1] <= attention.scratch_bytes(**shape, max_seq_len=3000) == most // 10
+
+
+def test_wider_heads_are_left_to_torch(kernels, generator):
+    batch, k_cache, v_cache = paged_batch([(20, 2)], 16, 1, 288, torch.float32, generator)
+    q = torch.randn(2, 2, 288, generator=generator)
+    with pytest.warns(RuntimeWarning, match="plain torch computes attention of heads wider than 256"):
+        result = kernels.paged_attention(q, k_cache, v_cache, batch, 288**-0.5, None)
+    assert torch.equal(kernels.paged_attention(q, k_cache, v_cache, batch, 288**-0.5, None), result)  # says it once
+    assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), None)
+
+
+def test_large_scores(attention, generator):
+    batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
+    q = torch.randn(5, 2, 64, generator=generator) * 1000
+    result = attention.paged_attention(q, k_cache, v_cache, batch, 1.0, None, None)
+    expected = dense_attention(q, batch, k_cache, v_cache, 1.0, None, torch.float64)
+    assert torch.allclose(result.double(), expected, atol=0.05)  # scores of 10^4 have errors of 10^-3 in float32
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_there, is_dim = of_tile < seq_len", "is_there, is_dim = of_tile <= seq_len"),
+        ("of_tile[None, :] <= position[:, None])", "of_tile[None, :] < position[:, None])"),
+        ("> position[:, None] - window)", ">= position[:, None] - window)"),
+        ("keep, add = tl.exp2(total_max - origin)", "keep, add = tl.exp2(total_max - origin) * 0.5"),
+    ],
+    ids=["tail", "causal", "window", "merge"],
+)
+def test_wrong_kernels_are_found(attention, generator, device, tmp_path, old, new):
+    wrong = broken(tmp_path, "attention", old, new)
+    with pytest.raises(AssertionError):
+        assert_right(wrong.paged_attention, generator, device, (64, 1, 2), torch.float32, window=100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("TILES = 4  # of a", "TILES = 2  # of a"), ("TILE = 64  # pos", "TILE = 32  # pos")],
+    ids=["other partitions", "other tiles"],
+)
+def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, generator, device, tmp_path, old, new):
+    other = broken(tmp_path, "attention", old, new)
+    assert_right(other.paged_attention, generator, device, (64, 1, 2), torch.float32)
+    with pytest.raises(AssertionError):
+        assert_alike(other, Prompt(generator, torch.float32), whole_by=attention)

@@ -1,0 +1,57 @@
+"""Which devices get the kernels in Triton, and what is said where they cannot serve."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from octavo.errors import ConfigError
+from octavo.kernels import are_exact, create_kernels
+from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.kernels.quantization import quantize_int8
+
+CPU = torch.device("cpu")
+
+
+def test_the_interpreter_serves_on_the_cpu(kernels):
+    made = create_kernels(CPU, "triton")  # and nothing is left to plain torch, of which it would warn
+    assert made.name == "triton"
+    assert made.identity.endswith(":interpreter")
+
+
+def test_without_the_interpreter_it_takes_a_gpu(kernels, monkeypatch):
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(ConfigError, match="cannot serve device 'cpu': it needs a GPU, or TRITON_INTERPRET=1"):
+        create_kernels(CPU, "triton")
+
+
+def test_without_triton(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]'; or choose auto"):
+        create_kernels(CPU, "triton")
+
+
+def test_a_gpu_gets_what_was_tried_on_one_unless_it_is_asked_for_by_name():
+    assert create_kernels(torch.device("cuda"), "auto").name == "reference"
+    assert create_kernels(torch.device("cuda"), "triton").name == "triton"
+
+
+def test_what_blocks_are_multiplied_by_is_said_once(kernels):
+    weight = BlockWeight(BlockKind.Q8_0, torch.zeros(2, 34, dtype=torch.uint8), 32)
+    made = create_kernels(CPU, "triton")
+    with pytest.warns(RuntimeWarning, match="plain torch computes products with weights in blocks"):
+        packed = made.pack_linear([weight])
+    assert made.pack_linear([weight]).out_features == 2
+    assert made.linear(torch.ones(3, 32), packed).tolist() == [[0.0, 0.0]] * 3
+
+
+def test_products_of_the_library_are_named_inexact(kernels):
+    made = create_kernels(CPU, "fast-inexact")
+    assert (made.name, are_exact(CPU, "fast-inexact")) == ("fast-inexact", False)
+    assert made.identity != kernels.identity
+    weight, x = torch.randn(3, 40), torch.randn(2, 40)
+    assert torch.equal(made.linear(x, made.pack_linear(weight)), F.linear(x, weight))
+    rounded = quantize_int8(weight)
+    assert torch.equal(made.linear(x, made.pack_linear(rounded)), kernels.linear(x, kernels.pack_linear(rounded)))

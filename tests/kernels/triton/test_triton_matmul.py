@@ -1,0 +1,133 @@
+"""Products: as exact as plain torch, the CPU's bits where sums are integers, and a row alone as among many."""
+
+import pytest
+import torch
+from broken_kernels import broken
+from kernel_accuracy import assert_as_exact_as_torch
+
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton import matmul as matmul_module
+from octavo.kernels.triton.matmul import BLOCK_M, PARTITION, matmul
+
+# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)]  # in_features, out_features
+INTEGERS = {
+    "int8": quantize_int8,
+    "int4": lambda weight: quantize_int4(weight, 32),
+    "int4 with minima": lambda weight: quantize_int4(weight, 64, minima=True),
+    "int4 in one group": lambda weight: quantize_int4(weight, weight.shape[1]),
+}
+
+
+def random(generator, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("float32_out", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(kernels, generator, shape, float32_out, has_bias, weight_dtype, dtype):
+    depth, size = shape
+    weight = random(generator, size, depth, dtype=weight_dtype)
+    bias = random(generator, size, dtype=weight_dtype) if has_bias else None
+    x = random(generator, 5, depth, dtype=dtype)
+    packed = kernels.pack_linear(weight, bias)
+    result = kernels.linear(x, packed, float32_out=float32_out)
+    exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    plain = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert_as_exact_as_torch(result, plain.to(result.dtype), exact)
+    out = torch.empty_like(result)
+    assert kernels.linear(x, packed, float32_out=float32_out, out=out) is out
+    assert torch.equal(out, result)
+
+
+def rows_differ(kernels, x, packed, parts):
+    """Whether the bits of rows hang on which others are computed with them."""
+    together = kernels.linear(x, packed)
+    return any(not torch.equal(kernels.linear(x[part], packed), together[part]) for part in parts)
+
+
+PARTS = [slice(0, 1), slice(66, 67), slice(5, 12), slice(0, BLOCK_M), slice(1, BLOCK_M + 2)]
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_row_alone_and_among_many(kernels, generator, dtype):
+    """By one program a tile, by programs of partitions, whichever the number of rows asks for."""
+    weight = random(generator, 130, 2 * PARTITION + 70, dtype=dtype)
+    packed = kernels.pack_linear(weight, random(generator, 130, dtype=dtype))
+    x = random(generator, BLOCK_M + 4, 2 * PARTITION + 70, dtype=dtype)
+    assert not rows_differ(kernels, x, packed, PARTS)
+
+
+def test_which_kernel_adds_up_leaves_no_trace(kernels, generator, monkeypatch):
+    packed = kernels.pack_linear(random(generator, 40, 2 * PARTITION))
+    x = random(generator, 3, 2 * PARTITION)
+    in_parts = kernels.linear(x, packed)
+    monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile takes them all
+    assert torch.equal(kernels.linear(x, packed), in_parts)
+
+
+def test_partitions_that_hang_on_the_number_of_rows_are_caught(kernels, generator, monkeypatch):
+    packed = kernels.pack_linear(random(generator, 40, 2 * PARTITION))
+    x = random(generator, 2, 2 * PARTITION)
+    options, two = matmul_module.tile_options, kernels.linear(x, packed)
+    monkeypatch.setattr(matmul_module, "PARTITION", PARTITION // 2)
+    monkeypatch.setattr(matmul_module, "tile_options", lambda *dtypes: options(*dtypes) | {"PARTITION": PARTITION // 2})
+    assert not torch.equal(kernels.linear(x[:1], packed), two[:1])
+
+
+def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
+    weight, x = random(generator, 3, 37), random(generator, 4, 38)[:, :37]  # something stands behind each row
+    expected = matmul(x, weight, torch.empty(4, 3))
+    one_too_many = broken(tmp_path, "matmul", "is_there = k < WIDTH\n", "is_there = k <= WIDTH\n")
+    assert not torch.allclose(one_too_many.matmul(x, weight, torch.empty(4, 3)), expected)
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("stored", INTEGERS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)
+def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtype, stored):
+    depth, size = shape
+    weight = INTEGERS[stored](random(generator, size, depth) / depth**0.5)
+    bias = random(generator, size)
+    x = random(generator, 18, depth, dtype=dtype) * 4  # more than fit the smaller tile
+    x[1] = 0.0
+    x[2, 0] = torch.nan
+    x[3, 0] = torch.inf
+    for packed, plain in (
+        (kernels.pack_linear(weight, each), ReferenceKernels().pack_linear(weight, each)) for each in (bias, None)
+    ):
+        result, expected = kernels.linear(x, packed), ReferenceKernels().linear(x, plain)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(kernels.linear(x[:1], packed), result[:1])
+    token_ids = torch.tensor([size - 1, 0, 0])
+    for scale in (1.0, 3.7):
+        rows = kernels.embedding(token_ids, packed, dtype, scale)
+        assert torch.equal(rows, ReferenceKernels().embedding(token_ids, plain, dtype, scale))
+
+
+def test_columns_in_another_order(kernels, generator):
+    weight = quantize_int4(random(generator, 6, 64), 32)
+    weight = type(weight)(weight.values, weight.scales, weight.zeros, 32, torch.randperm(64, generator=generator).int())
+    x = random(generator, 3, 64)
+    expected = ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight))
+    assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_linear_is_the_gate_of_linear(kernels, generator, activation):
+    packed = kernels.pack_linear(random(generator, 22, 50, dtype=torch.bfloat16))
+    x = random(generator, 3, 50, dtype=torch.bfloat16)
+    apart = kernels.gate(kernels.linear(x, packed), activation)
+    assert torch.equal(kernels.gated_linear(x, packed, activation), apart)
+    assert kernels.gated_linear(x[:0], packed).shape == (0, 11)

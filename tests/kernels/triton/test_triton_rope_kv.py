@@ -1,0 +1,71 @@
+"""rope_and_write_kv in Triton: the bits of plain torch, whatever is rotated, scaled and rounded."""
+
+import pytest
+import torch
+from broken_kernels import broken
+from paged_batches import int8_caches, paged_batch
+
+from octavo.kernels.quantization import kv_scales
+from octavo.kernels.reference import ReferenceKernels
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+HEADS = [(64, 64), (80, 40), (128, 0), (96, 96), (256, 64), (20, 12)]  # head_dim, rotary_dim
+
+
+def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, int8=False):
+    """Return all that a call leaves behind: q, k and v, which are views of one projection, and both caches."""
+    head_dim, rotary_dim = heads
+    batch, k_cache, v_cache = paged_batch([(40, 5), (3, 3), (17, 1)], 5, 3, head_dim, dtype, generator)
+    num_tokens = len(batch.positions)
+    fused = torch.randn(num_tokens, 26, head_dim, generator=generator).to(dtype)
+    fused[2, 20, 3] = torch.nan
+    fused[3, 25, -1] = torch.inf
+    fused[4, 21] = 0
+    fused[5, 24] = 1e-35
+    turns = torch.randn(60, rotary_dim, generator=generator)
+    scale = torch.rand(60, generator=generator) if scaled else None
+    caches = int8_caches(k_cache.nan_to_num(), v_cache.nan_to_num()) if int8 else (k_cache, v_cache)
+    for cache in caches if int8 else ():
+        cache.zero_()
+    q, k, v = fused.split([20, 3, 3], dim=1)
+    write(q, k, v, turns, batch, *caches, interleaved=interleaved, query_scale=scale)
+    return [fused, *caches, *(kv_scales(cache) for cache in caches if int8)]
+
+
+def assert_same_as_torch(write, options):
+    expected, actual = (
+        outcome(each, torch.Generator().manual_seed(1), **options)
+        for each in (ReferenceKernels().rope_and_write_kv, write)
+    )
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.sweep(24)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bits_are_those_of_torch(kernels, dtype, heads, interleaved, scaled, int8):
+    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "int8": int8}
+    assert_same_as_torch(kernels.rope_and_write_kv, options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_half = half < ROTARY_DIM // 2", "is_half = half < ROTARY_DIM // 2 - 1"),
+        ("is_there = is_head & (dim < HEAD_DIM)", "is_there = is_head & (dim < HEAD_DIM - 1)"),
+        ("round_to_whole(x * inverse).to", "(x * inverse).to"),
+        ("is_head = kv_head < NUM_KV_HEADS", "is_head = kv_head < NUM_KV_HEADS - 1"),
+        ("y * cosine + x * sine", "y * cosine - x * sine"),
+    ],
+    ids=["half", "tail of values", "rounding", "heads", "sign"],
+)
+def test_wrong_kernels_are_found(kernels, tmp_path, old, new):
+    wrong = broken(tmp_path, "rope_kv", old, new)
+    options = {"dtype": torch.bfloat16, "heads": (80, 40), "int8": True}
+    with pytest.raises(AssertionError):
+        assert_same_as_torch(wrong.rope_and_write_kv, options)

@@ -1,0 +1,87 @@
+"""Norms, gates and what else is computed row by row: held to plain torch's accuracy, as the other backends are."""
+
+import pytest
+import torch
+from broken_kernels import broken
+from test_elementwise import (
+    test_add_rms_norm_rounds_the_sum_then_normalizes_it,
+    test_add_rounds_once,
+    test_divide,
+    test_gate_by_gelu,
+    test_gate_by_silu,
+    test_rms_norm,
+    test_rms_norm_of_heads,
+    test_soft_cap,
+    test_what_is_added_is_scaled_in_float32,
+)
+
+from octavo.kernels.reference import ReferenceKernels
+
+__all__ = [
+    "test_add_rms_norm_rounds_the_sum_then_normalizes_it",
+    "test_add_rounds_once",
+    "test_divide",
+    "test_gate_by_gelu",
+    "test_gate_by_silu",
+    "test_rms_norm",
+    "test_rms_norm_of_heads",
+    "test_soft_cap",
+    "test_what_is_added_is_scaled_in_float32",
+]
+
+pytestmark = pytest.mark.sweep(4)
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_take_rows(kernels, generator, dtype):
+    x = torch.randn(7, 5, 300, generator=generator).to(dtype)
+    for part in (x.view(7, 1500), x, x[:, :3], x[:, 2:]):
+        for rows in ([], [6], [3, 0, 3, 5]):
+            taken = kernels.take_rows(part, torch.tensor(rows, dtype=torch.int64))
+            assert torch.equal(taken, part[rows])
+            assert taken.is_contiguous()
+    assert kernels.take_rows(x[:0], torch.tensor([], dtype=torch.int64)).shape == (0, 5, 300)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 5.477])
+def test_embedding(kernels, generator, dtype, weight_dtype, scale):
+    packed = kernels.pack_linear(torch.randn(50, 1123, generator=generator).to(weight_dtype))
+    token_ids = torch.tensor([49, 0, 7, 7])
+    found = kernels.embedding(token_ids, packed, dtype, scale)
+    assert found.dtype == dtype
+    assert torch.equal(found, ReferenceKernels().embedding(token_ids, packed, dtype, scale))
+    assert kernels.embedding(token_ids[:0], packed, dtype).shape == (0, 1123)
+
+
+@pytest.mark.parametrize("width", [48, 1200])
+def test_a_row_alone_and_among_many(kernels, generator, width):
+    x, weight = torch.randn(10, width, generator=generator), torch.randn(width, generator=generator)
+    together, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x)
+    for part in (slice(0, 1), slice(9, 10), slice(3, 8)):
+        assert torch.equal(kernels.rms_norm(x[part], weight, 1e-6), together[part])
+        assert torch.equal(kernels.gate(x[part]), gated[part])
+
+
+def test_a_mask_that_is_off_by_one_is_caught(kernels, generator, tmp_path):
+    x, weight = torch.randn(3, 48, generator=generator), torch.randn(48, generator=generator)
+    wide = torch.cat([x, torch.full((3, 1), 9.0)], dim=1)[:, :48].unsqueeze(1)  # heads with something behind them
+    expected = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(kernels.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
+    old = "is_there = is_row & (column < WIDTH)\n        value = tl.load(source + column, mask=is_there, other=0.0)"
+    source = (old + ".to(tl.float32)\n        if", old.replace("< WIDTH", "<= WIDTH") + ".to(tl.float32)\n        if")
+    one_too_many = broken(tmp_path, "norms", *source)
+    assert not torch.allclose(one_too_many.rms_norm(wide, weight, 1e-6).squeeze(1), expected)
+
+
+def test_a_sum_that_hangs_on_the_number_of_rows_is_caught(kernels, generator, tmp_path):
+    x, weight = torch.randn(2, 1200, generator=generator), torch.randn(1200, generator=generator)
+    x[:, 0] = 1e4  # what is added to its square alone is lost
+    old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"
+    by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 4")
+    together = kernels.rms_norm(x, weight, 1e-6)
+    assert torch.equal(by_rows.rms_norm(x, weight, 1e-6), together)
+    assert torch.equal(kernels.rms_norm(x[:1], weight, 1e-6), together[:1])
+    assert not torch.equal(by_rows.rms_norm(x[:1], weight, 1e-6), together[:1])

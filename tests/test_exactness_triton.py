@@ -1,0 +1,76 @@
+"""The whole engine on the kernels in Triton, in its interpreter: tokens `==` alone and in a crowd."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from alone_and_crowd import alone, crowd
+from triton_interpreter import interpreted_kernels
+
+from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.assets import built_in_model_path
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+
+WAYS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 8},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2, "seed": 9},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter():
+    with interpreted_kernels():
+        yield
+
+
+def make_engine(model, **options):
+    scheduler = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "mixed_step_ms": 0.0, **options}
+    return LLMEngine(
+        ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
+        cache_config=CacheConfig(block_size=16, num_gpu_blocks=120),
+        scheduler_config=SchedulerConfig(**scheduler),
+        device_config=DeviceConfig(device="cpu", kernels="triton"),
+    )
+
+
+def make_requests(lengths, vocab_size, max_tokens):
+    rng = random.Random(1)
+    prefix = [rng.randrange(2, vocab_size) for _ in range(max(lengths))]
+    requests = []
+    for index, length in enumerate(lengths):
+        shared = length // 2 if index % 3 == 0 else 0
+        prompt = prefix[:shared] + [rng.randrange(2, vocab_size) for _ in range(length - shared)]
+        logprobs = 2 if index % 2 else None  # who asks for none is sampled by the kernel alone
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs, **WAYS[index % len(WAYS)])
+        requests.append((prompt, params))
+    return requests
+
+
+def test_a_tiny_model_is_exact(tmp_path):
+    """Prompts are cut, and share steps with decodes."""
+    config = tiny_config(
+        "Qwen3ForCausalLM", hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=1, vocab_size=96, torch_dtype="bfloat16",
+    )  # fmt: skip
+    model = write_checkpoint(tmp_path / "tiny", config, std=0.2)
+    requests = make_requests([3, 40, 17], 96, 2)
+    expected = alone(make_engine(model), requests)
+    engine = make_engine(model, long_prefill_token_threshold=16, max_num_batched_tokens=24)
+    assert engine.core.executor.worker.kernels.name == "triton"
+    assert crowd(engine, requests) == expected
+
+
+@pytest.mark.slow
+def test_the_built_in_model_is_exact():
+    requests = make_requests([1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 4, 6, 2, 3, 10, 20, 1, 5, 33, 40], 1536, 3)
+    model = built_in_model_path()
+    expected = alone(make_engine(model), requests)
+    assert crowd(make_engine(model, long_prefill_token_threshold=7), requests) == expected
+    assert len({tuple(tokens) for tokens, _ in expected}) > 10

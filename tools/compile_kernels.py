@@ -1,0 +1,333 @@
+"""Compile the kernels in Triton for GPUs that need not be there, and hold what they take to bounds.
+
+    TRITON_INTERPRET=0 python tools/compile_kernels.py [--target sm_90] [--case attention] [--write]
+
+Each case calls an operation as an engine would, on tensors of the CPU. A driver that has no device makes Triton compile
+what would be launched, with all that it sees of the arguments (types, alignment), for one target after the other.
+What each kernel takes, registers of a thread, bytes of them that are spilled to memory, shared memory of a program, is
+compared with tools/kernel_bounds.csv; --write puts down what is so now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BOUNDS = Path(__file__).with_name("kernel_bounds.csv")
+TARGETS = {  # shared memory that a program may have, in bytes
+    "sm_80": ("cuda", 80, 32, 166912),
+    "sm_89": ("cuda", 89, 32, 101376),
+    "sm_90": ("cuda", 90, 32, 232448),  # compiled as sm_90a
+    "sm_100": ("cuda", 100, 32, 232448),
+    "gfx942": ("hip", "gfx942", 64, 65536),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a kernel takes on a target: registers and spilled bytes of a thread, shared bytes of a program."""
+
+    case: str
+    kernel: str
+    target: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Which it is."""
+        return self.case, self.kernel, self.target
+
+
+def attention(dtype: str, head_dim: int, *, int8: bool = False, softcap: float | None = None) -> Callable[[], None]:
+    """Return a call of attention over a batch of a prompt's chunk and of decodes, split into partitions."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.attention import paged_attention  # noqa: PLC0415
+
+        kind = getattr(torch, dtype)
+        q = torch.empty(20, 8, head_dim, dtype=kind)
+        k_cache, v_cache = _caches(kind, head_dim, int8=int8)
+        paged_attention(q, k_cache, v_cache, _batch(), head_dim**-0.5, None, softcap)
+
+    return call
+
+
+def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, int8: bool = False) -> Callable[[], None]:
+    """Return a call of rope_and_write_kv over views of a fused projection."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.rope_kv import rope_and_write_kv  # noqa: PLC0415
+
+        kind = getattr(torch, dtype)
+        fused = torch.empty(20, 12, head_dim, dtype=kind)
+        k_cache, v_cache = _caches(kind, head_dim, int8=int8)
+        rope_and_write_kv(
+            fused[:, :8], fused[:, 8:10], fused[:, 10:], torch.empty(64, rotary_dim), _batch(), k_cache, v_cache,
+            interleaved=False, query_scale=None,
+        )  # fmt: skip
+
+    return call
+
+
+def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
+    """Return a call of an operation of `TritonKernels` on tensors of these shapes."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape in shapes]
+        getattr(TritonKernels(), name)(*tensors, **options)
+
+    return call
+
+
+def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], None]:
+    """Return a call of a product with a weight of 256 columns of 2,048 values."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.quantization import Int4Weight, Int8Weight  # noqa: PLC0415
+        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
+        weight: Any = torch.empty(shape, dtype=kind)
+        if stored == "int8":
+            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
+        elif stored == "int4":
+            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(256, 64), None, 32)
+        kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(256, dtype=kind)))
+
+    return call
+
+
+def rows(name: str) -> Callable[[], None]:
+    """Return a call of an operation that takes ids of rows, choices or parameters of sampling."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels import SamplingRows  # noqa: PLC0415
+        from octavo.kernels.triton import embedding, rejection, rows, sampling  # noqa: PLC0415
+
+        ids, weight = torch.arange(4), torch.empty(4, 2048, dtype=torch.bfloat16)
+        if name == "embedding":
+            embedding.embedding(ids, weight, torch.bfloat16, 1.0)
+        elif name == "take_rows":
+            rows.take_rows(weight, ids)
+        elif name == "rejection_sample":
+            rejection.rejection_sample(ids, ids, torch.tensor([0, 4], dtype=torch.int32), 3)
+        else:
+            floats, integers = torch.ones(4), torch.ones(4, dtype=torch.int32)
+            parameters = SamplingRows(floats, integers, floats, floats, ids, integers, integers)
+            sampling.sample(torch.empty(4, 151936), parameters)
+
+    return call
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "attention bfloat16 64": attention("bfloat16", 64),
+    "attention bfloat16 128": attention("bfloat16", 128),
+    "attention bfloat16 256 capped": attention("bfloat16", 256, softcap=50.0),
+    "attention bfloat16 128 int8": attention("bfloat16", 128, int8=True),
+    "attention float16 128": attention("float16", 128),
+    "attention float32 64": attention("float32", 64),
+    "attention float32 128": attention("float32", 128),
+    "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
+    "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, int8=True),
+    "linear bfloat16 256 rows": linear(256, "bfloat16"),
+    "linear bfloat16 1 row": linear(1, "bfloat16"),
+    "linear float16 256 rows": linear(256, "float16"),
+    "linear float32 256 rows": linear(256, "float32"),
+    "linear float32 1 row": linear(1, "float32"),
+    "linear int8 256 rows": linear(256, "bfloat16", "int8"),
+    "linear int8 1 row": linear(1, "bfloat16", "int8"),
+    "linear int4 256 rows": linear(256, "bfloat16", "int4"),
+    "linear int4 1 row": linear(1, "bfloat16", "int4"),
+    "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
+    "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),
+    "add_rms_norm bfloat16 4096": operation("add_rms_norm", (8, 4096), (8, 4096), (4096,), eps=1e-6),
+    "add bfloat16": operation("add", (8, 2048), (8, 2048)),
+    "gate bfloat16 silu": operation("gate", (8, 4096)),
+    "gate bfloat16 gelu_tanh": operation("gate", (8, 4096), activation="gelu_tanh"),
+    "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),
+    "divide": operation("divide", (8, 4096), dtype="float32", divisor=3.0),
+    "top_tokens": operation("top_tokens", (8, 151936), dtype="float32", k=20),
+    "embedding": rows("embedding"),
+    "take_rows": rows("take_rows"),
+    "rejection_sample": rows("rejection_sample"),
+    "sample": rows("sample"),
+}
+
+
+def _caches(kind: Any, head_dim: int, *, int8: bool) -> list[Any]:
+    import torch  # noqa: PLC0415
+
+    from octavo.models.kv_layout import KVLayout, KVShape  # noqa: PLC0415
+    from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
+
+    layout, cpu = KVLayout((KVShape(2, head_dim),)), torch.device("cpu")
+    dtype = torch.int8 if int8 else kind
+    return list(PagedKVCache(layout, num_blocks=64, block_size=16, dtype=dtype, device=cpu).layer(0))
+
+
+def _batch() -> Any:
+    """Return a batch of two decodes and a chunk of 18 tokens, up to 512 positions each."""
+    import torch  # noqa: PLC0415
+
+    from octavo.kernels import AttentionBatch  # noqa: PLC0415
+
+    return AttentionBatch(
+        query_start=torch.tensor([0, 1, 2, 20], dtype=torch.int32),
+        seq_lens=torch.full((3,), 500, dtype=torch.int32),
+        block_tables=torch.zeros(3, 32, dtype=torch.int32),
+        positions=torch.zeros(20, dtype=torch.int64),
+        slot_mapping=torch.zeros(20, dtype=torch.int64),
+        block_size=16,
+    )
+
+
+class NoDevice:
+    """Triton's driver of a target that is not there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_current_device(self) -> str:
+        """Return what compiled kernels are kept by."""
+        return self.name
+
+    def get_current_stream(self, device: str) -> int:
+        """Return the default one."""
+        del device
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Return what is compiled for."""
+        from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+
+        return GPUTarget(*TARGETS[self.name][:3])
+
+
+def compiled(case: str, target: str) -> list[Taken]:
+    """Compile what a case launches for a target; return what each of its kernels takes, by name."""
+    from triton.runtime import driver  # noqa: PLC0415
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415
+
+    kernels: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        del warmup
+        kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+
+    driver.set_active(NoDevice(target))
+    JITFunction.run = compile_only
+    try:
+        CASES[case]()
+    finally:
+        JITFunction.run = run
+    measure = _taken_on_amd if TARGETS[target][0] == "hip" else _taken_on_nvidia
+    return [
+        Taken(case, name, target, *measure(kernel), kernel.metadata.shared) for name, kernel in sorted(kernels.items())
+    ]
+
+
+def _taken_on_nvidia(kernel: Any) -> tuple[int, int]:
+    import triton  # noqa: PLC0415
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+    return registers, stack + local
+
+
+def _taken_on_amd(kernel: Any) -> tuple[int, int]:
+    text = kernel.asm["amdgcn"]
+    count = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count")}  # type: ignore[index]
+    return count["vgpr_count"], 4 * count["vgpr_spill_count"]
+
+
+def read_bounds() -> dict[tuple[str, str, str], Taken]:
+    """Return what kernels may take."""
+    with BOUNDS.open(encoding="utf-8", newline="") as file:
+        rows = [Taken(row[0], row[1], row[2], *map(int, row[3:])) for row in list(csv.reader(file))[1:]]
+    return {row.key: row for row in rows}
+
+
+def write_bounds(taken: list[Taken]) -> None:
+    """Put down what kernels take; what was not compiled stays."""
+    kept = read_bounds() if BOUNDS.exists() else {}
+    kept.update({each.key: each for each in taken})
+    with BOUNDS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Taken)])
+        writer.writerows(astuple(kept[key]) for key in sorted(kept))
+
+
+def exceeded(taken: Taken, bounds: dict[tuple[str, str, str], Taken]) -> list[str]:
+    """Return what a kernel takes more than it may: an eighth more registers than in the table, no more of the rest."""
+    bound, where = bounds.get(taken.key), f"{taken.kernel} of {taken.case} for {taken.target}"
+    if bound is None:
+        return [f"{where} has no bound: tools/compile_kernels.py --write"]
+    limits = {
+        "registers": bound.registers + bound.registers // 8,
+        "spilled_bytes": bound.spilled_bytes,
+        "shared_bytes": min(bound.shared_bytes, TARGETS[taken.target][3]),
+    }
+    return [
+        f"{where} takes {getattr(taken, name)} {name.replace('_', ' ')}, at most {limit} are allowed"
+        for name, limit in limits.items()
+        if getattr(taken, name) > limit
+    ]
+
+
+def main() -> int:
+    """Compile, print a table, return 1 where a bound is exceeded."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
+    parser.add_argument("--case", action="append", help="those whose names begin so; default: all")
+    parser.add_argument("--write", action="store_true", help="put down what kernels take as what they may")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("with TRITON_INTERPRET nothing is compiled: set it to 0")
+    taken: list[Taken] = []
+    for target in arguments.target or TARGETS:
+        for case in CASES:
+            if case.startswith(tuple(arguments.case or [""])):
+                found = compiled(case, target)
+                for each in found:
+                    print(*astuple(each), sep="\t", flush=True)
+                taken += found
+    if arguments.write:
+        write_bounds(taken)
+    bounds = read_bounds() if BOUNDS.exists() else {}
+    problems = [problem for each in taken for problem in exceeded(each, bounds)]
+    print(*problems, sep="\n", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
