@@ -434,7 +434,8 @@ class ModelInfo:
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
     has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them. num_parameters: weights of the checkpoint.
+    as config.json names them. num_parameters: weights of the checkpoint. quantization_level, file_type: of a GGUF file,
+    the name of its mix of types and the number, where the file gives one.
     """
 
     name: str
@@ -449,6 +450,8 @@ class ModelInfo:
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     num_parameters: int = 0
+    quantization_level: str = ""
+    file_type: int | None = None
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

@@ -48,7 +48,8 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "stream": False}
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     template = FakeChatTemplate("<tool_call> </think>")
-    with run_server(FakeExecutor(answer=ANSWER), engine_options={"chat_template": template}) as running:
+    options = {"chat_template": template, "model_info": {"quantization_level": "Q4_K_M", "file_type": 15}}
+    with run_server(FakeExecutor(answer=ANSWER), engine_options=options) as running:
         yield running
 
 
@@ -564,6 +565,18 @@ def _webui_chat(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
     with http.stream("POST", "/api/chat", content=json.dumps(payload), headers=WEBUI_HEADERS) as answer:
         assert answer.status_code == 200, answer.read()
         return [json.loads(line) for line in answer.iter_lines()]
+
+
+def test_types_of_a_gguf_file_are_told(client: ollama.Client, plain: ollama.Client) -> None:
+    shown = client.show("fake")
+    assert shown.details is not None
+    assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q4_K_M")
+    assert (shown.modelinfo or {})["general.file_type"] == 15
+    assert {each.details.quantization_level for each in client.list().models if each.details} == {"Q4_K_M"}
+    other = plain.show("fake")
+    assert other.details is not None
+    assert (other.details.format, other.details.quantization_level) == ("", "")
+    assert "general.file_type" not in (other.modelinfo or {})
 
 
 def test_open_webui_finds_models(running: Running) -> None:
