@@ -2,17 +2,20 @@
 
     python benchmarks/start.py                                   # qwen2-0.5b, three precisions, three ways
     python benchmarks/start.py --model ./my-checkpoint --repeat 3 --way serve --precision int8
+    python benchmarks/start.py --model ./model.gguf
 
 Ways: `LLM(...)` and its first token; `octavo generate CHECKPOINT` to the first byte of its answer; `octavo serve` until
 GET /ready answers 200. The first time no packed weights are kept on disk (see octavo.models.packed_cache); the cache is
 a folder of its own that is removed before each such start. bf16 keeps none, so both of its columns are alike. Files of
 the checkpoint are in the page cache: each case runs once more than it is counted. Peak memory is VmHWM of `LLM`'s
-process, kept.
+process, kept. A GGUF file is served as it is, and of it a second table says how long its weights take to be read and
+packed beside a plain reading of the file, in turns in one process: from the page cache, and without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -26,14 +29,60 @@ from serving import free_port, running
 from workloads import prepare
 
 PRECISIONS = ("bf16", "int8", "int4")
+AS_IT_IS = "as it is"
 PROGRAM = """
 import sys
 from octavo import LLM, SamplingParams
-model, quantization = sys.argv[1:]
-llm = LLM(model, dtype="bfloat16", quantization=quantization or None, skip_tokenizer_init=True)
+model, dtype, quantization = sys.argv[1:]
+llm = LLM(model, dtype=dtype, quantization=quantization or None, skip_tokenizer_init=True)
 llm.generate([[1] * 32], SamplingParams(max_tokens=1), use_tqdm=False)
 print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024)
 """
+LOAD_PROGRAM = """
+import json, os, sys, time
+import torch
+from octavo.kernels.cpu import CpuKernels
+from octavo.models.loader import load_model
+from octavo.startup.checkpoint import open_checkpoint
+
+def read():
+    buffer = bytearray(16 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+def load():
+    weights, dtype = checkpoint.weights, architecture.dtype
+    load_model(weights, architecture, kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=512)
+
+path, repeat = sys.argv[1], int(sys.argv[2])
+checkpoint, kernels = open_checkpoint(path), CpuKernels()
+architecture = checkpoint.read_architecture()
+for is_cached in (True, False):
+    for _ in range(repeat + 1):
+        seconds = []
+        for work in (read, load):
+            if not is_cached:
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begin = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - begin)
+        print(json.dumps([is_cached, *seconds]))
+"""
+
+
+def compare_with_reading(model: str, repeat: int) -> None:
+    """Print how long loading a GGUF file takes beside reading it; the first turn of each kind is not counted."""
+    program = [sys.executable, "-c", LOAD_PROGRAM, model, str(repeat)]
+    printed = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+    turns = [json.loads(line) for line in printed.splitlines()]
+    print("\n| file's pages | read, s | loaded, s | ratio |\n|---|---|---|---|")
+    for is_cached, name in ((True, "in memory"), (False, "on disk")):
+        counted = [seconds for cached, *seconds in turns if cached is is_cached][1:]
+        read, loaded = (statistics.median(each) for each in zip(*counted, strict=True))
+        ratio = statistics.median(loaded / read for read, loaded in counted)
+        print(f"| {name} | {read:.2f} | {loaded:.2f} | {ratio:.2f} |")
 
 
 def first_output(command: list[str], environment: dict[str, str]) -> tuple[float, bytes]:
@@ -51,11 +100,12 @@ def first_output(command: list[str], environment: dict[str, str]) -> tuple[float
 
 def start(way: str, model: str, precision: str, environment: dict[str, str]) -> tuple[float, int | None]:
     """Run one process; return its seconds, and of LLM its peak memory in bytes."""
-    quantization = "" if precision == "bf16" else precision
-    options = ["--dtype", "bfloat16", *(["--quantization", quantization] if quantization else [])]
+    quantization = precision if precision in ("int8", "int4") else ""
+    dtype = "auto" if precision == AS_IT_IS else "bfloat16"
+    options = ["--dtype", dtype, *(["--quantization", quantization] if quantization else [])]
     octavo = [sys.executable, "-m", "octavo"]
     if way == "LLM":
-        seconds, written = first_output([sys.executable, "-c", PROGRAM, model, quantization], environment)
+        seconds, written = first_output([sys.executable, "-c", PROGRAM, model, dtype, quantization], environment)
         return seconds, int(written)
     if way == "generate":
         asked = ["--raw", "--prompt", "What is 12 + 30?", "--max-tokens", "1", "--temperature", "0"]
@@ -72,18 +122,20 @@ WAYS = {"LLM": "`LLM`, first token", "generate": "`octavo generate`, first token
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
+    parser.add_argument("--model", help="a checkpoint (default: qwen2-0.5b, made if missing)")
     parser.add_argument("--repeat", type=int, default=5, help="medians of so many runs (default: %(default)s)")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="again for more (default: all)")
     parser.add_argument("--way", action="append", choices=list(WAYS), help="again for more (default: all)")
     arguments = parser.parse_args()
     model = arguments.model or str(prepare("qwen2-0.5b")[0])
+    is_gguf = model.endswith(".gguf")
+    precisions = arguments.precision or ([AS_IT_IS] if is_gguf else PRECISIONS)
     print("| | weights | first time, s | kept, s | peak memory, MB |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
         for way in arguments.way or WAYS:
-            for precision in arguments.precision or PRECISIONS:
+            for precision in precisions:
                 cells = [WAYS[way], precision]
                 for is_kept in (False, True):
                     runs = []
@@ -97,6 +149,8 @@ def main() -> None:
                 peaks = [peak for _, peak in runs[1:] if peak is not None]
                 cells.append(f"{statistics.median(peaks) / 1e6:.0f}" if peaks else "")
                 print("| " + " | ".join(cells) + " |", flush=True)
+    if is_gguf:
+        compare_with_reading(model, arguments.repeat)
 
 
 if __name__ == "__main__":

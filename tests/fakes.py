@@ -263,6 +263,7 @@ def make_engine(
     block_size: int = 16,
     max_model_len: int = 2048,
     generation_defaults: Mapping[str, Any] | None = None,
+    model_info: Mapping[str, Any] | None = None,
     chat_template: FakeChatTemplate | None = None,
     role: str = "both",
     kv_transfer_port: int | None = None,
@@ -276,6 +277,7 @@ def make_engine(
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         generation_defaults=dict(generation_defaults or {}),
+        **(model_info or {}),
     )
     metrics, recent = EngineMetrics(), RecentEvents(2000)
     configs = SchedulerConfig(**scheduler_options), CacheConfig(block_size=block_size)

@@ -30,6 +30,7 @@ class Engine(ABC):
     processes   letters that one process may run: of other letters it needs another setting
     runner      its script in benchmarks/runners
     distributions  packages whose versions are recorded
+    speculation how tokens are guessed; None for what it does by itself
     """
 
     name: ClassVar[str]
@@ -38,6 +39,7 @@ class Engine(ABC):
     processes: ClassVar[tuple[str, ...]] = ("ABCD",)
     runner: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
+    speculation: ClassVar[str | None] = None
 
     def __init__(self, home: Path) -> None:
         self.home = home

@@ -150,6 +150,7 @@ def _job(
         started_at=time.time(),
         result=str(folder / "result.json"),
         binary=engine.binary,
+        speculation=engine.speculation,
         turns=turns,
     )
 

@@ -26,6 +26,7 @@ class Octavo:
             enable_prefix_caching=job.prefix_caching,
             num_threads=job.threads,
             skip_tokenizer_init=True,
+            **({} if job.speculation is None else {"speculative_config": {"method": job.speculation}}),
         )
 
     def generate(self, requests: Sequence[Request]) -> list[int]:

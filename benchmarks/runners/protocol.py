@@ -39,6 +39,7 @@ class Job:
     kv_bytes        for its KV cache, where the engine lets one say so
     started_at      seconds since the epoch when the process was asked for
     binary          the engine's program, if it is one
+    speculation     how octavo guesses tokens; None for its default
     turns           file descriptor of a socket that says when to measure what (see `_take_turns`), if not all at once
     """
 
@@ -53,6 +54,7 @@ class Job:
     started_at: float
     result: str
     binary: str | None = None
+    speculation: str | None = None
     turns: int | None = None
 
 

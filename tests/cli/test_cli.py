@@ -42,6 +42,7 @@ from octavo.config import (
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.sampling_params import SamplingParams
 from octavo.server.access.listening import bind
 from octavo.server.access.tenants import Tenant, add_key
 
@@ -463,6 +464,34 @@ def test_chat_says_how_a_real_model_is_talked_to(
     monkeypatch.setattr("octavo.cli.chat._read_line", lambda *, interactive: "/exit" if interactive else None)
     told = run("chat", *model).stdout
     assert ("octavo chat ./model.gguf" in told, "/help shows" in told) == (is_told, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "told"),
+    [
+        ([], {}, (0.8, 40, 0.95, 0.05)),
+        (["--temperature", "0", "--top-k", "0"], {}, (0.0, 0, 0.95, 0.05)),
+        ([], {"top_p": 0.5}, (1.0, 0, 0.5, 0.0)),
+        ([], {"repetition_penalty": 1.1}, (0.8, 40, 0.95, 0.05)),
+        (["--generation-config", "vllm"], {}, (1.0, 0, 1.0, 0.0)),
+    ],
+)
+def test_chat_is_gentle_where_a_model_says_nothing(
+    fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: dict[str, Any], told: Any
+) -> None:
+    """`octavo chat` alone: what computes tokens for programs has vLLM's defaults."""
+    seen = []
+    engine = make_engine(fake_model, generation_defaults=named)
+    monkeypatch.setattr(EngineOptions, "build", lambda _options: engine)
+
+    def answer(_engine: Any, _prompt: Any, params: SamplingParams, _write: Any) -> tuple[str, str]:
+        seen.append(params)
+        return "", "stop"
+
+    monkeypatch.setattr("octavo.cli.streaming.stream_answer", answer)
+    assert run("chat", *arguments, stdin="hi\n").exit_code == 0
+    ((temperature, top_k, top_p, min_p),) = [(each.temperature, each.top_k, each.top_p, each.min_p) for each in seen]
+    assert (temperature, top_k, top_p, min_p) == told
 
 
 def test_chat_needs_a_template(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

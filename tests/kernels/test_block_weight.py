@@ -41,6 +41,29 @@ def test_rows_of_another_length_are_refused(kind):
         BlockWeight(kind, torch.zeros(2, kind.block_bytes + 1, dtype=torch.uint8), kind.block_values)
 
 
+@pytest.mark.parametrize("kind", BlockKind)
+def test_scales_that_are_no_finite_numbers_are_seen(generator, kind):
+    """Of rows of any bytes: those whose numbers are not all finite, by what they hold besides integers alone."""
+    size = 192 * 256 // kind.block_values * kind.block_bytes
+    data = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    weight = BlockWeight(kind, data.view(-1, kind.row_bytes(256)), 256)
+    rows = [weight.select_rows(slice(row, row + 1)) for row in range(len(weight.rows))]
+    if kind is BlockKind.MXFP4:
+        expected = [bool((row.rows[0, ::17] == 255).any()) for row in rows]
+    else:
+        expected = [not bool(row.dequantize().isfinite().all()) for row in rows]
+    assert [row.has_broken_scale() for row in rows] == expected
+    assert any(expected) != all(expected)
+    assert not random_blocks(generator, kind, 64, 256).has_broken_scale()
+
+
+def test_the_largest_float16_is_a_scale():
+    data = torch.zeros(1, 34, dtype=torch.uint8)
+    for bits, is_broken in ((0x7BFF, False), (0xFBFF, False), (0x7C00, True), (0xFC00, True), (0x7E00, True)):
+        data[0, 0], data[0, 1] = bits & 255, bits >> 8
+        assert BlockWeight(BlockKind.Q8_0, data, 32).has_broken_scale() is is_broken
+
+
 def test_neighbours_of_one_kind_stand_together(generator):
     q, k = (random_blocks(generator, BlockKind.Q4_K, rows, 256) for rows in (8, 4))
     v, other = random_blocks(generator, BlockKind.Q6_K, 4, 256), random_blocks(generator, BlockKind.Q4_K, 4, 256)

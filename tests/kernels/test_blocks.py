@@ -1,5 +1,7 @@
 """Weights in GGUF's blocks times int8 activations in groups of 32: the same bits everywhere, for every kind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_backends import ISAS, compiled_kernels
@@ -180,3 +182,14 @@ def test_weights_in_a_file_are_packed_where_they_stand(fastest, generator):
     expected = weight.dequantize()[32:]
     weight.rows.zero_()
     assert torch.equal(fastest.embedding(torch.arange(96), packed, torch.float32), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_packed_in_parts_that_are_forgotten_one_by_one(compiled, generator, kind, monkeypatch):
+    weight, forgotten = random_blocks(generator, kind, 200, 256), []
+    whole = compiled.pack_linear([weight]).storage.panels[0].data
+    monkeypatch.setattr("octavo.kernels.block_panels._BYTES_AT_ONCE", 40 * kind.row_bytes(256))
+    in_parts = compiled.pack_linear([replace(weight, forget=forgotten.append)]).storage.panels[0].data
+    assert torch.equal(in_parts, whole)
+    assert [len(rows) for rows in forgotten] == [32] * 6 + [8]
+    assert torch.equal(torch.cat(forgotten), weight.rows)

@@ -73,16 +73,17 @@ def test_blocks_are_what_the_package_makes_of_them(kind, tmp_path):
     stored, rng = TensorType[kind], np.random.default_rng(0)
     _, path = make(tmp_path, config={"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
     read = GGUFFile.read(path)
-    blocks = rng.integers(0, 256, (8 * 256 // stored.block_values, stored.block_bytes), np.uint8)
-    with np.errstate(all="ignore"):  # random scales are infinite, too
-        theirs = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    blocks = rng.integers(0, 256, (64 * 256 // stored.block_values, stored.block_bytes), np.uint8)
+    with np.errstate(all="ignore"):  # random scales are infinite, too, which are refused
+        is_finite = np.isfinite(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).all(axis=1)
+    blocks = blocks[is_finite][: 8 * 256 // stored.block_values]
+    theirs = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
     (tmp_path / "blocks").write_bytes(bytes(64) + blocks.tobytes())
     name = "blk.0.ffn_down.weight"
     read.tensors[name] = type(read.tensors[name])(tmp_path / "blocks", stored, (8, 256), 64, blocks.nbytes)
     weights = GGUFWeights(GGUFFile(path, (path, tmp_path / "blocks"), read.metadata, read.tensors))
-    with np.errstate(all="ignore"):
-        ours = weights.open().tensor("model.layers.0.mlp.down_proj.weight").numpy()
-    assert np.array_equal(ours.reshape(-1), theirs.reshape(-1), equal_nan=True)
+    ours = weights.open().tensor("model.layers.0.mlp.down_proj.weight").numpy()
+    assert np.array_equal(ours.reshape(-1), theirs.reshape(-1))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
@@ -109,6 +110,30 @@ def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
             assert torch.equal(blocks.dequantize(), tensors.tensor(name)), name
             assert sizes.pop(name) == blocks.nbytes
     assert not sizes
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "IQ4_NL"])
+def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path):
+    """As blocks, and as numbers, which kinds are expanded to that are not multiplied as they are."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    _, path = make(tmp_path, config=sizes, kind="Q8_0" if kind == "IQ4_NL" else kind)
+    read = GGUFFile.read(path)
+    stored = read.tensors["blk.1.ffn_up.weight"]
+    scale_at = 208 if kind == "Q6_K" else 0
+    with path.open("r+b") as file:
+        file.seek(stored.offset + 3 * TensorType[kind].block_bytes + scale_at)
+        file.write(np.float16(np.nan).tobytes())
+    if kind == "IQ4_NL":
+        read.tensors["blk.1.ffn_up.weight"] = replace(stored, type=TensorType[kind], num_bytes=256 * 8 * 18)
+    tensors = GGUFWeights(read).open()
+    name, message = "model.layers.1.mlp.up_proj.weight", r"model\.gguf: blk\.1\.ffn_up\.weight holds a scale that is"
+    with pytest.raises(ModelError, match=message), np.errstate(all="ignore"):
+        tensors.tensor(name)
+    if kind == "IQ4_NL":
+        return
+    with pytest.raises(ModelError, match=message):
+        tensors.blocks(name)
+    assert tensors.blocks("model.layers.1.mlp.down_proj.weight") is not None
 
 
 def test_kinds_of_blocks_are_those_of_the_kernels():

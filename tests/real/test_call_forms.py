@@ -22,7 +22,7 @@ from octavo.server.answers.tools import read_chat_tools
 logger = logging.getLogger(__name__)
 MAX_MODEL_LEN = 4096
 NUM_SEQS = 8
-MAX_TOKENS = 200
+MAX_TOKENS = 300
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 PARAMETERS = {
     "type": "object",
@@ -56,14 +56,14 @@ FORMS = {
     "HuggingFaceTB-SmolLM3-3B": (None, "think"),
     "Kimi-K2-Instruct": ("kimi_k2", None),
     "Kimi-K2-Thinking": ("kimi_k2", "think"),
-    "Kimi-K3": (None, None),
+    "Kimi-K3": ("kimi_k3", "kimi_k3"),
     "LFM2-8B-A1B": ("lfm2", None),
     "LFM2.5-8B-A1B": ("lfm2", "think"),
     "LFM2.5-Instruct": ("lfm2", "think"),
     "MiMo-VL": ("hermes", None),
     "MiniMax-M1": ("minimax", None),
     "MiniMax-M2": ("minimax_m2", "think"),
-    "MiniMax-M3": (None, "minimax_m3"),
+    "MiniMax-M3": ("minimax_m3", "minimax_m3"),
     "Mistral-Small-3.2-24B-Instruct-2506": ("mistral", None),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "think"),
     "NVIDIA-Nemotron-Nano-v2": ("nemotron_json", "think"),
@@ -94,7 +94,7 @@ FORMS = {
     "llama-cpp-deepseek-r1": ("deepseek_v3", "think"),
     "llama-cpp-rwkv-world": (None, "think"),
     "meetkai-functionary-medium-v3.1": ("functionary_v3_1", None),
-    "meetkai-functionary-medium-v3.2": (None, None),
+    "meetkai-functionary-medium-v3.2": ("functionary_v3_2", None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
@@ -102,7 +102,7 @@ FORMS = {
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
     "moonshotai-Kimi-K2": ("kimi_k2", None),
-    "muse-glimmer": (None, None),
+    "muse-glimmer": ("muse_glimmer", "muse_glimmer"),
     "openai-gpt-oss-120b": ("openai", "openai_gptoss"),
     "openbmb-MiniCPM5-1B": ("minicpm5", "think"),
     "poolside-Laguna-S-2.1": ("glm47", "think"),
@@ -111,15 +111,13 @@ FORMS = {
     "tencent-Hy3": ("hy_v3", "hy_v3"),
     "unsloth-Apriel-1.5": ("jamba", "apriel"),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
-    "upstage-Solar-Open-100B": ("solar_open", None),
+    "upstage-Solar-Open-100B": ("solar_open", "solar_open"),
 }
 
 _NO_TOOLS = "the template tells the model of no tools"
 # What cannot be done with a template, and why.
 CANNOT = {
     "HuggingFaceTB-SmolLM3-3B": "the template takes tools under names of its own: xml_tools and python_tools",
-    "Kimi-K3": "its nested tags are not known",
-    "MiniMax-M3": "its nested tags, with a mark before each, are not known",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": _NO_TOOLS,
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": _NO_TOOLS,
     "deepseek-ai-DeepSeek-V3.1": _NO_TOOLS,
@@ -127,10 +125,7 @@ CANNOT = {
     "google-gemma-2-2b-it": _NO_TOOLS,
     "llama-cpp-deepseek-r1": "the template makes JSON of a generator, and so refuses tools in transformers as well",
     "llama-cpp-rwkv-world": _NO_TOOLS,
-    "meetkai-functionary-medium-v3.2": "its heads, which content has as well, are not known",
     "microsoft-Phi-3.5-mini-instruct": _NO_TOOLS,
-    "muse-glimmer": "its messages are not known",
-    "upstage-Solar-Open-100B": "its reasoning, in messages of its own, is not split off",
 }
 
 

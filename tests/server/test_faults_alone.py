@@ -28,7 +28,7 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.access import audit
 from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import merge
+from octavo.server.answers.job_outputs import merge
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.api import tgi
 from octavo.server.api.anthropic import messages

@@ -86,6 +86,20 @@ def test_what_the_metadata_say_of_serving(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file_type", "kind", "told"),
+    [(15, "Q4_0", ("Q4_K_M", 15)), (7 + 1024, "Q8_0", ("Q8_0", 7)), (None, "Q4_0", ("Q4_0", None)),
+     (999, "Q5_1", ("Q5_1", None)), ("many", "F32", ("F32", None))],
+)  # fmt: skip
+def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file_type, kind, told):
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind, changes={"general.file_type": file_type})
+    config = ModelConfig(model=str(path))
+    info = make_processors(config, ServedModel.find(config))[0].model_info
+    assert (info.quantization_level, info.file_type) == told
+    of_folder = ModelConfig(model=str(folder), skip_tokenizer_init=True)
+    assert make_processors(of_folder, ServedModel.find(of_folder))[0].model_info.quantization_level == ""
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model = 't5'"),
@@ -134,6 +148,17 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
+def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
+    """Seen as it is loaded: else every token would come out of NaN."""
+    path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0")
+    stored = GGUFCheckpoint(path).file.tensors["blk.1.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    data[stored.offset + 18 : stored.offset + 20] = b"\x00\x7c"  # an infinite scale
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight holds a scale that is infinite or no number"):
+        tokens_of(path)
+
+
 def test_rounded_weights_are_kept_for_the_next_start(folder, path, tmp_path, monkeypatch):
     monkeypatch.setattr("octavo.models.packed_cache.LEAST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -26,6 +26,8 @@ System = Annotated[
 ]
 
 
+# Where a checkpoint names none of these: a small model's answers go astray where every token may come.
+GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
     "octavo chat Qwen/Qwen2.5-0.5B-Instruct"
@@ -39,7 +41,10 @@ REAL_MODELS = (
     "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn a line",
 )
 def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None) -> None:
-    """Talk to a model; it remembers what was said before."""
+    """Talk to a model; it remembers what was said before.
+
+    A model whose files say nothing of sampling has --temperature 0.8, --top-k 40, --top-p 0.95 and --min-p 0.05 here.
+    """
     from octavo.sampling_params import RequestOutputKind  # only what runs a model
 
     built = engine.build()
@@ -47,7 +52,8 @@ def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None
         raise ModelError(
             f"{engine.served_name} has no chat template; give one with --chat-template, or use octavo generate --raw"
         )
-    params = sampling.params(built.input_processor, RequestOutputKind.DELTA)
+    unnamed = None if engine.generation_config == "vllm" else GENTLE_SAMPLING
+    params = sampling.params(built.input_processor, RequestOutputKind.DELTA, unnamed=unnamed)
     conversation = Conversation(built, params, system)
     interactive = sys.stdin.isatty()
     if interactive:

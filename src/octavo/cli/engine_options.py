@@ -97,6 +97,7 @@ class EngineOptions:
     mixed_step_ms: float | None
     max_num_waiting: int | None
     max_num_waiting_tokens: int | None
+    generation_config: str
     scheduling_policy: SchedulingPolicy | None
     seed: int
     speculative_method: str | None

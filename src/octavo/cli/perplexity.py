@@ -42,11 +42,15 @@ def python_reference() -> str:
 def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[list[int]]:
     """Return the first pieces of PIECE_TOKENS token ids of a text; none depends on another.
 
-    A model of shorter context gets shorter ones. Raises `RequestError` for a text of less than one piece.
+    Each begins with BOS where the text does. A model of shorter context gets shorter ones. Raises `RequestError` for a
+    text of less than one piece.
     """
     size = min(PIECE_TOKENS, llm.llm_engine.input_processor.model_info.max_model_len - 1)
-    ids = llm.get_tokenizer().encode(text)
-    pieces = [ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(text)
+    bos = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+    ids, step = ids[len(bos) :], size - len(bos)
+    pieces = [bos + ids[first : first + step] for first in range(0, len(ids) - step + 1, step)]
     if not pieces:
         raise RequestError(f"the text has {len(ids)} tokens; a perplexity is measured on pieces of {size}")
     return pieces[:max_pieces]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from octavo.engine.input_processor import InputProcessor
     from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -106,12 +108,23 @@ class SamplingOptions:
         typer.Option("--ignore-eos", rich_help_panel=_PANEL, help="Go on behind the end-of-text token."),
     ] = False
 
-    def params(self, processor: InputProcessor, output_kind: RequestOutputKind, *, n: int = 1) -> SamplingParams:
-        """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`."""
+    def params(
+        self,
+        processor: InputProcessor,
+        output_kind: RequestOutputKind,
+        *,
+        n: int = 1,
+        unnamed: Mapping[str, float] | None = None,
+    ) -> SamplingParams:
+        """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`.
+
+        unnamed: what holds where the checkpoint names none of these.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}
         # Unless the user or the checkpoint says otherwise an answer may be as long as the context.
-        max_tokens = processor.model_info.generation_defaults.get("max_tokens")
+        named = processor.model_info.generation_defaults
+        own = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
         return processor.default_sampling_params(
-            **{"max_tokens": max_tokens, **given, "n": n, "output_kind": output_kind}
+            **{"max_tokens": named.get("max_tokens"), **own, **given, "n": n, "output_kind": output_kind}
         )

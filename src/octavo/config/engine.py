@@ -380,8 +380,9 @@ class DeviceConfig:
     )
     kernels: str = option(
         "auto",
-        "auto takes the fastest kernels there are: cpu, or triton on a GPU; reference is plain torch. "
-        "fast-inexact is triton with torch's products: a token may depend on the batch it was computed in.",
+        "auto takes cpu where they are compiled, else plain torch, which is reference. triton: those for GPUs, asked "
+        "for by name until they have been tried on one. fast-inexact is triton with torch's products: a token may "
+        "depend on the batch it was computed in.",
         choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
     )
     isa: str = option(
@@ -433,7 +434,8 @@ class ModelInfo:
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
     has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them. num_parameters: weights of the checkpoint.
+    as config.json names them. num_parameters: weights of the checkpoint. quantization_level, file_type: of a GGUF file,
+    the name of its mix of types and the number, where the file gives one.
     """
 
     name: str
@@ -448,6 +450,8 @@ class ModelInfo:
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     num_parameters: int = 0
+    quantization_level: str = ""
+    file_type: int | None = None
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

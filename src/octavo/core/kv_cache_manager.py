@@ -229,10 +229,10 @@ class KVCacheManager:
             return None
         name = found[-1].name if found else None
         content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
-        if partial.content != content:
-            return None
         blocks = [*found, partial.block]
-        return partial.block if self.windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks) else None
+        if self.windows.num_covered(blocks, request.num_prompt_tokens - 1) < len(blocks):
+            return None
+        return partial.block if partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
         """Return the prompt's tokens behind its last full block."""

@@ -69,9 +69,10 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU and those in Triton on CUDA, or plain torch: with a warning where
-    nothing was compiled, or Triton is missing; "reference" is plain torch; "cpu" and "triton" are these or an error;
-    "fast-inexact" is "triton" with the products of torch's library, whose rows depend on the batch.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on
+    CUDA it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and
+    "triton" are these or an error; "fast-inexact" is "triton" with the products of torch's library, whose rows depend
+    on the batch.
     num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
     isa: their instruction set; "auto" is the best that the processor has.
 
@@ -94,7 +95,7 @@ def create_kernels(
         if isa not in available:
             reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
-    if backend in _IN_TRITON or (backend == "auto" and device.type == "cuda"):
+    if backend in _IN_TRITON:
         return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:
@@ -114,19 +115,9 @@ def create_kernels(
 
 
 def _triton_kernels(device: torch.device, backend: str) -> Kernels:
-    """Return those in Triton; with "auto" plain torch, and a warning, where it is missing."""
     if importlib.util.find_spec("triton") is None:
-        what = "the kernels for GPUs need Triton, which is not installed: pip install 'octavo[gpu]'"
-        if backend != "auto":
-            raise ConfigError(f"{what}; or choose reference")
-        warnings.warn(
-            f"{what}. Plain torch serves, slower, and a token may depend on the batch it was computed in.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
-
-        return ReferenceKernels()
+        what = f"kernel backend {backend!r} needs Triton, which is not installed"
+        raise ConfigError(f"{what}: pip install 'octavo[gpu]'; or choose auto")
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
 
     if device.type != "cuda" and not is_interpreted():

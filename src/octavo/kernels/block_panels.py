@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.kernels.block_weight import BlockKind, group_by_kind
+from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind
 from octavo.kernels.interface import PackedLinear
 from octavo.kernels.panels import NO_INT4, PANEL_COLUMNS, PanelWeight
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.block_weight import BlockWeight
     from octavo.kernels.cpu import CpuKernels
 
+_BYTES_AT_ONCE = 32 << 20  # of rows that are packed before they are forgotten
 KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # csrc/types.h
 
 
@@ -60,17 +60,22 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    parts = [weight.rows if weight.rows.stride(1) == 1 else weight.rows.contiguous() for weight in weights]
-    if any(len(part) % PANEL_COLUMNS != 0 for part in parts[:-1]):  # else each into its own panels
-        parts = [torch.cat(parts)]
-    out_features = sum(len(part) for part in parts)
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each into its own panels
+        weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
+    out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
     data = kernels.allocate(-(-out_features // PANEL_COLUMNS) * panel_bytes)
     number, place = KIND_NUMBERS[kind], data.data_ptr()
-    for part in parts:
-        assert part.shape[1] == kind.row_bytes(in_features)
-        kernels.kernel_set.pack_weight(
-            part.data_ptr(), number, len(part), in_features, part.stride(0), 0, 0, 0, NO_INT4.group_size, place
-        )
-        place += len(part) // PANEL_COLUMNS * panel_bytes
+    rows_at_once = max(1, _BYTES_AT_ONCE // kind.row_bytes(in_features) // PANEL_COLUMNS) * PANEL_COLUMNS
+    for weight in weights:
+        for first in range(0, weight.shape[0], rows_at_once):
+            part = weight.rows[first : first + rows_at_once]
+            rows = part if part.stride(1) == 1 else part.contiguous()
+            assert rows.shape[1] == kind.row_bytes(in_features)
+            kernels.kernel_set.pack_weight(
+                rows.data_ptr(), number, len(rows), in_features, rows.stride(0), 0, 0, 0, NO_INT4.group_size, place
+            )
+            if rows_at_once < weight.shape[0]:  # whoever holds the file lets go of small ones together
+                weight.forget(part)
+            place += len(rows) // PANEL_COLUMNS * panel_bytes
     return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)

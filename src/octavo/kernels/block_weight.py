@@ -6,7 +6,7 @@ The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,8 @@ GROUP_VALUES = 32  # consecutive input features that share a scale of the activa
 _SUPER_GROUPS = 8  # of a block of 256
 # Of the float16 numbers of a block, where that is not the first alone.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+_FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of its bits are set where it is no finite number
+_E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
@@ -79,11 +81,16 @@ class BlockValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file."""
+    """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file.
+
+    forget(rows) takes rows that were packed, and are read no more, out of memory; where they alias no file it does
+    nothing.
+    """
 
     kind: BlockKind
     rows: Tensor
     in_features: int
+    forget: Callable[[Tensor], None] = field(default=lambda _: None, compare=False)
 
     def __post_init__(self) -> None:
         """Check that each row has the bytes of its blocks."""
@@ -119,13 +126,21 @@ class BlockWeight:
         """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
         return self.numbers().dequantize()
 
+    def has_broken_scale(self) -> bool:
+        """Whether a scale or minimum is infinite or no number. The integers are not read."""
+        blocks = self.rows.reshape(-1, self.kind.block_bytes)
+        if self.kind is BlockKind.MXFP4:
+            return bool((blocks[:, 0] == _E8M0_NAN).any())
+        upper_bytes = [blocks[:, place + 1] for place in _SCALE_PLACES.get(self.kind.name, (0,))]
+        return any(bool(((each & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any()) for each in upper_bytes)
+
     def select_rows(self, index: slice | Tensor) -> BlockWeight:
         """Return some of its rows."""
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
         """Return it on a device."""
-        return BlockWeight(self.kind, self.rows.to(device), self.in_features)
+        return replace(self, rows=self.rows.to(device))
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,15 @@ class GGUFTensors:
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
             return None
         out_features, in_features = stored.shape
-        weight = BlockWeight(_BLOCKS[stored.type], self._bytes(stored).view(out_features, -1), in_features)
+        rows = self._bytes(stored).view(out_features, -1)
+        weight = BlockWeight(_BLOCKS[stored.type], rows, in_features, partial(_forget, stored.path))
+        step = max(1, _RESIDENT_BYTES // weight.kind.row_bytes(in_features))
+        for first in range(0, out_features, step):
+            part = weight.select_rows(slice(first, first + step))
+            if part.has_broken_scale():
+                raise _broken(stored, own)
+            if step < out_features:
+                weight.forget(part.rows)
         heads = self._weights.heads_of_pairs(own)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
@@ -113,6 +122,8 @@ class GGUFTensors:
             numbers = data.view(_FLOATS[stored.type]).view(stored.shape)
         else:
             numbers = _expand(stored, data.view(-1, stored.type.block_bytes)).view(stored.shape)
+            if not bool(numbers.isfinite().all()):
+                raise _broken(stored, own)
         heads = self._weights.heads_of_pairs(own)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
@@ -136,6 +147,10 @@ class GGUFTensors:
         return mapped
 
 
+def _forget(path: Path, rows: Tensor) -> None:
+    forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
+
+
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
     """Return, for each row in the order of Hugging Face's layout, where a file of llama.cpp has it.
 
@@ -151,6 +166,13 @@ def _map(path: Path) -> Tensor:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
+
+
+def _broken(stored: StoredArray, name: str) -> ModelError:
+    return ModelError(
+        f"{stored.path}: {name} holds a scale that is infinite or no number, and tokens would come out of NaN; the "
+        "file is broken, download it again"
+    )
 
 
 def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:

@@ -41,6 +41,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# What llama.cpp calls a mix of types, by the number in general.file_type.
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
+}  # fmt: skip
+_FILE_TYPE_GUESSED = 1 << 10  # a flag
 _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the configuration
 
 
@@ -71,6 +79,19 @@ class GGUFWeights:
             if len(stored.shape) == 2:
                 values[stored.type.name] += math.prod(stored.shape)
         return tuple(name for name, _ in values.most_common())
+
+    @property
+    def file_type(self) -> int | None:
+        """general.file_type, where it is a number that llama.cpp knows: see `quantization_level`."""
+        number = self.file.metadata.get("general.file_type")
+        if not isinstance(number, int) or number & ~_FILE_TYPE_GUESSED not in _FILE_TYPES:
+            return None
+        return number & ~_FILE_TYPE_GUESSED
+
+    @property
+    def quantization_level(self) -> str:
+        """Name the mix of types as llama.cpp does, Q4_K_M say; without one the type of the most values."""
+        return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:
         """Return the file, or all of them."""

@@ -23,9 +23,11 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
+        raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors, or a GGUF file")
     if not isinstance(model, str) or not _HUB_ID.fullmatch(model):
-        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout or a hub id (owner/name)")
+        raise ModelError(
+            f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id (owner/name)"
+        )
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:

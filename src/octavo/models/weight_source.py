@@ -53,6 +53,16 @@ class WeightSource(Protocol):
         """Name the types of its matrices; none where the configuration says it."""
         ...
 
+    @property
+    def quantization_level(self) -> str:
+        """Name of that mix of types, Q4_K_M say; "" where there are no `types`."""
+        ...
+
+    @property
+    def file_type(self) -> int | None:
+        """Number of it, as the file gives it; None where it does not."""
+        ...
+
     def weight_files(self) -> list[Path]:
         """Return the files that hold the weights. Raises `ModelError` where there are none."""
         ...
@@ -71,6 +81,8 @@ class FolderWeights:
 
     __slots__ = ("path",)
     types: tuple[str, ...] = ()
+    quantization_level: str = ""
+    file_type: int | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -16,7 +16,7 @@ from octavo import __version__
 from octavo.server.access.body import body_of
 from octavo.server.access.guards import add_guards
 from octavo.server.access.routes import REFUSALS
-from octavo.server.answers.answering import json_response
+from octavo.server.answers.jobs import json_response
 from octavo.server.api import describing, tgi
 from octavo.server.api.anthropic import messages
 from octavo.server.api.ollama import answers as ollama

@@ -158,6 +158,8 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
         model_type=str(described.get("model_type", "")),
         architectures=tuple(map(str, described.get("architectures") or ())),
         num_parameters=architecture.num_parameters,
+        quantization_level=checkpoint.weights.quantization_level,
+        file_type=checkpoint.weights.file_type,
     )
 
 

@@ -265,12 +265,17 @@ class GrammarCompiler:
         """Return the rules of an answer: its structure, `@answer`, and what is free before it."""
         if wanted.starts_after is None:
             return "start: @answer"
-        vocabulary, ends = self._vocabulary, self._token(wanted.starts_after)
+        vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
         assert vocabulary is not None
+        ends = None if self._token(first) is None else self._spelled(wanted.starts_after)
         opens = wanted.free_from and self._spelled(wanted.free_from)
-        added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(wanted.starts_after)}
+        added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(first)}
         between = sorted(each for each in added if each < self._vocab_size)
         return free_start(wanted.starts_after, ends, opens, between)
+
+    def _first_piece(self, text: str) -> str:
+        """Return a text that is a token, or what looks like one at its beginning."""
+        return text if self._token(text) else next(filter(None, _MARKS.split(text)))
 
     def _spelled(self, text: str) -> str:
         """Return how a grammar writes a text that may be a token, or hold some."""

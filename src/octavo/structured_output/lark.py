@@ -21,7 +21,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # which JSON allows before it
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
-_TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
+_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
 _VALUES = {"const", "enum", "required"}
 

@@ -29,10 +29,13 @@ def test_without_the_interpreter_it_takes_a_gpu(kernels, monkeypatch):
 def test_without_triton(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]'; or choose reference"):
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[gpu\]'; or choose auto"):
         create_kernels(CPU, "triton")
-    with pytest.warns(RuntimeWarning, match=r"octavo\[gpu\].* Plain torch serves"):
-        assert create_kernels(torch.device("cuda"), "auto").name == "reference"
+
+
+def test_a_gpu_gets_what_was_tried_on_one_unless_it_is_asked_for_by_name():
+    assert create_kernels(torch.device("cuda"), "auto").name == "reference"
+    assert create_kernels(torch.device("cuda"), "triton").name == "triton"
 
 
 def test_what_blocks_are_multiplied_by_is_said_once(kernels):

@@ -49,7 +49,7 @@ FUNCTIONS = [Function("get_weather", WEATHER), Function("now", NOTHING)]
 DEEP = {"a": ["x", {"b": None}, 1.5], "ü": '狐"\\'}
 WHOLE: dict[str, Any] = {"city": 'Rö"me\n\n {[, \\n <b>', "days": -2, "deep": DEEP, "is_long": True, "unit": "F"}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WHOLE), ("now", {}), ("get_weather", {"city": ""})]
-ALONE = {"llama3_json", "pythonic", "openai"}  # whose calls are the whole answer
+ALONE = {"openai", "muse_glimmer"}  # whose calls are the whole answer
 each_format = pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.__name__)
 
 
@@ -111,6 +111,10 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
     form = family()
     unknown = form.write([("rm", {"city": "Rome"})])
     begun = form.write([("get_weather", {})]).partition("get_weather")[0]
+    if form.reads_reasoning:  # whose messages to nobody are told without their heads
+        content, calls = told(read(form, [unknown]))
+        assert ("Rome" in content, "<|message|>" in content, calls) == (True, False, [])
+        unknown = ""
     for text in (unknown, f"{begun}get_weather?", f"{begun}!", f"a {begun}", "a < b [c] {d} (e)", ""):
         assert read(form, [text]) == ([Part("content", text)] if text else []), text
         assert read(form, list(text)) == read(form, [text])
@@ -198,7 +202,7 @@ def test_calls_stand_behind_every_form_of_reasoning(form: ReasoningForm) -> None
     grammar = tools.forced(FUNCTIONS, only_one=True)
     behind = StructuredOutputsParams(grammar=grammar, starts_after=form.closes, free_from=form.opens)
     call = tools.write([("get_weather", {"city": "Rome"})])
-    turn = "<|start|>assistant" if tools.reads_whole else ""
+    turn = "<|start|>assistant" if tools.frames_content else ""
     assert grammars.accepts(behind, call)
     assert grammars.accepts(behind, f"{form.opens}Hm.{form.closes}{turn}{call}")
     for wrong in (f"{form.opens}Hm.{call}", f"{form.opens}Hm.{form.closes}{turn}No.", "No."):
@@ -228,8 +232,20 @@ HARMONY = [
     ("Hello, no head.", [Part("content", "Hello, no head.")]),
     (
         "<|channel|>commentary to=python<|message|>print(1)<|call|>",
-        [Part("content", "<|channel|>commentary to=python<|message|>print(1)<|call|>")],
+        [Part("content", "print(1)")],
     ),
+    (
+        (
+            '<|channel|>analysis to=browser.search <|constrain|>json<|message|>{"a": 1}<|call|><|start|>assistant'
+            "<|channel|>final<|message|>Yes."
+        ),
+        [Part("reasoning", '{"a": 1}'), Part("content", "Yes.")],
+    ),
+    (
+        ' to=functions.rm<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>',
+        [Part("content", '{"a": 1}')],
+    ),
+    ("<|channel|>commentary to=functions.now<|message|> now!<|call|>", [Part("content", " now!")]),
 ]
 
 
@@ -310,6 +326,8 @@ PYTHON = [
      {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
     ("[now(a=1٢)]", {"a": 12}),
     (" [ now ( ) ] ", {}),
+    ("I look: <b> [1] [ now(a=[1]) ]", {"a": [1]}),
+    ("It [is](x). <|python_start|>[now(a=1)]<|python_end|>", {"a": 1}),
 ]  # fmt: skip
 
 

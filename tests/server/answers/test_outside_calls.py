@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from octavo.server.answers.known_formats import FORMATS
-from octavo.server.answers.parts import joined
+from octavo.server.answers.parts import ReasoningParser, joined
 from octavo.server.answers.tool_format import Function
 
 ARG = {"arg1": {"type": "integer"}}
@@ -272,3 +273,71 @@ def read(parser: Any, pieces: Any) -> list[tuple[str, dict[str, Any]]]:
     calls = [part for part in parts if part.kind == "call"]
     arguments = ["".join(p.text for p in parts if p.kind == "arguments" and p.call == call.call) for call in calls]
     return [(call.text, json.loads(text)) for call, text in zip(calls, arguments, strict=True)]
+
+
+TIME = "<tool_call>get_time\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+TIME_CALL = ("get_time", {"city": "Paris"})
+SPECIAL, CODE = ("special_function", {"arg1": 1}), ("python", {"code": "print('hey')"})
+# family, answer, whether the prompt opens the reasoning, reasoning, content, calls
+REASONED: list[tuple[str, str, bool, str, str, list[tuple[str, dict[str, Any]]]]] = [
+    ("glm45", f"I need to check the time first.\n{TIME}", True, "I need to check the time first.", "", [TIME_CALL]),
+    ("glm45", f"Let me check.\n</think>\nChecking it now.\n{TIME}", True, "Let me check.", "Checking it now.",
+     [TIME_CALL]),
+    ("glm45", f"{TIME}\nThe time has been checked.", True, "", "The time has been checked.", [TIME_CALL]),
+    ("glm45", f"</think>\n{TIME}\n{TIME}", True, "", "", [TIME_CALL, TIME_CALL]),
+    (
+        "kimi_k2",
+        ("<think>I need to call two functions<|tool_calls_section_begin|><|tool_call_begin|>"
+        'functions.special_function:0<|tool_call_argument_begin|>{"arg1": 1}<|tool_call_end|><|tool_call_begin|>'
+        'functions.python:1'
+        '<|tool_call_argument_begin|>{"code": "print(\'hey\')"}<|tool_call_end|><|tool_calls_section_end|>'),
+        False, "I need to call two functions", "", [SPECIAL, CODE],
+    ),
+    (
+        "kimi_k2",
+        ("<think>I need to call two functions<|tool_call_begin|>functions.special_function:0"
+        '<|tool_call_argument_begin|>{"arg1": 1}<|tool_call_begin|>functions.python:1<|tool_call_argument_begin|>'
+        '{"code": "print(\'hey\')"}'),
+        False, "I need to call two functions", "", [SPECIAL, CODE],
+    ),
+    (
+        "minimax_m2",
+        ("Let's call a tool:\n</think>\n\n<minimax:tool_call>\n<invoke name=\"special_function\">\n</invoke>\n"
+        "</minimax:tool_call>"),
+        True, "Let's call a tool:", "", [("special_function", {})],
+    ),
+    (
+        "minicpm5",
+        "I'm thinking</think><function name=\"python\"><param name=\"code\">print('hey')</param></function>",
+        True, "I'm thinking", "", [CODE],
+    ),
+    (
+        "minicpm5",
+        ('<function name="python"><param name="code"><![CDATA[<a href="/x">hi</a> </param>]]></param></function>\n'
+        '<function name="special_function"><param name="arg1"><![CDATA[1]]></param></function>'),
+        False, "", "", [("python", {"code": '<a href="/x">hi</a> </param>'}), SPECIAL],
+    ),
+]  # fmt: skip
+# What llama.cpp reads otherwise, and why it is not so here:
+# - Ling: the letters of "<|role_end|>" at the end of an answer are left out there. Here they are text, as of any token
+#   that ends a turn: whoever asks what a turn ends with is answered.
+
+
+@pytest.mark.parametrize(("name", "text", "is_open", "reasoning", "content", "calls"), REASONED)
+def test_answers_of_outside_that_begin_with_reasoning(
+    name: str, text: str, is_open: bool, reasoning: str, content: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    family = next(each for each in FORMATS if each.name == name)
+    whole = None
+    for cuts in ([], [*range(1, len(text))], *([cut] for cut in range(1, len(text)))):
+        parser = ReasoningParser(family().parser(FUNCTIONS), is_open=is_open, interrupts=family.reasoning_ends)
+        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+        parts = joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
+        whole = whole or parts
+        assert parts == whole, f"cut at {cuts[:1]}"
+    assert whole is not None
+    told = {kind: "".join(part.text for part in whole if part.kind == kind) for kind in ("reasoning", "content")}
+    assert (told["reasoning"], told["content"].strip()) == (reasoning, content)
+    called = [part for part in whole if part.kind == "call"]
+    arguments = ["".join(p.text for p in whole if p.kind == "arguments" and p.call == each.call) for each in called]
+    assert [(each.text, json.loads(value)) for each, value in zip(called, arguments, strict=True)] == calls

@@ -103,7 +103,25 @@ LLAMA = [
     (f"{ADD};\nand so on", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content("and so on")]),
     ('{"name": "Bob", "age": 3}', content('{"name": "Bob", "age": 3}')),
     ('{"age": 3} ', content('{"age": 3} ')),
-    (f"Text first {ADD}", content(f"Text first {ADD}")),
+    (f"Text first {ADD}", [*content("Text first"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
+    (f"```json\n{ADD}\n```", [*content("```json"), *call(0, "add", '{"a": 1, "b": -2.5e3}'), *content("```")]),
+    (
+        f"{ADD}\nThen:\n {{ 'x' }} {ADD};{ADD} Yes.",
+        [
+            *call(0, "add", '{"a": 1, "b": -2.5e3}'),
+            *content("Then:\n { 'x' }"),
+            *call(1, "add", '{"a": 1, "b": -2.5e3}'),
+            *call(2, "add", '{"a": 1, "b": -2.5e3}'),
+            *content("Yes."),
+        ],
+    ),
+    (f"So: <|python_tag|>{ADD}", [*content("So:"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
+    ('So: {"type": "function", "name" : "add", "parameters": {}}', [*content("So:"), *call(0, "add", "{}")]),
+    ('So: {"name"        : "add", "parameters": {}}', [*content("So:"), *call(0, "add", "{}")]),
+    ('So: {"name"         : "add", "parameters": {}}', content('So: {"name"         : "add", "parameters": {}}')),
+    ('As {"name": "Bob"}, {"name": "addition"}', content('As {"name": "Bob"}, {"name": "addition"}')),
+    ('int add() { return {"name", 1}; }', content('int add() { return {"name", 1}; }')),
+    ('See {"parameters": {}, "name": "add"}', content('See {"parameters": {}, "name": "add"}')),
     ("<|python_tag|>print(1)", content("<|python_tag|>print(1)")),
 ]
 

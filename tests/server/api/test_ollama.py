@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ollama
@@ -14,8 +15,11 @@ from fakes import FakeChatTemplate, FakeExecutor, answer_text
 from running import DEADLINE_S, run_server, wait_until
 
 from octavo.outputs import RequestMetrics
+from octavo.sampling_params import SamplingParams
+from octavo.server.api.extra_fields import ExtraFields
 from octavo.server.api.ollama.answers import durations
 from octavo.server.api.ollama.messages import read_conversation
+from octavo.server.api.ollama.requests import ChatRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +48,8 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "stream": False}
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     template = FakeChatTemplate("<tool_call> </think>")
-    with run_server(FakeExecutor(answer=ANSWER), engine_options={"chat_template": template}) as running:
+    options = {"chat_template": template, "model_info": {"quantization_level": "Q4_K_M", "file_type": 15}}
+    with run_server(FakeExecutor(answer=ANSWER), engine_options=options) as running:
         yield running
 
 
@@ -406,7 +411,9 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"options": {"num_predict": 0}}, "num_predict"),
         ({"options": {"num_predict": -3}}, "num_predict"),
         ({"options": {"repeat_penalty": 0}}, "repeat_penalty"),
-        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "repeat_last_n"),
+        ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 32}}, "repeat_last_n"),
+        ({"options": {"top_k": 40.5}}, "top_k"),
+        ({"options": {"top_k": "40"}}, "top_k"),
         ({"options": {"mirostat": 1}}, "mirostat"),
         ({"options": {"tfs_z": 0.5}}, "tfs_z"),
         ({"options": {"penalize_newline": False}}, "penalize_newline"),
@@ -415,8 +422,8 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"system": "Be brief."}, "system"),
-        ({"truncate": True}, "truncate"),
-        ({"shift": True}, "shift"),
+        ({"truncate": 2}, "truncate"),
+        ({"shift": "yes"}, "shift"),
     ],
 )
 def test_what_is_wrong_is_named(running: Running, fields: dict[str, Any], what: str) -> None:
@@ -446,7 +453,7 @@ def test_what_is_wrong_with_a_prompt_is_named(running: Running, fields: dict[str
     ("path", "fields", "what"),
     [
         ("/api/embed", {"input": 7}, "input"),
-        ("/api/embed", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/api/embed", {"input": "a", "dimensions": -1}, "dimensions"),
         ("/api/embed", {"input": "a", "dimensions": 9}, "dimensions"),
         ("/api/embed", {"input": "a" * 4000, "truncate": False}, "too long"),
         ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
@@ -474,6 +481,39 @@ def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
     assert plain.chat("fake", MESSAGES, options={**options, **more}, keep_alive="5m", format="").message == expected
 
 
+OLLAMAS_DEFAULTS = {
+    "temperature": 0.8, "top_k": 40.0, "top_p": 0.9, "min_p": 0, "typical_p": 1, "tfs_z": 1.0, "repeat_last_n": 64,
+    "repeat_penalty": 1.1, "presence_penalty": 0, "frequency_penalty": 0.0, "mirostat": 0, "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1, "penalize_newline": True, "seed": -1, "num_predict": -1, "num_keep": 4, "num_ctx": 2048.0,
+    "numa": False, "num_batch": 512, "num_gpu": -1, "main_gpu": 0, "low_vram": False, "f16_kv": True, "stop": [],
+    "logits_all": False, "vocab_only": False, "use_mmap": True, "use_mlock": False, "embedding_only": False,
+    "num_thread": 0,
+}  # fmt: skip
+
+
+def test_defaults_of_ollamas_may_be_given(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever sends all options sends most of them as they are; each is known to the client's own `Options`."""
+    assert ollama.Options.model_fields.keys() <= OLLAMAS_DEFAULTS.keys()
+    beside = {"truncate": True, "shift": True, "logprobs": False, "top_logprobs": 0, "keep_alive": "5m", "format": ""}
+    prompt = {"prompt": "Hi", "suffix": "", "system": "", "template": "", "raw": False, "context": [], "images": []}
+    with caplog.at_level(logging.WARNING, "octavo.server.api.extra_fields"), running.http() as http:
+        for path, fields in (("/api/chat", {"messages": MESSAGES, "tools": []}), ("/api/generate", prompt)):
+            body = {"model": "fake", "stream": False, "options": OLLAMAS_DEFAULTS, **beside, **fields}
+            assert http.post(path, json=body).status_code == 200, http.post(path, json=body).text
+    assert "penalties look at all tokens" in caplog.text
+
+
+@pytest.mark.parametrize(("last_n", "told"), [(0, (1.0, 0.0, 0.0)), (-1, (1.5, 1.0, 0.5)), (64, (1.5, 1.0, 0.5))])
+def test_penalties_of_no_tokens_are_none(last_n: int, told: tuple[float, ...]) -> None:
+    info = SimpleNamespace(generation_defaults={})
+    service: Any = SimpleNamespace(default_params=SamplingParams(), model_info=info, extra_fields=ExtraFields())
+    penalties = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    options = {**penalties, "repeat_last_n": last_n, "seed": -1, "top_k": 7.0}
+    params = ChatRequest.model_validate({**CHAT, "options": options}).params(service)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == told
+    assert (params.seed, params.top_k) == (None, 7)
+
+
 def test_a_context_larger_than_there_is_and_unknown_fields_are_told_once(
     shared: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -489,10 +529,10 @@ def test_a_field_that_is_refused_names_the_values_that_are_not(running: Running)
     with running.http() as http:
         told = [
             http.post("/api/chat", json={**CHAT, **fields}).json()["error"]
-            for fields in ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, {"context": [1]}, {"task": "x"})
+            for fields in ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 32}}, {"context": [1]}, {"task": "x"})
         ]
     assert told == [
-        "repeat_last_n is not supported by this server: leave it out, or give -1",
+        "repeat_last_n is not supported by this server: leave it out, or give -1 or 0 or 64",
         "context is not supported by this server: leave it out, or give []",
         "task is not supported by this server: leave it out",
     ]
@@ -525,6 +565,18 @@ def _webui_chat(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
     with http.stream("POST", "/api/chat", content=json.dumps(payload), headers=WEBUI_HEADERS) as answer:
         assert answer.status_code == 200, answer.read()
         return [json.loads(line) for line in answer.iter_lines()]
+
+
+def test_types_of_a_gguf_file_are_told(client: ollama.Client, plain: ollama.Client) -> None:
+    shown = client.show("fake")
+    assert shown.details is not None
+    assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q4_K_M")
+    assert (shown.modelinfo or {})["general.file_type"] == 15
+    assert {each.details.quantization_level for each in client.list().models if each.details} == {"Q4_K_M"}
+    other = plain.show("fake")
+    assert other.details is not None
+    assert (other.details.format, other.details.quantization_level) == ("", "")
+    assert "general.file_type" not in (other.modelinfo or {})
 
 
 def test_open_webui_finds_models(running: Running) -> None:

@@ -132,6 +132,56 @@ def test_what_the_web_page_of_llama_cpp_sends_is_served(keeper: Running, client:
         assert params.structured_outputs is None
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "OpenAI's chat": {
+        "route": "/v1/chat/completions", "messages": [{"role": "user", "content": "Hi"}], "logit_bias": {}, "n": 1,
+        "logprobs": False, "metadata": {}, "modalities": ["text"], "presence_penalty": 0, "frequency_penalty": 0,
+        "reasoning_effort": "medium", "response_format": {"type": "text"}, "service_tier": "auto", "store": False,
+        "stream": False, "temperature": 1, "top_p": 1, "top_logprobs": 0, "verbosity": "medium", "tools": [],
+        "functions": [], "function_call": "none", "parallel_tool_calls": True, "tool_choice": "none",
+    },
+    "vLLM's chat": {
+        "route": "/v1/chat/completions", "messages": [{"role": "user", "content": "Hi"}], "echo": False, "top_k": 0,
+        "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "priority": 0,
+        "return_tokens_as_token_ids": False, "return_token_ids": False, "use_beam_search": False, "min_p": 0.0,
+        "repetition_penalty": 1.0, "length_penalty": 1.0, "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0,
+        "include_stop_str_in_output": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+        "bad_words": [], "include_reasoning": True, "seed": -1, "request_id": "", "truncation_side": "left",
+    },
+    "llama.cpp's completion": {
+        "route": "/v1/completions", "prompt": "Hi", "logit_bias": [], "seed": -1, "n_predict": -1, "typical_p": 1,
+        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        "repeat_last_n": 64, "repeat_penalty": 1.0, "stop": [], "response_fields": [], "return_progress": False,
+    },
+    "OpenAI's responses": {
+        "route": "/v1/responses", "input": "Hi", "background": False, "include": [], "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": None}, "service_tier": "auto", "store": True, "stream": False,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto", "top_logprobs": 0,
+        "top_p": 1, "truncation": "disabled", "metadata": {}, "temperature": 1,
+    },
+    "Anthropic's messages": {
+        "route": "/v1/messages", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 1,
+        "top_k": 0, "top_p": 1, "stop_sequences": [], "stream": False, "system": "", "tools": [], "metadata": {},
+        "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}, "service_tier": "auto", "mcp_servers": [],
+    },
+    "TGI's generate": {
+        "route": "/generate", "inputs": "Hi", "parameters": {
+            "best_of": 1, "temperature": 1.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "top_k": 0,
+            "top_p": 1.0, "typical_p": 1.0, "do_sample": False, "return_full_text": False, "stop": [], "details": False,
+            "watermark": False, "decoder_input_details": False, "top_n_tokens": 0,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whose", DEFAULTS)
+def test_defaults_of_an_api_may_be_given(keeper: Running, whose: str) -> None:
+    fields = dict(DEFAULTS[whose])
+    with keeper.http() as http:
+        answer = http.post(fields.pop("route"), json={"model": "fake", **fields})
+        assert answer.status_code == 200, answer.text
+
+
 # --- fields of llama.cpp, vLLM and SGLang that have an equal here
 
 

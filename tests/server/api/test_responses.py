@@ -208,7 +208,6 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": allowed("then")}, "tool_choice"),

@@ -14,7 +14,7 @@ from huggingface_hub.errors import GenerationError, OverloadedError, ValidationE
 from running import run_server
 
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.server.answers.answering import ChoiceUpdate
+from octavo.server.answers.jobs import ChoiceUpdate
 from octavo.server.api.tgi import GenerateParameters, GenerateReply, Token, _params
 
 if TYPE_CHECKING:

@@ -94,7 +94,7 @@ class AnswerForm:
         if reasoning is not None and end.endswith(reasoning.closes):
             reasoning = None
         in_reasoning = reasoning is not None and end.endswith(reasoning.opens)
-        frame = style.tools if style.tools is not None and style.tools.reads_whole else None
+        frame = style.tools if style.tools is not None and style.tools.frames_content else None
         markers = _markers(frame or toolbox.format, reasoning)
         shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
         return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown, frame)
@@ -111,12 +111,12 @@ class AnswerForm:
 
     def parser(self) -> AnswerParser:
         """Return what reads one answer."""
-        if self.frame is not None:
-            return self.frame.parser(self.toolbox.functions, only_one=self.toolbox.only_one)
-        parser = self.toolbox.parser()
-        if self.reasoning is None:
+        frame, toolbox = self.frame, self.toolbox
+        parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
+        if self.reasoning is None or (frame is not None and frame.reads_reasoning):
             return parser
-        return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning)
+        interrupts = () if toolbox.format is None else toolbox.format.reasoning_ends
+        return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that make the whole text have this form: reasoning at its beginning is free."""

@@ -1,145 +1,44 @@
 """From prompts to an HTTP answer, whole or as a stream of events; the same for every API.
 
-What differs between APIs is how outputs are spelled: a `Reply`.
+What differs between APIs is how outputs are spelled: a `octavo.server.answers.jobs.Reply`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from contextlib import aclosing
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
-from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
-from octavo.runtime.faults import error_for, is_fault, request_failed
+from octavo.errors import OctavoError
+from octavo.runtime.faults import error_for, is_fault
 from octavo.runtime.text_work import beside
-from octavo.sampling_params import RequestOutputKind
-from octavo.server.answers.answer_size import LogprobLimit, num_entries
+from octavo.server.answers.answer_size import num_entries
+from octavo.server.answers.job_outputs import outputs_of
+from octavo.server.answers.jobs import ChoiceUpdate, encoder
 from octavo.server.answers.prefill import PrefillReply, prefill_of
 from octavo.server.answers.usage import UsageCounter
-from octavo.server.errors import note_error, spelling, to_http
+from octavo.server.errors import note_error, to_http
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
 
     from octavo.data.kv_transfer_params import KVTransferParams
-    from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.outputs import RequestOutput
     from octavo.server.access.limiter import Permit
-    from octavo.server.answers.usage import Usage
-    from octavo.server.errors import HttpError
+    from octavo.server.answers.jobs import Job, Reply, StreamForm, WholeReply
     from octavo.server.service import Service
 
-encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _ANSWERING = "it was answered"
-_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
-_MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
-
-
-@dataclass(frozen=True, slots=True)
-class StreamForm:
-    """How a stream is sent. keep_alive: what is sent where nothing is told for long, and tells a client nothing."""
-
-    media_type: str
-    keep_alive: bytes
-
-
-EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # a blank before the next line, which is JSON
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
-
-    counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
-    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
-    """
-
-    request_id: str
-    model: str
-    prompts: list[Any]
-    params: SamplingParams
-    place: Permit
-    deadline: float
-    stream: bool = False
-    form: StreamForm = EVENTS
-    include_usage: bool = False
-    continuous_usage: bool = False
-    counts_completions: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    kv_transfer_params: KVTransferParams | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    spelled: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # which were checked when they were made
-        params.output_kind = kind
-        object.__setattr__(self, "params", params)
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
-    """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
-
-    choice: int
-    is_first: bool
-    completion: CompletionOutput
-    output: RequestOutput
-
-
-class WholeReply(Protocol):
-    """How one API spells outputs when all of them are there."""
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the whole answer; there is one output for each prompt."""
-        ...
-
-
-class Reply(WholeReply, Protocol):
-    """How one API spells outputs: whole, or as the events of a stream."""
-
-    def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events of some update; none where they tell a client nothing. usage: if counts go with each."""
-        ...
-
-    def end(self, usage: Usage) -> bytes:
-        """Return the last events."""
-        ...
-
-    def error(self, error: HttpError) -> bytes:
-        """Return the last events of a stream that fails."""
-        ...
-
-
-def event(data: Any, kind: str | None = None) -> bytes:
-    """Spell a server-sent event."""
-    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
-
-
-def line(data: Any) -> bytes:
-    """Spell an event of a stream of lines."""
-    return encoder.encode(data) + b"\n"
-
-
-def json_response(told: Any) -> Response:
-    """Answer with an object that is small."""
-    return Response(encoder.encode(told), media_type="application/json")
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
@@ -286,59 +185,18 @@ async def _disconnected(http_request: Request) -> None:
 
 async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
     outputs = {}
-    async with aclosing(_outputs(service, job, usage)) as stream:
+    async with aclosing(outputs_of(service, job, usage)) as stream:
         async for index, output in stream:
             outputs[index] = output
             usage.add(output, output.outputs)
     return [outputs[index] for index in range(len(job.prompts))]
 
 
-async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
-
-    usage: counts what came last of one that failed or was cut off; who reads the others counts those.
-    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
-    whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
-    """
-    with spelling(job.spelled):
-        most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
-        logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
-        streams = [
-            service.generate(
-                prompt,
-                job.params,
-                job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
-                place=job.place,
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-                kv_transfer_params=job.kv_transfer_params,
-                deadline=job.deadline,
-                check=logprobs.check,
-                untold=lambda output: usage.add(output, output.outputs),
-            )
-            for index, prompt in enumerate(job.prompts)
-        ]
-        async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
-            async for index, output in merged:
-                if output.error is not None:
-                    usage.add(output, output.outputs)
-                    raise _error_of(output.error, output.request_id)
-                yield index, output
-
-
-def _error_of(message: str, request_id: str) -> OctavoError:
-    """Return what a request's `error` is to its client."""
-    if message in _FIELDS_TO_BLAME:
-        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
-    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
-    return kinds.get(message, ExecutionError)(message)
-
-
 async def _updates(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[ChoiceUpdate, None]:
     """Yield what changed, choice by choice; each ends once."""
     seen: set[int] = set()
     ended: set[int] = set()
-    async with aclosing(_outputs(service, job, usage)) as stream:
+    async with aclosing(outputs_of(service, job, usage)) as stream:
         async for index, output in stream:
             for completion in output.outputs:
                 choice = index * job.params.n + completion.index
@@ -381,49 +239,3 @@ async def _chain(
     async with aclosing(rest):
         async for update in rest:
             yield update
-
-
-async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several streams as they come, each with its stream's index; the first error ends them all.
-
-    at_once: the next stream is begun when fewer than so many are open.
-    """
-    if len(streams) == 1:  # as most are: nothing to merge
-        async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
-    waiting = iter(enumerate(streams))
-    tasks = [asyncio.create_task(_pump(waiting, queue)) for _ in range(min(at_once, len(streams)))]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    waiting: Iterator[tuple[int, AsyncIterator[T]]], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
-) -> None:
-    """Put the items of one stream behind the other into a queue; at last an error, or None."""
-    try:
-        for index, stream in waiting:
-            async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
-                async for item in stream:
-                    await queue.put((index, item))
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        await queue.put(error)  # raised again by the reader
-    else:
-        await queue.put(None)

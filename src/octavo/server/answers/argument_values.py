@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 from octavo.errors import RequestError
@@ -20,6 +21,7 @@ _TYPES: dict[type, str] = {
 }
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
+_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -28,6 +30,29 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
     return schema if isinstance(schema, dict) else {}
+
+
+def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the schema of values of one type that another schema allows, {} where that does not say.
+
+    References stand for what they name.
+    """
+    left, referred = list[Any]([schema]), set[str]()
+    while left:
+        part = left.pop(0)
+        if not isinstance(part, dict):
+            continue
+        if isinstance(reference := part.get("$ref"), str):
+            if reference not in referred:  # once: they may point at each other
+                referred.add(reference)
+                left.insert(0, _referred(reference, root))
+            continue
+        options, own = part.get("anyOf") or part.get("oneOf"), _own_types(part)
+        if isinstance(options, list) and not own:
+            left = [*options, *left]
+        elif kind in own or not own:
+            return part
+    return {}
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
@@ -84,6 +109,20 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
     if kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds:
         return bare
     return json.dumps(text, ensure_ascii=False)
+
+
+def text_pattern(schema: dict[str, Any]) -> str:
+    """Return a regular expression of the strings of a schema."""
+    wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
+    if isinstance(wanted, str):
+        is_anchored = _ANCHOR.search(wanted) is not None
+        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
+        inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
+        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
+        return f"{before}({inner}){behind}"
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+    return "(.|\\n)*"
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
-from octavo.server.answers.tool_format import ToolFormat
+from octavo.server.answers.tool_format import ToolFormat, json_text
+from octavo.structured_output.lark import lark_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
+_MAX_FRAMES = 2  # that stand behind each other
 MAX_HEAD_CHARS = 256  # of what stands between two marks and is a name, an id or both
 
 
@@ -24,7 +26,7 @@ class SectionFormat(ToolFormat):
     White space in these is what models are used to; the parser does not ask for it.
     opener: the mark that `opens` begins with: what stands in front of it is content. call_opens: begins each call.
     strays: what the parser takes for the beginning of a call, too, without a section. one_each: each call has a section
-    of its own.
+    of its own. frames: marks around an answer's content, or before its calls, which are no text of it.
     """
 
     opens: ClassVar[str]
@@ -34,6 +36,11 @@ class SectionFormat(ToolFormat):
     call_opens: ClassVar[str] = ""
     one_each: ClassVar[bool] = False
     strays: ClassVar[tuple[str, ...]] = ()
+    frames: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Content that has marks is read without tools as well."""
+        cls.frames_content = bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return a section, or several."""
@@ -53,14 +60,44 @@ class SectionFormat(ToolFormat):
         """Sections, and nothing around them."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
-        return f"start: {opens} section{more}\n{self._section(functions, only_one=only_one)}"
+        start = self._framed(f"{opens} section{more}")
+        return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Text before, between and behind sections."""
-        start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
-        rest = f"rest: {self._literal(self.opens.removeprefix(self.opener))} section"
-        text = self._behind_text(self.opener)
-        return f"{start}\n{text}\n{rest}\n{self._section(functions, only_one=only_one)}"
+        framed = [f"framed{index}" for index in range(len(self.frames))]
+        text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
+        several = " | ".join(["head rest", *framed])
+        start = f"{text} | {text.removesuffix('TEXT')} head rest" if only_one else f"({several})* TEXT"
+        rest = f"rest: {self._literal(self.opens.removeprefix(self.opener))} section {self._frames()}"
+        rules = [f"start: {start}", self._behind_text(self.opener), rest, self._section(functions, only_one=only_one)]
+        return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
+
+    def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
+        """Marks may stand around the JSON."""
+        grammar = super().or_content(functions, schema, only_one=only_one)
+        return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
+
+    def content(self, schema: str) -> str | None:
+        """Return the grammar of an answer that is JSON of a schema, with marks around it."""
+        if not self.frames:
+            return None
+        return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
+
+    def _framed(self, rule: str) -> str:
+        return f"{self._frames()} {rule} {self._frames()}" if self.frames else rule
+
+    def _frames(self) -> str:
+        return f"frame{{0,{_MAX_FRAMES}}}" if self.frames else ""
+
+    def _frame_rule(self) -> str:
+        return f"frame: {' | '.join(map(self._literal, self.frames))}" if self.frames else ""
+
+    def _text_and(self, rule: str, mark: str) -> str:
+        """Return a rule of text and a mark behind it."""
+        first, *_ = self._pieces(mark)
+        is_token = first in self.markers and self._spell(first) is not None
+        return f"{rule}{'' if is_token else '[lazy]'}: TEXT {self._literal(mark) if is_token else json_text(mark)}"
 
     def _section(self, functions: Sequence[Function], *, only_one: bool) -> str:
         more = "" if only_one or self.one_each else f" ({self._literal(self.between)} call)*"
@@ -72,13 +109,17 @@ class SectionParser(ToolParser):
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(frozenset(each.name for each in functions), only_one=only_one)
-        self._openers = (form.opener, *form.strays)
+        self._openers = (form.opener, *form.strays, *form.frames)
+        self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
         self._one_each = form.one_each
 
     def _read(self) -> Wait[None]:
         while opener := (yield from self._content(*self._openers)):
+            if opener in self._frames:
+                self._drop()
+                continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._tell_content()
                 continue

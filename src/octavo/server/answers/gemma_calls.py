@@ -109,7 +109,7 @@ class GemmaParser(PythonParser):
         name = yield from self._run(NAME)
         yield from self._expect("{")
         call.name = name
-        yield from self._arguments(call, "}")
+        yield from self._arguments(call, self._object(call, "}", 0))
 
     def _key(self, behind: str) -> Wait[str]:
         key = (yield from self._quoted(None)) if (yield from self._peek()) == "<" else (yield from self._bare_key(_KEY))

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
-from octavo.server.answers.call_sections import MAX_HEAD_CHARS
-from octavo.server.answers.parts import Part
+from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.message_parser import MessageParser
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.call_parser import Call, Wait
     from octavo.server.answers.tool_format import Function
 
 _MESSAGE = "<|message|>"
-_BEGINS = ("<|start|>", "<|channel|>", "to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=<\||\s|$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -31,7 +28,7 @@ class HarmonyFormat(ToolFormat):
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
     takes_one = True
-    reads_whole = True
+    frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
         """Return what reads messages."""
@@ -84,81 +81,18 @@ class HarmonyFormat(ToolFormat):
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
 
 
-class HarmonyParser(ToolParser):
-    """Reads messages; what begins like none is content to its end."""
+class HarmonyParser(MessageParser):
+    """Reads them."""
 
-    def _read(self) -> Wait[None]:
-        while (yield from self._begins()):
-            try:
-                head = yield from self._message_head()
-            except MalformedError:
-                break
-            recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
-            if recipient is not None:
-                name = recipient.group(1).removeprefix("functions.")
-                if not (yield from self._attempt(call := Call(name), self._call_steps(call))):
-                    break
-            else:
-                self._drop()
-                is_thought = channel is not None and channel.group(1) == "analysis"
-                yield from self._body("reasoning" if is_thought else "content")
-        yield from self._rest_is_content()
+    begins, head_closes, ends = ("<|start|>", "<|channel|>", "to="), _MESSAGE, _ENDS
 
-    def _begins(self) -> Wait[bool]:
-        """Whether a message does."""
-        yield from self._skip_space()
-        while True:
-            seen = self._text[self._position :]
-            if any(seen.startswith(each) for each in _BEGINS):
-                return True
-            if self._is_over or not any(each.startswith(seen) for each in _BEGINS):
-                if self._is_cut and any(each.startswith(seen) for each in _BEGINS):
-                    self._position = len(self._text)
-                    self._drop()
-                return False
-            yield
-
-    def _message_head(self) -> Wait[str]:
-        while (end := self._text.find(_MESSAGE)) < 0:
-            if self._is_over or len(self._text) > MAX_HEAD_CHARS + len(_MESSAGE):
-                if self._is_cut and len(self._text) <= MAX_HEAD_CHARS + len(_MESSAGE):
-                    self._position = len(self._text)
-                    self._drop()
-                raise MalformedError
-            yield
-        if end > MAX_HEAD_CHARS:
-            raise MalformedError
-        self._position = end + len(_MESSAGE)
-        return self._text[:end]
+    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
+        recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+        name = None if recipient is None else recipient.group(1).removeprefix("functions.")
+        return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        if (yield from self._skip_space()) != "{" or call.name not in self._names:
+        if (yield from self._skip_space()) != "{":
             raise MalformedError
         yield from self._tell_arguments(call)
-        yield from self._skip_space()
-        for end in _ENDS:
-            if (yield from self._takes(end)):
-                break
-            self._drop_cut(end)
-
-    def _body(self, kind: str) -> Wait[None]:
-        """Tell a message up to its end."""
-        while True:
-            ends = [(place, end) for end in _ENDS if (place := self._text.find(end)) >= 0]
-            if ends:
-                place, end = min(ends)
-            else:
-                is_whole = self._is_over and not self._is_cut
-                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in _ENDS)
-                place, end = len(self._text) - num_held_back, ""
-            text = self._text[:place]
-            self._parts.append(Part("reasoning" if kind == "reasoning" else "content", text, start=self._num_told))
-            self._position = place + len(end)
-            self._drop()
-            if end:
-                return
-            if self._is_over:
-                self._position = len(self._text)
-                self._drop()
-                return
-            yield
+        yield from self._takes_message_end()

@@ -113,6 +113,7 @@ class KimiK2Format(NamedFormat):
     opener = opens = "<|tool_calls_section_begin|>"
     closes = "<|tool_calls_section_end|>"
     call_opens, strays = "<|tool_call_begin|>", ("<|tool_call_begin|>",)
+    reasoning_ends = (opener, *strays)
     head, head_pattern = "functions.{name}:{index}", re.compile(r"\s*(?:functions\.)?(?P<name>[\w./:-]+?)(?::\d+)?\s*")
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -122,6 +123,11 @@ class SolarFormat(NamedFormat):
 
     name = "solar_open"
     markers = (
+        "<|begin|>",
+        "<|think|>",
+        "<|content|>",
+        "<|end|>",
+        "<|calls|>",
         "<|tool_calls|>",
         "<|tool_call:begin|>",
         "<|tool_call:name|>",
@@ -129,6 +135,7 @@ class SolarFormat(NamedFormat):
         "<|tool_call:end|>",
     )
     opener = opens = "<|tool_calls|>"
+    frames = ("<|begin|>assistant", "<|content|>", "<|end|>", "<|calls|>")
     call_opens, strays = "<|tool_call:begin|>", ("<|tool_call:begin|>",)
     head, head_pattern = (
         "{index}<|tool_call:name|>{name}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from octavo.engine.stop_strings import num_held_back_chars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
 
@@ -104,12 +104,16 @@ class ReasoningParser:
     """Splits off what stands between two marks at an answer's beginning.
 
     behind: takes the text that follows. is_open: the prompt ends with the first one, so the answer begins with
-    reasoning. White space around both is nobody's, up to `MAX_HELD_SPACE`.
+    reasoning. White space around both is nobody's, up to `MAX_HELD_SPACE`. interrupts: marks that end reasoning as
+    well, and stand in the text that follows.
     """
 
-    def __init__(self, behind: AnswerParser, *, is_open: bool, form: ReasoningForm = THINK) -> None:
+    def __init__(
+        self, behind: AnswerParser, *, is_open: bool, form: ReasoningForm = THINK, interrupts: Sequence[str] = ()
+    ) -> None:
         self._behind = behind
         self._form = form
+        self._ends = (form.closes, *interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the whole text
@@ -136,8 +140,8 @@ class ReasoningParser:
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
-            marker = self._form.opens if self._place == "before" else self._form.closes
-            num_dropped = num_held_back_chars(self._pending, marker)
+            markers = (self._form.opens,) if self._place == "before" else self._ends
+            num_dropped = max(num_held_back_chars(self._pending, each) for each in markers)
             self._pending = self._pending[: len(self._pending) - num_dropped]
             self._num_chars -= num_dropped
         if self._place == "inside":
@@ -158,16 +162,16 @@ class ReasoningParser:
         if not self._has_begun:
             self._pending = self._pending.lstrip()
             self._has_begun = bool(self._pending)
-        end = self._pending.find(self._form.closes)
-        is_over = end >= 0
-        if not is_over:
-            end = len(self._pending) - num_held_back_chars(self._pending, self._form.closes)
+        found = [(place, each) for each in self._ends if (place := self._pending.find(each)) >= 0]
+        end, mark = min(found, default=(0, None))
+        if mark is None:
+            end = len(self._pending) - max(num_held_back_chars(self._pending, each) for each in self._ends)
+        rest = self._pending[end:].removeprefix(self._form.closes)
         start, text = self._start, self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text, start=start))
-        if is_over:
-            self._pending = self._pending[self._pending.index(self._form.closes) + len(self._form.closes) :]
-            self._place = "after"
+        if mark is not None:
+            self._pending, self._place = rest, "after"
 
     @property
     def _start(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from octavo.outputs import RequestOutput
-    from octavo.server.answers.answering import Job
+    from octavo.server.answers.jobs import Job
 
 
 class Prefilled(Struct):

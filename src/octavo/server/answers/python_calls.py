@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
@@ -40,7 +42,11 @@ class PythonFormat(SectionFormat):
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             first, more = _argument_rules(f"{index}", function.parameters)
-            rules += [f'call{index}: "{function.name}(" {first} ")"', *more]
+            rules += [
+                f'call{index}: "{function.name}(" inside{index} ")"',
+                f"inside{index}: {first or _NOTHING}",
+                *more,
+            ]
         return "\n".join(rules)
 
 
@@ -79,7 +85,7 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: the whole answer is the list."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE: a list, alone or within text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
@@ -90,9 +96,15 @@ class PythonicFormat(PythonFormat):
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like a list is one."""
-        text = f"TEXT: /([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
-        return f'start: TEXT | "[" section\n{text}\n{self._section(functions, only_one=only_one)}'
+        """What begins like a list is one, and so is one within the text that begins with a function's name."""
+        text = f"/([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
+        rules = [f"TEXT: {text}", f"BEFORE: {text}", self._section(functions, only_one=only_one)]
+        for index, function in enumerate(functions):
+            head = f"\\[{BLANKS_WITHIN}{pattern(function.name)}{BLANKS_WITHIN}\\("
+            rules += [f"head{index}[lazy]: BEFORE /{head}/", f'later{index}: head{index} inside{index} ")"']
+        later = " | ".join(f"later{index}" for index in range(len(functions)))
+        more = "" if only_one else f" ({self._literal(self.between)} call)*"
+        return "\n".join([f'start: TEXT | "[" section | later{more} "]"', f"later: {later}", *rules])
 
 
 class LFM2Format(PythonFormat):

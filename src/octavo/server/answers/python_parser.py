@@ -8,7 +8,8 @@ from string import hexdigits
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import NAME, SectionParser
+from octavo.server.answers.call_sections import NAME
+from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
@@ -25,16 +26,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
-class PythonParser(SectionParser):
-    """Reads a list between marks. quotes: what strings begin with.
-
-    However a call ends, unless the answer was cut off within, its arguments are a whole object: names are told with the
-    first of their values, and where a value breaks, what is open is closed.
-    """
+class PythonParser(ValueParser):
+    """Reads a list between marks. quotes: what strings begin with."""
 
     quotes = "\"'"
-    _held = ""  # what stands before the next value
-    _open = ""  # what closes what was told, the innermost first
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -42,33 +37,7 @@ class PythonParser(SectionParser):
         yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
-        yield from self._arguments(call, ")")
-
-    def _arguments(self, call: Call, closer: str) -> Wait[None]:
-        """Decide that this is a call, and tell its arguments."""
-        self._begin(call)
-        self._drop()
-        self._held = self._open = ""
-        try:
-            yield from self._object(call, closer, 0)
-        except MalformedError:
-            if not self._is_cut:
-                self._tell("arguments", self._open, call)
-            raise
-        self._drop()
-
-    def _say(self, text: str, call: Call) -> None:
-        """Tell a value, or where it begins, with what was held back before it."""
-        self._tell("arguments", self._held + text, call)
-        self._held = ""
-
-    def _say_opened(self, opener: str, closer: str, call: Call) -> None:
-        self._say(opener, call)
-        self._open = closer + self._open
-
-    def _say_closed(self, call: Call) -> None:
-        closer, self._open, self._held = self._open[0], self._open[1:], ""
-        self._tell("arguments", closer, call)
+        yield from self._arguments(call, self._object(call, ")", 0))
 
     def _goes_on(self) -> Wait[bool]:
         """Calls on lines of their own have no mark between them."""
@@ -216,7 +185,7 @@ class PythonParser(SectionParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads an answer that is a list of calls, between Llama 4's marks or without any."""
+    """Reads lists of calls, between Llama 4's marks or without any. Within a text a list begins with a known name."""
 
     _is_tagged = False
 
@@ -225,16 +194,28 @@ class PythonListParser(PythonParser):
         self._is_tagged = yield from self._takes_all(_STARTS)
         if (yield from self._skip_space()) == "[":
             self._position += 1
-            while (yield from self._attempt(call := Call(), self._call_steps(call))):
-                if not (yield from self._goes_on()):
-                    yield from self._takes_all(self._closes)
-                    yield from self._skip_space()
-                    self._drop()
-                    yield from self._takes_all(_ENDS)
-                    yield from self._skip_space()
-                    self._drop()
-                    break
-        yield from self._rest_is_content()
+            yield from self._list()
+        heads = frozenset(f"[{name}(" for name in self._names)
+        while found := (yield from self._content(_STARTS, "[")):
+            start = self._position - (found == "[")
+            if (yield from self._begins_with(start, heads)):
+                self._position = self._text.index("[", start) + 1
+                self._is_tagged = found == _STARTS
+                yield from self._list()
+            else:
+                self._tell_content()
+
+    def _list(self) -> Wait[None]:
+        """Read calls behind the beginning of a list."""
+        while (yield from self._attempt(call := Call(), self._call_steps(call))):
+            if not (yield from self._goes_on()):
+                yield from self._takes_all(self._closes)
+                yield from self._skip_space()
+                self._drop()
+                yield from self._takes_all(_ENDS)
+                yield from self._skip_space()
+                self._drop()
+                break
 
     def _is_cut_here(self) -> bool:
         """A list without a tag is one of calls for certain only if it begins as one."""

@@ -20,6 +20,9 @@ REASONING_FORMS = (
     ReasoningForm("granite", "Here is my thought process:", "Here is my response:"),
     ReasoningForm("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningForm("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", is_told_by_opens=True),
+    ReasoningForm("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", is_told_by_opens=True),
+    ReasoningForm("muse_glimmer", "to=self<|message|>", "<|eom|>", is_told_by_opens=True),
+    ReasoningForm("solar_open", "<|think|>", "<|end|>", is_told_by_opens=True),
     ReasoningForm("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 

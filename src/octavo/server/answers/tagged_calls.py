@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import is_text, json_of, types_of
+from octavo.server.answers.argument_values import is_text, json_of, text_pattern, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from octavo.server.answers.tool_format import Function
 
-_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 
 
@@ -26,6 +24,7 @@ class TaggedFormat(SectionFormat):
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
     is_padded: a value stands on lines of its own, whose line feeds are none of it.
+    raw_marks: what a value may stand between within its tag, whatever is in it.
     text_mark, json_mark: what stands behind an argument's name where its value is a string, and where it is JSON.
     """
 
@@ -38,6 +37,7 @@ class TaggedFormat(SectionFormat):
     is_padded: ClassVar[bool] = False
     text_mark: ClassVar[str] = ""
     json_mark: ClassVar[str] = ""
+    raw_marks: ClassVar[tuple[str, str] | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
         """Return what reads tags."""
@@ -99,9 +99,10 @@ class TaggedFormat(SectionFormat):
         if is_json or "string" not in types_of(schema, root):
             return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
-        text, upper = _text_pattern(schema), name.upper()
-        if self.value_closes in self.markers and self._spell(self.value_closes):
-            spelled_out = pattern(self.value_closes)
+        text, upper = text_pattern(schema), name.upper()
+        first, *_ = self._pieces(self.value_closes)
+        if first in self.markers and self._spell(first):
+            spelled_out = pattern(first)
             whole = f"({text})\\n" if self.is_padded else text
             rules = [f"{upper}: /{whole}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
             return f"{pad}{upper} {self._literal(self.value_closes)}", rules
@@ -113,20 +114,6 @@ def _texts(schema: dict[str, Any]) -> list[str]:
     """Return the strings that a value is one of; [] where it may be others."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
-
-
-def _text_pattern(schema: dict[str, Any]) -> str:
-    """Return a regular expression of the strings of a schema."""
-    wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
-    if isinstance(wanted, str):
-        is_anchored = _ANCHOR.search(wanted) is not None
-        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
-        inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
-        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
-        return f"{before}({inner}){behind}"
-    if isinstance(least, int) or isinstance(most, int):
-        return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
-    return "(.|\\n)*"
 
 
 class Qwen3CoderFormat(TaggedFormat):
@@ -169,6 +156,7 @@ class GLMFormat(TaggedFormat):
     named = "\n"
     argument_opens, argument_named = "<arg_key>", "</arg_key>\n<arg_value>"
     value_closes, argument_closes = "</arg_value>", "\n"
+    reasoning_ends = (opener,)
 
 
 class GLM47Format(TaggedFormat):
@@ -178,6 +166,7 @@ class GLM47Format(TaggedFormat):
     markers = GLMFormat.markers
     opener, opens, closes, one_each = "<tool_call>", "<tool_call>", "</tool_call>", True
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
+    reasoning_ends = (opener,)
 
 
 class DeepSeekV32Format(TaggedFormat):
@@ -209,6 +198,7 @@ class MiniCPM5Format(TaggedFormat):
     opener, opens, between, one_each = "<function", '<function name="', "\n", True
     named, call_closes = '">', "</function>"
     argument_opens, argument_named, value_closes = '<param name="', '">', "</param>"
+    raw_marks = ("<![CDATA[", "]]>")
 
 
 class Hy3Format(TaggedFormat):

@@ -6,10 +6,10 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import is_text, property_of, value_text
 from octavo.server.answers.call_parser import Call, MalformedError
-from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME, SectionParser
+from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME
+from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 
-class TaggedParser(SectionParser):
+class TaggedParser(ValueParser):
     """Reads them. However a call ends, unless the answer was cut off within, its arguments are a whole object."""
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
-        self._form = form
+        self._form, self.is_padded = form, form.is_padded
         self._parameters = {each.name: each.parameters for each in functions}
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -34,9 +34,7 @@ class TaggedParser(SectionParser):
         if not (yield from self._peek()):
             raise MalformedError  # of a name whose end is not known
         call.name = name
-        if not (yield from self._takes_all(form.named)):
-            raise MalformedError
-        if not (form.named.strip() or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))):
+        if not (yield from self._takes_named()):
             raise MalformedError
         self._begin(call)
         self._drop()
@@ -47,6 +45,14 @@ class TaggedParser(SectionParser):
                 yield from self._takes_all(form.argument_closes)
         if (yield from self._takes_end()) or not self._is_cut:
             self._tell("arguments", "}" if told else "{}", call)
+
+    def _takes_named(self) -> Wait[bool]:
+        """Go behind what stands behind a name; whether it was there."""
+        form = self._form
+        if not (yield from self._takes_all(form.named)):
+            return False
+        seen = bool(form.named.strip())
+        return seen or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self) -> Wait[bool]:
         """Go behind what closes a call; whether it was there, or the end of the section is."""
@@ -81,21 +87,37 @@ class TaggedParser(SectionParser):
         """Read one behind what opens it, and tell it; return what was told first. Raises `MalformedError`."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
-        if self._form.is_padded and (yield from self._peek()) == "\n":
+        if self.is_padded and (yield from self._peek()) == "\n":
             self._position += 1
         self._drop()
+        closes = yield from self._value_end()
         schema = property_of(parameters, key)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         if is_text(schema, parameters) if is_marked_text is None else is_marked_text:
             self._tell("arguments", f'{head}"', call)
-            yield from self._text_value(call)
+            yield from self._text_value(call, closes)
+            yield from self._takes_tag_end(closes)
             return head
-        text = yield from self._whole_value()
+        text = yield from self._whole_value(closes)
+        yield from self._takes_tag_end(closes)
         if text is None:
             return "" if separator == "{" else separator
         known = schema if is_marked_text is None else {}
         self._tell("arguments", head + value_text(text, known, parameters), call)
         return head
+
+    def _value_end(self) -> Wait[str]:
+        """Return what closes the value that comes, and go behind what opens it."""
+        marks = self._form.raw_marks
+        if marks is None or not (yield from self._takes(marks[0])):
+            self._drop_cut("" if marks is None else marks[0])
+            return self._form.value_closes
+        self._drop()
+        return marks[1]
+
+    def _takes_tag_end(self, closes: str) -> Wait[None]:
+        if closes != self._form.value_closes:
+            yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
         """Return an argument's name, and whether it is marked as a string; None where nothing says so."""
@@ -109,42 +131,3 @@ class TaggedParser(SectionParser):
                 return head.removesuffix(mark), is_marked_text
         yield from self._takes_all(*more)
         return head.strip(), None
-
-    def _text_value(self, call: Call) -> Wait[None]:
-        """Read a string, and tell it as it comes."""
-        closes = self._form.value_closes
-        while (end := self._text.find(closes)) < 0 and not self._is_over:
-            self._position = len(self._unpadded(len(self._text) - num_held_back_chars(self._text, closes)))
-            self._tell("arguments", _escaped(self._text[: self._position]), call)
-            self._drop()
-            yield
-        if end < 0:
-            text = self._unpadded(len(self._text) - (num_held_back_chars(self._text, closes) if self._is_cut else 0))
-            self._position = len(self._text)
-        else:
-            text, self._position = self._unpadded(end), end + len(closes)
-        is_whole = end >= 0 or not self._is_cut
-        self._tell("arguments", _escaped(text) + ('"' if is_whole else ""), call)
-        self._drop()
-
-    def _whole_value(self) -> Wait[str | None]:
-        """Return the text of a value; None where the answer was cut off within."""
-        closes, looked_at = self._form.value_closes, 0
-        while (end := self._text.find(closes, looked_at)) < 0 and not self._is_over:
-            looked_at = max(0, len(self._text) - len(closes))
-            yield
-        if end < 0:
-            text = None if self._is_cut else self._unpadded(len(self._text))
-            self._position = len(self._text)
-        else:
-            text, self._position = self._unpadded(end), end + len(closes)
-        self._drop()
-        return text
-
-    def _unpadded(self, end: int) -> str:
-        text = self._text[:end]
-        return text.removesuffix("\n") if self._form.is_padded else text
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -29,7 +29,9 @@ class ToolFormat:
     """One family's way. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
-    reads_whole: its parser reads whole answers, reasoning and content as well, whether there are tools or not.
+    frames_content: content stands between marks, too: its parser reads answers without tools as well.
+    reads_reasoning: it tells the reasoning apart, too.
+    reasoning_ends: what begins a call even where reasoning was not closed before.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -37,7 +39,9 @@ class ToolFormat:
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
     takes_one: ClassVar[bool] = False
-    reads_whole: ClassVar[bool] = False
+    frames_content: ClassVar[bool] = False
+    reads_reasoning: ClassVar[bool] = False
+    reasoning_ends: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
@@ -78,19 +82,25 @@ class ToolFormat:
     def _marker(self, text: str) -> str:
         return (self._spell(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
+    def _pieces(self, text: str) -> list[str]:
+        """Return a text cut around the markers in it."""
+        either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
+        return [piece for piece in re.split(f"({either})", text) if piece]
+
     def _literal(self, text: str) -> str:
         """Return how a grammar writes a text in which markers may stand; "" for none."""
-        either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
-        return " ".join(self._marker(piece) for piece in re.split(f"({either})", text) if piece)
+        return " ".join(map(self._marker, self._pieces(text)))
 
     def _behind_text(self, opener: str) -> str:
-        """Return the rules of text up to what opens a call: a mark, or words before one."""
-        mark = next((each for each in self.markers if opener.endswith(each)), opener)
-        words, token = opener.removesuffix(mark), self._spell(mark) if mark in self.markers else None
-        if not words or token is None:
-            return text_up_to(opener, token)
-        begun = f"head: BEGUN {token}\nBEGUN: /(.|\\n)*{pattern(words)}/ {FEW_BLANKS}\n"
-        return begun + text_up_to(mark, token, head="unused")
+        """Return the rules of text up to what opens a call: a mark, words before one, or a mark and words."""
+        first, *more = self._pieces(opener)
+        tokens = [self._spell(each) if each in self.markers else None for each in (first, *more)]
+        if tokens[0] is not None:
+            return text_up_to(first, " ".join(map(self._marker, (first, *more))))
+        if more and (token := tokens[1]) is not None:
+            begun = f"head: BEGUN {token}\nBEGUN: /(.|\\n)*{pattern(first)}/ {FEW_BLANKS}\n"
+            return begun + text_up_to(more[0], token, head="unused")
+        return text_up_to(opener, None)
 
 
 def choice_of(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.runtime.ids import new_id
+from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text, object_rules
 from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
@@ -67,9 +68,17 @@ class LlamaFormat(ToolFormat):
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like an object is a call."""
-        text = f"TEXT: /([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
-        return f"start: TEXT | {self._all(only_one)}\n{text}\n{object_rules(functions, 'name', 'parameters')}"
+        """What begins like an object is a call, and so is one within the text whose name is a function's."""
+        text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
+        rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
+        for index, function in enumerate(functions):
+            kind = f'("type"{BLANKS_WITHIN}:{BLANKS_WITHIN}"function"{BLANKS_WITHIN},{BLANKS_WITHIN})?'
+            head = f'\\{{{BLANKS_WITHIN}{kind}"name"{BLANKS_WITHIN}:{BLANKS_WITHIN}"{pattern(function.name)}"'
+            arguments = f'COMMA "\\"parameters\\"" COLON {lark_json(function.parameters)} "}}"'
+            rules += [f"head{index}[lazy]: BEFORE /{head}/", f"later{index}: head{index} {arguments}"]
+        later = " | ".join(f"later{index}" for index in range(len(functions)))
+        more = "" if only_one else ' ("; " call)*'
+        return "\n".join([f"start: TEXT | {self._all(only_one)} | later{more}", f"later: {later}", *rules])
 
     def _all(self, only_one: bool) -> str:
         tag = self._spell(LlamaParser.opener)

@@ -32,7 +32,10 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with semicolons or lines between."""
+    """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or lines between.
+
+    What begins an answer is one whatever the order of its members; within a text its name stands first.
+    """
 
     opener = "<|python_tag|>"
     _is_tagged = False
@@ -42,14 +45,25 @@ class LlamaParser(ToolParser):
         self._is_tagged = yield from self._takes(self.opener)
         if not self._is_tagged:
             self._drop_cut(self.opener)
+        yield from self._calls()
+        if self._is_tagged and self._is_cut_here():
+            self._drop()
+        heads = frozenset(f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names)
+        while found := (yield from self._content(self.opener, "{")):
+            start = self._position - (found == "{")
+            if (yield from self._begins_with(start, heads)):
+                self._position, self._is_tagged = start, found == self.opener
+                yield from self._calls()
+            else:
+                self._tell_content()
+
+    def _calls(self) -> Wait[None]:
+        """Read objects behind each other."""
         while (yield from self._skip_space()) == "{" and (yield from self._call()):
             if (yield from self._skip_space()) == ";":
                 self._position += 1
             yield from self._skip_space()
             self._drop()
-        if self._is_tagged and self._is_cut_here():
-            self._drop()
-        yield from self._rest_is_content()
 
     def _is_cut_here(self) -> bool:
         """An answer without a tag is a call for certain only if it begins as one."""

@@ -13,7 +13,8 @@ from octavo.errors import PromptTooLongError, RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm
-from octavo.server.answers.answering import Job, answer, json_response
+from octavo.server.answers.answering import answer
+from octavo.server.answers.jobs import Job, json_response
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
 from octavo.server.api.extra_fields import each
 from octavo.server.api.truncation import WHOLE, Truncation
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
-    from octavo.server.answers.answering import Reply
+    from octavo.server.answers.jobs import Reply
     from octavo.server.answers.tools import Toolbox
     from octavo.server.api.openai.requests import ChatFields
     from octavo.server.service import Service

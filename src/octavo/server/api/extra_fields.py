@@ -97,6 +97,7 @@ VLLM: Table = {
     "guided_decoding_backend": "says which library compiles a grammar",
     "stream_interval": "collects tokens before they are told: each is told at once",
 }
+_SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"  # llama.cpp's, where none are named
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
     "json_schema": As("structured_outputs.json"),  # SGLang's, too
@@ -104,7 +105,8 @@ LLAMA_CPP: Table = {
     "n_predict": As("max_tokens"),
     "n_probs": As("logprobs", (0,)),
     "repeat_penalty": As("repetition_penalty"),
-    **each(Off([]), "grammar_triggers", "lora", "preserved_tokens", "response_fields", "samplers"),
+    **each(Off([]), "grammar_triggers", "lora", "preserved_tokens", "response_fields"),
+    "samplers": Off([], _SAMPLERS.split()),
     **each(Off(False), "grammar_lazy", "post_sampling_probs", "reasoning_in_content", "thinking_forced_open"),
     **each(Off(False), "return_tokens"),  # in a field of llama.cpp's own routes
     **each(Off(True), "parse_tool_calls"),

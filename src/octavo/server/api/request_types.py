@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import Field, TypeAdapter, WithJsonSchema
+from pydantic import BeforeValidator, Field, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
 from octavo.data.request import MAX_CACHE_SALT_CHARS
@@ -51,6 +51,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
+    BeforeValidator(lambda given: {} if given == [] else given),  # as llama.cpp says that there is none
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},

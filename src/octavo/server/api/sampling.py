@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 _SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
+_ANY_SEED = -1  # as vLLM, llama.cpp and Ollama say that none is chosen
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
@@ -25,6 +26,8 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) ->
     """
     known = type(request).model_fields
     given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
+    if given.get("seed") == _ANY_SEED:
+        del given["seed"]
     if "logit_bias" in given:
         given["logit_bias"] = read_logit_bias(given["logit_bias"])
     return replace(defaults, **{**given, **own})

@@ -17,7 +17,8 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.access.body import body_of, look_at
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
+from octavo.server.answers.answering import answer
+from octavo.server.answers.jobs import ChoiceUpdate, Job, event
 from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
 from octavo.server.api.openai.requests import Body, Strings

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.runtime.text_work import progress
-from octavo.server.answers.answering import encoder
+from octavo.server.answers.jobs import encoder
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.api.conversation import effort_options, read_messages, template_options
 from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off, each

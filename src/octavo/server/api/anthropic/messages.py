@@ -11,7 +11,7 @@ from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import event
+from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Choice, Toolbox, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api import request_types as types
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
     from octavo.server.answers.answer_form import AnswerForm
-    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage

@@ -12,7 +12,8 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import LINES, Job, answer, json_response, line
+from octavo.server.answers.answering import answer
+from octavo.server.answers.jobs import LINES, Job, json_response, line
 from octavo.server.answers.tools import NO_TOOLS, read_chat_tools
 from octavo.server.api.conversation import Conversation, answer_conversation, continuing
 from octavo.server.api.ollama.messages import read_conversation
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.answers.answering import ChoiceUpdate
+    from octavo.server.answers.jobs import ChoiceUpdate
     from octavo.server.answers.usage import Usage
     from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, PromptRequest
     from octavo.server.errors import HttpError

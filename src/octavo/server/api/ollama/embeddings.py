@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.embedding import embedding
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import json_response
+from octavo.server.answers.jobs import json_response
 from octavo.server.api.ollama.answers import durations
 from octavo.server.api.ollama.replies import Vector, Vectors
 from octavo.server.api.openai.completions import read_prompts
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
-    from octavo.server.answers.answering import Job
+    from octavo.server.answers.jobs import Job
     from octavo.server.answers.usage import Usage
     from octavo.server.api.ollama.requests import EmbeddingsRequest, EmbedRequest
     from octavo.server.service import Service
@@ -41,7 +41,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
         prompts,
         partial(EmbedReply, request),
         truncation=WHOLE if request.truncate is False else beginning,
-        dimensions=request.dimensions,
+        dimensions=request.dimensions or None,
         model=model,
         spelled={"prompt": "input"},
     )
@@ -69,7 +69,9 @@ class EmbedReply:
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Vectors:
         """Return all vectors."""
-        vectors: list[Any] = [embedding(each, num_dimensions=self._request.dimensions).tolist() for each in outputs]
+        vectors: list[Any] = [
+            embedding(each, num_dimensions=self._request.dimensions or None).tolist() for each in outputs
+        ]
         total, _, _ = durations([each.metrics for each in outputs if each.metrics is not None])
         cached = usage.prompt_tokens_details.cached_tokens
         return Vectors(self._request.model, vectors, total, 0, usage.prompt_tokens, cached, usage.receipt)

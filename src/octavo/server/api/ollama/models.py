@@ -69,6 +69,7 @@ def show(service: Service, request: ShowRequest, started: datetime) -> dict[str,
             f"{family}.context_length": info.max_model_len,
             f"{family}.embedding_length": info.hidden_size,
             f"{family}.vocab_size": info.vocab_size,
+            **({} if info.file_type is None else {"general.file_type": info.file_type}),
         },
         "capabilities": [capability for capability, is_there in able.items() if is_there],
         "modified_at": started,
@@ -83,14 +84,14 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _details(service: Service) -> dict[str, Any]:
-    family = service.model_info.model_type
+    family, level = service.model_info.model_type, service.model_info.quantization_level
     return {
         "parent_model": "",
-        "format": "",
+        "format": "gguf" if level else "",
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _rounded(service.model_info.num_parameters),
-        "quantization_level": "",
+        "quantization_level": level,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
@@ -14,7 +14,6 @@ from octavo.server.api.extra_fields import (
     HARMLESS,
     OF_ANSWERS,
     OF_PROMPTS,
-    PENALTY_RANGE,
     UNSUPPORTED_OR_ALIAS,
     Off,
     each,
@@ -40,7 +39,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "pen
 # Beside `options`: what would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False), "shift", "truncate"),  # they drop what a full context has no room for
+    **each(Off(False, True), "shift", "truncate"),  # what a full context has no room for is refused, whatever they say
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -48,8 +47,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
+_LAST_N = 64  # tokens that penalties look at in Ollama where nothing is said
+_PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
+_NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _FILL_CONTEXT = -2  # of num_predict; -1 is no limit, and a full context ends an answer here
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
+
+
+_WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_k"}
 
 
 class Options(SamplingControls):
@@ -59,6 +64,14 @@ class Options(SamplingControls):
     repeat_penalty: types.RepetitionPenalty | None = None
     repeat_last_n: int | None = None
     num_ctx: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, given: Any) -> Any:
+        """Take 40.0 where 40 is meant: to Ollama all numbers are alike."""
+        if not isinstance(given, dict):
+            return given
+        return {name: _whole(value) if name in _WHOLE else value for name, value in given.items()}
 
 
 class AnswerRequest(Body):
@@ -94,7 +107,11 @@ class AnswerRequest(Body):
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
         penalty = options.repetition_penalty if options.repeat_penalty is None else options.repeat_penalty
         if options.presence_penalty or options.frequency_penalty or penalty not in (None, 1):
-            refuse({"repeat_last_n": options.repeat_last_n}, PENALTY_RANGE)
+            refuse({"repeat_last_n": options.repeat_last_n}, _PENALTY_RANGE)
+            if options.repeat_last_n == _LAST_N:
+                told = f"penalties look at all tokens, not at the last {_LAST_N} that repeat_last_n says"
+                service.extra_fields.tell_once("repeat_last_n", told)
+        repetition = {"repetition_penalty": defaults.repetition_penalty if penalty is None else penalty}
         limit = self.num_predict if options.num_predict is None else options.num_predict
         default_limit = service.model_info.generation_defaults.get("max_tokens")
         with spelling(_SPELLED, in_text=True):
@@ -102,9 +119,9 @@ class AnswerRequest(Body):
                 options,
                 defaults,
                 max_tokens=token_limit(-1 if limit == _FILL_CONTEXT else limit, default_limit),
-                repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
                 structured_outputs=_read_format(self.format),
+                **(_NO_PENALTIES if options.repeat_last_n == 0 else repetition),
             )
 
     def template_options(self, service: Service) -> dict[str, Any]:
@@ -149,7 +166,7 @@ class EmbedRequest(_VectorsRequest):
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=1)])] | None = None
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all, as Ollama's own clients say
 
 
 class EmbeddingsRequest(_VectorsRequest):
@@ -168,6 +185,10 @@ class ShowRequest(Body):
 def served_name(service: Service, name: str) -> str:
     """Return the name that is served for one that may have Ollama's tag. Raises `ModelNotFoundError`."""
     return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_format(given: Any) -> StructuredOutputsParams | None:

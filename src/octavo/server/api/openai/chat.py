@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answer_form import AnswerForm
-    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.requests import ChatCompletionRequest
@@ -86,7 +86,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
     """Without max_tokens (newer: max_completion_tokens) the checkpoint's limit holds, or else the context's."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:

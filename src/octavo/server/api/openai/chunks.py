@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from octavo.server.answers.answering import event
+from octavo.server.answers.jobs import event
 
 if TYPE_CHECKING:
-    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.requests import SamplingFields
     from octavo.server.errors import HttpError

@@ -10,7 +10,8 @@ from msgspec import UNSET
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer
+from octavo.server.answers.answering import answer
+from octavo.server.answers.jobs import ChoiceUpdate, Job
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import PlacedLogprobs, completion_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs

@@ -14,7 +14,8 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import Job, answer_whole
+from octavo.server.answers.answering import answer_whole
+from octavo.server.answers.jobs import Job
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts, truncated
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
-    from octavo.server.answers.answering import WholeReply
+    from octavo.server.answers.jobs import WholeReply
     from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
 

@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import event
+from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.answers.usage import CompletionTokensDetails
 from octavo.server.api import request_types as types
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answer_form import AnswerForm
-    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage
@@ -188,7 +188,7 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    has_tools = request.tools is not None
+    has_tools = request.tools is not None or request.tool_choice == "auto"  # which answers say without tools, too
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 

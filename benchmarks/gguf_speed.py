@@ -1,0 +1,162 @@
+"""Speed beside llama.cpp on the same GGUF files: both loaded side by side, in turns, medians.
+
+    python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf ./qwen2-0.5b.gguf
+    python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf --ftype Q4_0 --turns 1 --figure 64
+
+PYTHON is that of an environment with llama-cpp-python, built for this machine (pip install --no-binary :all:). Each
+model is written by llama.cpp in each format (Q4_0, Q8_0 and Q4_K_M by way of float32, into --home, once). Figures:
+
+    stream   tokens/s of one stream of 64 behind a prompt of 32; octavo with and without speculation
+    prompt   tokens/s of a prompt of 1,024
+    64       generated tokens/s of 64 requests at once, 16 tokens each behind a prompt of 8
+
+Requests are cut out of Python's language reference. llama.cpp computes batches of its own C API, without a server: its
+best way (`runners/llama_cpp_batches.py`). A ratio is the median of the turns' own. With random weights speculation says
+nothing: a model of the shape alone is made of tools/make_checkpoint.py's folder with llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from comparison.engines import RUNNERS, Engine, Octavo
+from comparison.measuring import Setting
+from comparison.turns import Contest, seated, take_turns
+
+from octavo.cli.perplexity import python_reference
+from octavo.startup.checkpoint import open_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FTYPES = ("Q4_0", "Q8_0", "Q4_K_M")
+LONG_PROMPT, REQUESTS, PROMPT_OF_MANY, OUT_OF_MANY = 1024, 64, 8, 16
+
+
+class Figure(NamedTuple):
+    """What is measured: the letter of the workload, as a table names it, and what the ratio should reach."""
+
+    letter: str
+    name: str
+    goal: float
+
+
+FIGURES = {
+    "stream": Figure("A", "one stream, tok/s", 1.0),
+    "prompt": Figure("C", "prompt of 1,024, tok/s", 1.5),
+    "64": Figure("B", "64 at once, tok/s", 3.0),
+}
+
+
+class PlainOctavo(Octavo):
+    """octavo without speculation."""
+
+    name: ClassVar = "octavo, no speculation"
+    speculation: ClassVar = "none"
+
+
+class LlamaCpp(Engine):
+    """llama.cpp in an environment that is there."""
+
+    name = "llama.cpp"
+    precisions: ClassVar = {}
+    runner = "llama_cpp_batches.py"
+    distributions = ("llama_cpp_python",)
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter of its environment, which `home` is here."""
+        return str(self.home)
+
+    def install(self) -> None:
+        """Nothing: it is installed."""
+
+    def checkpoint(self, source: Path, precision: str) -> Path:
+        """Return the GGUF file."""
+        del precision
+        return source
+
+
+def written(options: argparse.Namespace, gguf: Path, ftype: str) -> Path:
+    """Have llama.cpp write a file in a format, unless it is there: see `runners/llama_cpp_quality.py`."""
+    options.home.mkdir(parents=True, exist_ok=True)
+    job = {"gguf": str(gguf), "ftype": ftype, "home": str(options.home), "threads": 2, "pieces": [], "prompt": []}
+    script = str(RUNNERS / "llama_cpp_quality.py")
+    done = subprocess.run(
+        [options.python, script], input=json.dumps(job) + "\n", stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Path(json.loads(done.stdout.splitlines()[-1])["path"])
+
+
+def requests_of(gguf: Path, turns: int, folder: Path) -> Path:
+    """Write workloads A, B and C, and D to warm up, of a text in the model's tokens: other ones in each turn."""
+    ids = iter(open_checkpoint(gguf).read_tokenizer().encode(python_reference(), most=4096 * turns + 8192))
+
+    def request(prompt: int, out: int) -> dict[str, object]:
+        return {"prompt": [next(ids) for _ in range(prompt)], "out": out}
+
+    workloads = {
+        "A": [request(32, 64) for _ in range(turns)],
+        "B": [request(PROMPT_OF_MANY, OUT_OF_MANY) for _ in range(REQUESTS)],
+        "C": [request(LONG_PROMPT, 1) for _ in range(turns)],
+        "D": [[request(PROMPT_OF_MANY, 4) for _ in range(REQUESTS)]],
+    }
+    path = folder / f"{gguf.stem}.json"
+    path.write_text(json.dumps(workloads))
+    return path
+
+
+def measured(options: argparse.Namespace, gguf: Path, folder: Path) -> Iterator[list[str]]:
+    """Yield a row of the table for each figure and way of octavo: medians of it, of llama.cpp's and of the ratio."""
+    plain = PlainOctavo(folder)
+    octavo = [Octavo(folder), plain]
+    engines: list[Engine] = [*octavo, LlamaCpp(Path(options.python))]
+    setting = Setting(
+        workloads=requests_of(gguf, options.turns, folder), threads=options.threads, kv_bytes=256 << 20, timeout_s=600
+    )
+    with seated(Contest(precision="bf16", letter="A"), engines, gguf, setting) as seats:
+        for key in options.figure or FIGURES:
+            figure = FIGURES[key]
+            taking_part = {name: seat for name, seat in seats.items() if figure.letter == "A" or name != plain.name}
+            contest = Contest(precision="bf16", letter=figure.letter)
+            turns = [turn.figures for turn in take_turns(contest, taking_part, range(options.turns), dict)]
+            for name in (each.name for each in octavo if each.name in taking_part):
+                pairs = [(rate(figure, turn[name]), rate(figure, turn["llama.cpp"])) for turn in turns]
+                ratio = statistics.median(own / theirs for own, theirs in pairs)
+                medians = [f"{statistics.median(each):.0f}" for each in zip(*pairs, strict=True)]
+                yield [gguf.name, figure.name, name, *medians, f"{ratio:.2f}", f">= {figure.goal}"]
+
+
+def rate(figure: Figure, measured: float) -> float:
+    """Return tokens/s of a figure, which of many requests is seconds."""
+    return REQUESTS * OUT_OF_MANY / measured if figure.letter == "B" else measured
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python", help="of an environment with llama-cpp-python")
+    parser.add_argument("model", nargs="+", type=Path, help="GGUF files, in any format that loses little")
+    parser.add_argument("--ftype", action="append", choices=FTYPES, help="again for more (default: all)")
+    parser.add_argument("--figure", action="append", choices=FIGURES, help="again for more (default: all)")
+    parser.add_argument("--turns", type=int, default=5, help="medians of so many (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (%(default)s)")
+    parser.add_argument("--home", type=Path, default=Path("/tmp/octavo-gguf"), help="for files (%(default)s)")
+    options = parser.parse_args()
+    files = [written(options, model, ftype) for model in options.model for ftype in options.ftype or FTYPES]
+    print("| file | figure | engine | octavo | llama.cpp | ratio | asked for |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for file in files:
+            for cells in measured(options, file, Path(folder)):
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

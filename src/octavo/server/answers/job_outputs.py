@@ -1,0 +1,114 @@
+"""The outputs of a job's prompts, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
+from octavo.runtime.faults import is_fault, request_failed
+from octavo.server.answers.answer_size import LogprobLimit
+from octavo.server.errors import spelling
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+
+    from octavo.outputs import RequestOutput
+    from octavo.server.answers.jobs import Job
+    from octavo.server.answers.usage import UsageCounter
+    from octavo.server.service import Service
+
+T = TypeVar("T")
+_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
+_MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
+
+
+async def outputs_of(
+    service: Service, job: Job, usage: UsageCounter
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
+
+    usage: counts what came last of one that failed or was cut off; who reads the others counts those.
+    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
+    whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
+    """
+    with spelling(job.spelled):
+        most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
+        logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
+        streams = [
+            service.generate(
+                prompt,
+                job.params,
+                job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
+                place=job.place,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                kv_transfer_params=job.kv_transfer_params,
+                deadline=job.deadline,
+                check=logprobs.check,
+                untold=lambda output: usage.add(output, output.outputs),
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+        async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
+            async for index, output in merged:
+                if output.error is not None:
+                    usage.add(output, output.outputs)
+                    raise _error_of(output.error, output.request_id)
+                yield index, output
+
+
+def _error_of(message: str, request_id: str) -> OctavoError:
+    """Return what a request's `error` is to its client."""
+    if message in _FIELDS_TO_BLAME:
+        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
+    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
+    return kinds.get(message, ExecutionError)(message)
+
+
+async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of several streams as they come, each with its stream's index; the first error ends them all.
+
+    at_once: the next stream is begun when fewer than so many are open.
+    """
+    if len(streams) == 1:  # as most are: nothing to merge
+        async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
+    waiting = iter(enumerate(streams))
+    tasks = [asyncio.create_task(_pump(waiting, queue)) for _ in range(min(at_once, len(streams)))]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    waiting: Iterator[tuple[int, AsyncIterator[T]]], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
+) -> None:
+    """Put the items of one stream behind the other into a queue; at last an error, or None."""
+    try:
+        for index, stream in waiting:
+            async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
+                async for item in stream:
+                    await queue.put((index, item))
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        await queue.put(error)  # raised again by the reader
+    else:
+        await queue.put(None)

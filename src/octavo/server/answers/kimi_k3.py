@@ -1,0 +1,106 @@
+"""Kimi K3's answers: tags of three special tokens, around the content and around calls, whose values have types."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from octavo.server.answers.argument_values import types_of
+from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.tagged_calls import TaggedFormat
+from octavo.server.answers.tagged_parser import TaggedParser
+from octavo.server.answers.tool_format import choice_of, json_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.tool_format import Function
+
+_OPEN, _CLOSE, _SEP = "<|open|>", "<|close|>", "<|sep|>"
+_ATTRIBUTES = re.compile(r'"(\s+\w+="[^"]*")*\s*')
+_KEY = re.compile(r'(?P<key>[^"]*)"(?:\s+type="(?P<type>\w+)")?\s*')
+_INDEX_RULE = "/[0-9]{1,3}/"
+_ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
+_JSON_TYPES = ("number", "boolean", "null", "object", "array")
+
+
+class KimiK3Format(TaggedFormat):
+    """Calls are numbered from 1, and an argument says its type."""
+
+    name = "kimi_k3"
+    markers = (_OPEN, _CLOSE, _SEP)
+    opener = opens = f"{_OPEN}tools{_SEP}"
+    closes = f"{_CLOSE}tools{_SEP}"
+    call_opens, call_closes = f'{_OPEN}call tool="', f"{_CLOSE}call{_SEP}"
+    argument_opens, argument_named, value_closes = f'{_OPEN}argument key="', _SEP, f"{_CLOSE}argument{_SEP}"
+    frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
+        """Return what reads these tags."""
+        return KimiK3Parser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
+        """Return the tags of one call."""
+        written = [f'{self.call_opens}{name}" index="{index + 1}"{_SEP}']
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else json_text(value)
+            head = f'{self.argument_opens}{_escaped(key)}" type="{_type_of(value)}"{_SEP}'
+            written.append(f"{head}{text}{self.value_closes}")
+        return "".join([*written, self.call_closes])
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
+        sep, rules = self._marker(_SEP), [choice_of(len(functions))]
+        for index, function in enumerate(functions):
+            head = self._literal(f'{self.call_opens}{function.name}" index="')
+            uses, more = self._arguments(f"{index}", function.parameters)
+            number = f'{_INDEX_RULE} "\\"" {sep}'
+            rules += [f"call{index}: {head} {number} {uses} {self._literal(self.call_closes)}", *more]
+        return "\n".join(rules)
+
+    def _argument(self, name: str, key: str | None, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        kinds = types_of(schema, root)
+        texts, others = "string" in kinds, kinds - {"string"}
+        written = _ANY_KEY if key is None else json_text(_escaped(json.loads(key)))
+        rules = list[str]()
+        uses = list[str]()
+        for kind, types in (("text", ("string",) * texts), ("json", _types_of(others))):
+            if not types:
+                continue
+            uses.append(f"{name}{kind}")
+            value, more = self._value(f"{name}{kind}", schema, root, is_json=kind == "json")
+            type_rule = " | ".join(json_text(each) for each in types)
+            head = f'{self._literal(self.argument_opens)} {written} "\\" type=\\"" ({type_rule}) "\\""'
+            rules += [f"{name}{kind}: {head} {self._marker(_SEP)} {value}", *more]
+        return [f"{name}: {' | '.join(uses)}", *rules]
+
+
+def _escaped(key: str) -> str:
+    return key.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _type_of(value: Any) -> str:
+    types = {bool: "boolean", type(None): "null", str: "string", dict: "object", list: "array"}
+    return types.get(type(value), "number")
+
+
+def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
+    return tuple(each for each in _JSON_TYPES if each in kinds or (each == "number" and "integer" in kinds))
+
+
+class KimiK3Parser(TaggedParser):
+    """Reads them."""
+
+    def _takes_named(self) -> Wait[bool]:
+        return _ATTRIBUTES.fullmatch((yield from self._head(_SEP))) is not None
+
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - the seam's
+        found = _KEY.fullmatch((yield from self._head(_SEP)))
+        if found is None:
+            raise MalformedError
+        kind = found.group("type")
+        return found.group("key").replace("&quot;", '"').replace(
+            "&amp;", "&"
+        ), None if kind is None else kind == "string"

@@ -1,0 +1,102 @@
+"""Reads answers that are messages, whose heads say what they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.call_sections import MAX_HEAD_CHARS
+from octavo.server.answers.parts import Part
+
+if TYPE_CHECKING:
+    from octavo.server.answers.call_parser import Wait
+
+
+class MessageParser(ToolParser):
+    """Reads messages; what begins like none is content to its end.
+
+    A message to a function that there is not, or that is no call, is text of the kind that its head says.
+    begins: what heads begin with. head_closes: what they end with. ends: what messages end with.
+    """
+
+    begins: ClassVar[tuple[str, ...]]
+    head_closes: ClassVar[str]
+    ends: ClassVar[tuple[str, ...]]
+
+    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
+        """Return the function that a message is for, if it is for one, and what its text is."""
+        raise NotImplementedError
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        """Read a call behind its head, up to the end of its message. Raises `MalformedError`."""
+        raise NotImplementedError
+
+    def _read(self) -> Wait[None]:
+        while (yield from self._begins()):
+            try:
+                head = yield from self._message_head()
+            except MalformedError:
+                break
+            self._drop()
+            name, kind = self._addressee(head)
+            if name in self._names and (yield from self._attempt(call := Call(name), self._call_steps(call))):
+                continue
+            yield from self._body(kind)
+        yield from self._rest_is_content()
+
+    def _begins(self) -> Wait[bool]:
+        """Whether a message does."""
+        yield from self._skip_space()
+        while True:
+            seen = self._text[self._position :]
+            if any(seen.startswith(each) for each in self.begins):
+                return True
+            if self._is_over or not any(each.startswith(seen) for each in self.begins):
+                if self._is_cut and any(each.startswith(seen) for each in self.begins):
+                    self._position = len(self._text)
+                    self._drop()
+                return False
+            yield
+
+    def _message_head(self) -> Wait[str]:
+        while (end := self._text.find(self.head_closes)) < 0:
+            if self._is_over or len(self._text) > MAX_HEAD_CHARS + len(self.head_closes):
+                if self._is_cut and len(self._text) <= MAX_HEAD_CHARS + len(self.head_closes):
+                    self._position = len(self._text)
+                    self._drop()
+                raise MalformedError
+            yield
+        if end > MAX_HEAD_CHARS:
+            raise MalformedError
+        self._position = end + len(self.head_closes)
+        return self._text[:end]
+
+    def _takes_message_end(self) -> Wait[None]:
+        yield from self._skip_space()
+        for end in self.ends:
+            if (yield from self._takes(end)):
+                break
+            self._drop_cut(end)
+
+    def _body(self, kind: Literal["reasoning", "content"]) -> Wait[None]:
+        """Tell a message up to its end."""
+        while True:
+            ends = [(place, end) for end in self.ends if (place := self._text.find(end)) >= 0]
+            if ends:
+                place, end = min(ends)
+            else:
+                is_whole = self._is_over and not self._is_cut
+                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in self.ends)
+                place, end = len(self._text) - num_held_back, ""
+            text = self._text[:place]
+            self._parts.append(Part(kind, text, start=self._num_told))
+            self._position = place + len(end)
+            self._drop()
+            if end:
+                return
+            if self._is_over:
+                self._position = len(self._text)
+                self._drop()
+                return
+            yield

@@ -1,0 +1,208 @@
+"""MiniMax M3's calls: values are tags within tags, each behind a mark."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from octavo.server.answers.argument_values import (
+    is_text,
+    json_of,
+    part_of,
+    property_of,
+    text_pattern,
+    types_of,
+    value_text,
+)
+from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_sections import NAME, SectionFormat
+from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.server.answers.value_parser import ValueParser
+from octavo.structured_output.lark import FEW_BLANKS, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Call, Wait
+    from octavo.server.answers.tool_format import Function
+
+MARK = "]<]minimax[>["
+_ITEM = "item"  # the tag of each item of a list
+_MAX_DEPTH = 64
+_ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
+_ANY_TEXT = "[^\\]](.|\\n)*"  # which cannot be taken for a tag where the mark is no token
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
+
+
+class MiniMaxM3Format(SectionFormat):
+    """Objects are tags of their keys, lists are tags `item`; other values stand as they are."""
+
+    name = "minimax_m3"
+    markers = (MARK, "<tool_call>", "</tool_call>")
+    opener, opens, between = f"{MARK}<tool_call>", f"{MARK}<tool_call>\n", "\n"
+    closes, call_opens = f"\n{MARK}</tool_call>", f'{MARK}<invoke name="'
+    named, call_closes = '">', f"{MARK}</invoke>"
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NestedParser:
+        """Return what reads nested tags."""
+        return NestedParser(self, functions, only_one=only_one)
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+        """Return the tags of one call."""
+        return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """Arguments in the order of the schema's properties; what a schema does not say is any value."""
+        mark = self._marker(MARK)
+        rules = [
+            choice_of(len(functions)),
+            *self._text("_bare", _ANY_TEXT),
+            f"any: value_bare | tags? {mark}",
+            f'tags: ({mark} "<" {_ANY_TAG} ">" any "</" {_ANY_TAG} ">")+',
+        ]
+        for index, function in enumerate(functions):
+            head = self._literal(f"{self.call_opens}{function.name}{self.named}")
+            rules.append(f'call{index}: {head} members{index} {mark} "</invoke>"')
+            rules += self._members(f"{index}", function.parameters, function.parameters)
+        return "\n".join(rules)
+
+    def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        """Return the rules of an object's properties in their order, of which the first is `members<place>`."""
+        mark, named, required = self._marker(MARK), schema.get("properties"), schema.get("required")
+        if not isinstance(named, dict) or not named:
+            return [f"members{place}: {'tags?' if schema.get('additionalProperties', True) else chr(34) * 2}"]
+        uses, rules = list[str](), list[str]()
+        for number, (key, part) in enumerate(named.items()):
+            here = f"{place}_{number}"
+            is_needed = isinstance(required, list) and key in required
+            uses.append(f"member{here}{'' if is_needed else '?'}")
+            rules += [
+                f"member{here}: {mark} {json_text(f'<{key}>')} value{here} {json_text(f'</{key}>')}",
+                *self._value(here, part, root),
+            ]
+        return [f"members{place}: {' '.join(uses)}", *rules]
+
+    def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
+        """Return the rules of a value and the mark behind it, of which the first is `value<place>`."""
+        mark, schema = self._marker(MARK), part if isinstance(part, dict) else {}
+        kinds = types_of(schema, root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return [f"value{place}: ({' | '.join(self._literal(_written(each)) for each in values)}) {mark}"]
+        if kinds == {"object"} and "$ref" not in schema and schema.get("properties"):
+            return [f"value{place}: members{place} {mark}", *self._members(place, schema, root)]
+        if kinds == {"array"} and isinstance(schema.get("items"), dict):
+            item = f'{mark} "<{_ITEM}>" value{place}_0 "</{_ITEM}>"'
+            return [f"value{place}: ({item})* {mark}", *self._value(f"{place}_0", schema["items"], root)]
+        if kinds == {"string"}:
+            return self._text(place, text_pattern(schema))
+        if kinds <= _SCALARS:
+            return [f"value{place}: json{place} {mark}", f"json{place}: {json_of(schema, root)}"]
+        return [f"value{place}: {f'tags? {mark}' if kinds == {'object'} else 'any'}"]
+
+    def _text(self, place: str, written: str) -> list[str]:
+        """Return the rules of a text of some pattern and the mark behind it."""
+        mark = self._marker(MARK)
+        if mark.startswith('"'):
+            return [f"value{place}[lazy]: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: /{written}/ {FEW_BLANKS}"]
+        without = f"& ~/(.|\\n)*{pattern(MARK)}(.|\\n)*/"
+        return [f"value{place}: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: /{written}/ {FEW_BLANKS} {without}"]
+
+
+def _written(value: Any) -> str:
+    match value:
+        case str():
+            return value
+        case dict():
+            return "".join(f"{MARK}<{key}>{_written(each)}{MARK}</{key}>" for key, each in value.items())
+        case list():
+            return "".join(f"{MARK}<{_ITEM}>{_written(each)}{MARK}</{_ITEM}>" for each in value)
+    return json_text(value)
+
+
+class NestedParser(ValueParser):
+    """Reads tags within tags: what they are is what their schema says, and else what they look like."""
+
+    def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(form, functions, only_one=only_one)
+        self._form = form
+        self._parameters = {each.name: each.parameters for each in functions}
+        self._root: dict[str, Any] = {}
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        name = (yield from self._head(self._form.named)).strip()
+        if not NAME.fullmatch(name):
+            raise MalformedError
+        call.name = name
+        self._root = self._parameters.get(name, {})
+        yield from self._arguments(call, self._object(call, "invoke", self._root, 0))
+
+    def _object(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
+        """Read tags up to the end of the one around them, and tell an object."""
+        self._say_opened("{", "}", call)
+        separator = ""
+        while key := (yield from self._next_tag(tag)):
+            self._held = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+            yield from self._value_of(call, key, property_of(schema, key), depth)
+            separator = ", "
+        self._say_closed(call)
+
+    def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
+        """The same of the tags of a list."""
+        self._say_opened("[", "]", call)
+        items = schema.get("items")
+        while key := (yield from self._next_tag(tag)):
+            yield from self._value_of(call, key, items if isinstance(items, dict) else {}, depth)
+            self._held = ", "
+        self._say_closed(call)
+
+    def _next_tag(self, around: str) -> Wait[str]:
+        """Go behind a tag that opens and return its name; "" behind the end of the one around it."""
+        yield from self._skip_space()
+        yield from self._expect(MARK)
+        if (yield from self._takes(f"</{around}>")):
+            self._drop()
+            return ""
+        yield from self._expect("<")
+        key = yield from self._head(">")
+        if not key or key.startswith("/"):
+            raise MalformedError
+        self._drop()
+        return key
+
+    def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
+        """Read a value with the end of its tag, and tell it."""
+        closes = f"{MARK}</{tag}>"
+        if is_text(schema, self._root):
+            self._say_opened('"', '"', call)
+            self._open = self._open[1:]  # which the text closes itself
+            self._held = ""
+            if not (yield from self._text_value(call, closes)):
+                raise MalformedError
+            return
+        kinds = types_of(schema, self._root)
+        first = yield from self._opened_tag()
+        if first is not None:
+            if depth > _MAX_DEPTH:
+                raise MalformedError
+            is_list = "array" in kinds and (first == _ITEM or "object" not in kinds)
+            known = part_of(schema, self._root, "array" if is_list else "object")
+            yield from (self._items if is_list else self._object)(call, tag, known, depth + 1)
+            return
+        text = yield from self._whole_value(closes)
+        if text is None:
+            raise MalformedError
+        empty = "[]" if "array" in kinds else "{}" if "object" in kinds else None
+        is_empty = not text.strip() and "string" not in kinds and empty is not None
+        self._say(empty if is_empty and empty else value_text(text, schema, self._root), call)
+        self._held = ""
+
+    def _opened_tag(self) -> Wait[str | None]:
+        """Return the name of the tag that comes, and stay in front of it; None where a text comes, or an end."""
+        yield from self._skip_space()
+        place = self._position
+        name = None
+        if (yield from self._takes(f"{MARK}<")) and (yield from self._peek()) not in {"/", ""}:
+            name = yield from self._head(">")
+        self._position = place if name is not None else 0
+        return name

@@ -1,0 +1,113 @@
+"""Functionary 3.2's answers: every part begins with a mark and whom it is for, `all` or a function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
+from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.tool_format import Function
+
+_MARK, _USER = ">>>", "all"
+
+
+class RecipientsFormat(ToolFormat):
+    """A name on a line, and arguments. The prompt ends with the first mark, so that answers begin without."""
+
+    name = "functionary_v3_2"
+    markers = ()
+    frames_content = True
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
+        """Return what reads recipients."""
+        return RecipientsParser(frozenset(each.name for each in functions), only_one=only_one)
+
+    def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        """Return what templates make of calls: the first has a mark as well."""
+        return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
+
+    def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """Calls, and nothing between."""
+        more = "" if only_one else f' ("{_MARK}" call)*'
+        return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
+
+    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """What begins with a function's name is a call to it, and so is what stands behind a mark and one."""
+        names = "|".join(pattern(each.name) for each in functions)
+        text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
+        rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
+        for index, function in enumerate(functions):
+            rules.append(f"later{index}[lazy]: BEFORE {_head(function.name, _MARK)}")
+        later = " | ".join(f"later{index} json{index}" for index in range(len(functions)))
+        start = "TEXT | call | later" if only_one else "call? later* TEXT"
+        return "\n".join([f"start: {start}", f"later: {later}", *rules])
+
+    def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
+        """The JSON may be for the user by name."""
+        grammar = super().or_content(functions, schema, only_one=only_one)
+        return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
+
+    def content(self, schema: str) -> str:
+        """Return the grammar of an answer that is JSON of a schema."""
+        return f"start: head? content\ncontent: {lark_json(schema)}\n{_HEAD_RULE}"
+
+    def _calls(self, functions: Sequence[Function]) -> str:
+        rules = [choice_of(len(functions))]
+        for index, function in enumerate(functions):
+            rules.append(f"call{index}: {_head(function.name)} json{index}")
+            rules.append(f"json{index}: {lark_json(function.parameters)}")
+        return "\n".join(rules)
+
+
+def _head(recipient: str, mark: str = "") -> str:
+    return json_text(f"{mark}{recipient}\n")
+
+
+_HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
+
+
+class RecipientsParser(ToolParser):
+    """Reads parts; a mark behind which no recipient stands is content."""
+
+    def _read(self) -> Wait[None]:
+        yield from self._part()
+        while (yield from self._content(_MARK)):
+            yield from self._part()
+
+    def _part(self) -> Wait[None]:
+        """Read a part behind its mark: to the user what stands there is content, to a function it is a call."""
+        recipient = yield from self._recipient()
+        if recipient == _USER:
+            self._drop()
+        elif recipient and (yield from self._attempt(call := Call(recipient), self._call_steps(call))):
+            yield from self._skip_space()
+            self._drop()
+        else:
+            self._tell_content()
+
+    def _recipient(self) -> Wait[str]:
+        """Go behind a recipient and the end of its line, and return it; "" where none comes."""
+        known = [f"{name}\n" for name in (_USER, *self._names)]
+        while True:
+            seen = self._text[self._position :]
+            if found := next((each for each in known if seen.startswith(each)), None):
+                self._position += len(found)
+                return found.strip()
+            may_come = any(each.startswith(seen) for each in known)
+            if self._is_over or not may_come:
+                if self._is_cut and may_come:
+                    self._position = len(self._text)
+                    self._drop()
+                return ""
+            yield
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        if (yield from self._skip_space()) != "{":
+            raise MalformedError
+        yield from self._tell_arguments(call)
