@@ -122,7 +122,7 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"logit_bias": {"5": 1000}}, "logit_bias"),
         ({"logit_bias": {"5": 10**400}}, "logit_bias"),
         ({"logit_bias": {"257": 1}}, "logit_bias"),
-        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": [[5, 1]]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [-5]}, "allowed_token_ids"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),

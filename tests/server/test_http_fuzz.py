@@ -48,11 +48,11 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
         ("/v1/responses/input_tokens", ResponsesRequest, {"input": "hello"}),
         ("/v1/messages", MessagesRequest, {"model": "fake", "messages": VALUES[-4], "max_tokens": 3}),
         ("/v1/messages/count_tokens", CountTokensRequest, {"model": "fake", "messages": VALUES[-4]}),
-        ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": 0}),
+        ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": -1}),
         ("/api/chat", ChatRequest, {"model": "fake", "messages": VALUES[-4], "num_predict": 3}),
         ("/api/chat", Options, {"model": "fake", "messages": VALUES[-4]}),
         ("/api/generate", PromptRequest, {"model": "fake", "prompt": "hello", "num_predict": 3}),
-        ("/api/embed", EmbedRequest, {"model": "fake", "input": "hello", "dimensions": 0}),
+        ("/api/embed", EmbedRequest, {"model": "fake", "input": "hello", "dimensions": -1}),
         ("/api/show", ShowRequest, {"model": "fake"}),
         ("/tokenize", TokenizeRequest, {"prompt": "hello"}),
         ("/detokenize", DetokenizeRequest, {"tokens": [65]}),
@@ -67,7 +67,7 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
             if schema is Options:
                 body = {**sound, "options": make_body(rng, fields, {"num_predict": 3})}
             if schema in {EmbeddingRequest, EmbedRequest}:
-                body["dimensions"] = 0  # none is served: the fake executor makes no vectors
+                body["dimensions"] = -1  # none is served: the fake executor makes no vectors
             content = json.dumps(body)
             response = http.post(route, content=content)
             seen.add(response.status_code)

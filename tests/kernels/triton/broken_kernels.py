@@ -8,7 +8,8 @@ def broken(tmp_path, module, old, new):
     """Return a copy of one of octavo.kernels.triton's modules in which `old`, which stands there once, is `new`."""
     source = importlib.util.find_spec(f"octavo.kernels.triton.{module}").origin
     text = Path(source).read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{text.count(old)} times in {module}: {old}"
+    if text.count(old) != 1:
+        raise AssertionError(f"{text.count(old)} times in {module}: {old}")
     path = tmp_path / f"broken_{module}.py"  # a file: Triton reads the source of its kernels
     path.write_text(text.replace(old, new), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
