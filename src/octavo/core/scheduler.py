@@ -315,7 +315,7 @@ class Scheduler:
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
         """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
         request = self.waiting.peek_request()
-        computed = self.kv_cache_manager.get_computed_blocks(request)
+        computed = self.transfers.hand_over_hit(request, self.kv_cache_manager.get_computed_blocks(request))
         awaited = self.kv_cache_manager.awaited_block(request, computed)
         if awaited is not None and self.room.may_defer(request) and self._may_wait_for(awaited[1], request):
             self._park(partial(self.kv_cache_manager.is_being_computed, awaited[0]), awaited[1])
