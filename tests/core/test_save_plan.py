@@ -32,29 +32,34 @@ class SlowStore(Store):
         return set(keys) - self.keys
 
     def run(self, core):
-        """Step until nothing is left, saves included; nobody leaves an invariant broken."""
+        """Step until nothing is left, saves included."""
         for _ in range(2000):
             if not core.scheduler.has_work():
                 return
-            scheduled = core.scheduler.schedule()
-            result = core.compute(scheduled)
-            self.open = [(left - 1, order) for left, order in self.open]
-            self.open += [(self.num_steps, order) for order in scheduled.kv_transfers]
-            ended = [order for left, order in self.open if left <= 0]
-            self.open = [(left, order) for left, order in self.open if left > 0]
-            for order in ended:
-                assert order.direction is TransferDirection.SAVE
-                assert len(order.keys) == len(order.block_ids) == len(order.window_block_ids)
-                self.keys.update(order.keys)
-                result.kv_transfers.append(EndedTransfer(order.transfer_id, len(order.keys)))
-            core.scheduler.update_from_output(scheduled, result)
-            assert invariants.check(core.scheduler) == []
+            self.step(core)
         raise AssertionError("the scheduler makes no progress")
+
+    def step(self, core):
+        """Do one step, after which every invariant holds; return what was scheduled."""
+        scheduled = core.scheduler.schedule()
+        result = core.compute(scheduled)
+        self.open = [(left - 1, order) for left, order in self.open]
+        self.open += [(self.num_steps, order) for order in scheduled.kv_transfers]
+        ended = [order for left, order in self.open if left <= 0]
+        self.open = [(left, order) for left, order in self.open if left > 0]
+        for order in ended:
+            assert order.direction is TransferDirection.SAVE
+            assert len(order.keys) == len(order.block_ids) == len(order.window_block_ids)
+            self.keys.update(order.keys)
+            result.kv_transfers.append(EndedTransfer(order.transfer_id, len(order.keys)))
+        core.scheduler.update_from_output(scheduled, result)
+        assert invariants.check(core.scheduler) == []
+        return scheduled
 
     def num_found(self, request):
         """Return how many blocks a lookup finds from a request's first on, and how many of all are there."""
         is_there = [key in self.keys for key in request.block_hashes]
-        return (is_there + [False]).index(False), sum(is_there)
+        return [*is_there, False].index(False), sum(is_there)
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------
@@ -73,6 +78,10 @@ def test_what_a_slow_store_gets_of_a_prompt_is_found_from_its_beginning_on(make_
         num_found, num_saved = store.num_found(request)
         assert num_found == num_saved >= 15
         assert num_saved >= 75 or num_window_blocks < 400
+
+
+def test_where_there_is_no_store_nothing_is_saved(make_core):
+    assert make_core(num_window_blocks=64, window=20).scheduler.transfers.most_saved_blocks == 0
 
 
 def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
@@ -215,14 +224,15 @@ def test_what_was_swapped_out_comes_back_whole(make_core):
     core = make_donor(make_core, store, 60, num_host_blocks=50, preemption="swap")
     request = core.add("a", list(range(60)), max_tokens=9, kv_transfer_params=donor_params("a"))
     for _ in range(4):
-        core.step()
+        store.step(core)
     num_computed = request.num_computed_tokens
     core.scheduler.preempt_requests(["a"])
+    store.step(core)
     store.keys.clear()
-    core.step()
-    scheduled = core.scheduler.schedule()
-    assert request.num_computed_tokens == num_computed
-    assert scheduled.copies.swap_in != []
+    manager = core.scheduler.kv_cache_manager
+    manager.windows.block_taken(manager.pool.blocks[0])  # as if it were evicted
+    assert store.step(core).copies.swap_in != []
+    assert request.num_computed_tokens == num_computed + 1
 
 
 class TestWholeHit:

@@ -91,6 +91,7 @@ class KVTransfers:
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
+        self._most_loaded: dict[str, int] = {}  # tokens of who asks once more, for what came of its load
 
     def __len__(self) -> int:
         """How many requests wait for their KV."""
@@ -109,7 +110,8 @@ class KVTransfers:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._load_of) + len(self._gave_up) + len(self._lookups) + len(self._num_offered)
+        kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
+        return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
         """Return the requests that wait for their KV."""
@@ -132,7 +134,8 @@ class KVTransfers:
         if not may_ask or not self.has_store or not is_whole:
             self._lookups.pop(request.request_id, None)
             return 0
-        most = request.num_tokens // size * size - computed.num_tokens
+        most_known = self._most_loaded.get(request.request_id, request.num_tokens // size * size)
+        most = most_known - computed.num_tokens
         if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
             self._lookups.pop(request.request_id, None)
             return 0
@@ -258,14 +261,14 @@ class KVTransfers:
         That gets all blocks or has no use for any. So what has lost its window part and is in no store is computed
         once more. What is not in a store is saved at once: it may have lost its own by the time that the request runs.
         """
-        is_new = computed.num_blocks and not computed.is_saved
-        if not (is_new and request.hands_kv_over and self.has_store and self._manager.windows.num_blocks):
+        windows = self._manager.windows
+        if computed.is_saved or not (request.hands_kv_over and windows.num_blocks):
             return computed
         hashes = request.block_hashes[: computed.num_blocks]
         lacking = self._connector.keys_to_save(hashes) - self._saving
         computed = whole_hit(self._manager, request, computed, lacking)
         blocks = [block for block in computed.blocks if block.hash in lacking]
-        parts = [part for block in blocks if (part := self._manager.windows.part(block)) is not None]
+        parts = [part for block in blocks if (part := windows.part(block)) is not None]
         if blocks:
             keys = [block.hash for block in blocks if block.hash is not None]
             self._save(keys, [block.block_id for block in blocks], parts)
@@ -282,7 +285,8 @@ class KVTransfers:
     ) -> PendingTransfer | None:
         """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
 
-        Who did not get all that was ordered does not ask again. moves, evicted: as in `EndedTransfer`.
+        Who did not get all that was ordered does not ask again; only where what came lacks window parts that are seen
+        at its end it is asked for once more, unless it was another engine's. moves, evicted: as in `EndedTransfer`.
         """
         for tier, count in evicted:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
@@ -295,11 +299,19 @@ class KVTransfers:
         self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed", moves)
         if pending.request is None:
             return None
-        if num_blocks < len(order.keys):
-            self._gave_up.add(pending.request.request_id)
-        else:
+        name, was_asked_again = pending.request.request_id, pending.request.request_id in self._most_loaded
+        self._most_loaded.pop(name, None)
+        if num_blocks == len(order.keys):
             self._learn_load(pending, self._emitter.now)
+        elif was_asked_again or pending.request.expects_kv or self._is_final(pending, num_blocks):
+            self._gave_up.add(name)
+        else:
+            self._most_loaded[name] = (pending.num_present + num_blocks) * self._manager.block_size
         return pending
+
+    def _is_final(self, load: PendingTransfer, num_blocks: int) -> bool:
+        """Whether a load that ended early is believed, or nothing came of it that could be."""
+        return not num_blocks or self.num_computed_tokens(load, num_blocks) > 0
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
         """Take in how long a load has taken by now; that of KV which was still being computed tells nothing."""
@@ -403,4 +415,5 @@ class KVTransfers:
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)
+        self._most_loaded.pop(request.request_id, None)
         self._connector.request_finished(request, list(request.sequence.block_table))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Sequence
 
     from octavo.config import SchedulerConfig
     from octavo.core.block_hash import BlockHash
@@ -45,7 +45,7 @@ def window_parts(windows: WindowBlocks, sequence: TokenSequence, indices: Sequen
 
 
 def whole_hit(
-    manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: Set[BlockHash]
+    manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
     """Cut what was found of a request to blocks that a store has, or that it can be given now.
 

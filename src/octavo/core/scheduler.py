@@ -107,10 +107,10 @@ class Scheduler:
             on_offload=lambda block_id, host_block_id: emitter.emit(events.BlockOffloaded, block_id, host_block_id),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
-        self.admission = create_admission(scheduler_config, manager)
         self._batching = create_batching(scheduler_config)
         self._prompt_cost = PromptCost(scheduler_config.attention_cost_tokens or 0.0)
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
+        self.admission = create_admission(scheduler_config, manager, self.transfers.most_saved_blocks)
         self._builder = OutputBuilder(manager, self.transfers)
         self._lifecycle = RequestLifecycle(self.policy, self.admission, manager, self.transfers, self._builder, emitter)
         self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
