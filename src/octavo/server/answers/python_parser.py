@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.code_spans import CodeSpans
+from octavo.server.answers.parts import Heads
 from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class PythonListParser(PythonParser):
         if (yield from self._skip_space()) == "[":
             self._position += 1
             yield from self._list()
-        heads = frozenset(f"[{name}(" for name in self._names)
+        heads = Heads(f"[{name}(" for name in self._names)
         while found := (yield from self._content(_STARTS, "[")):
             start = self._position - (found == "[")
             self._is_tagged = found == _STARTS

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.parts import Heads
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
@@ -51,7 +52,7 @@ class LlamaParser(ToolParser):
         if self._is_tagged and self._is_cut_here():
             self._drop()
         names = [f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names]
-        heads = frozenset(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
+        heads = Heads(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, heads)):
