@@ -57,6 +57,11 @@ ANSWERS = [
     ("kimi_k3", ('<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument '
      'key="a&amp;b&quot;" type="array"<|sep|>[1]<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'),
      [Part("call", "python"), Part("arguments", '{"a&b\\"": [1]}')]),
+    ("kimi_k3", ('<|open|>tools<|sep|><|open|>call index="1" id="a" tool="special"<|sep|><|open|>argument type="number"'
+     ' note="x" key="arg1"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'), SPECIAL),
+    ("kimi_k3", f"I think{TOOLS}{CALL}{TOOLS_END}{OVER}", [THOUGHT, *SPECIAL]),
+    ("kimi_k3", f"I think of {TOOLS}<|close|>think<|sep|>{RESPONSE}Yes{END}{OVER}",
+     [Part("reasoning", f"I think of {TOOLS}"), content("Yes")]),
     ("solar_open", "<|content|>Hello.<|end|>", [content("Hello.")]),
     ("solar_open", "<|think|>I think<|end|><|begin|>assistant<|content|>Yes.<|end|>", [THOUGHT, content("Yes.")]),
     ("solar_open", ("<|think|>I think<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
@@ -84,7 +89,8 @@ def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list
     form = next(each for each in FORMATS if each.name == name)()
     parser: Any = form.parser(FUNCTIONS)
     if not form.reads_reasoning and (reasoning := find_reasoning_form(name, [])) is not None:
-        parser = ReasoningParser(parser, is_open=text.startswith("I think"), form=reasoning)
+        ends = form.reasoning_ends(FUNCTIONS)
+        parser = ReasoningParser(parser, is_open=text.startswith("I think"), form=reasoning, interrupts=ends)
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
     return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
 

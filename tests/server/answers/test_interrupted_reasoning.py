@@ -23,6 +23,7 @@ MARKS = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.rm:0<|tool_call_argument_begin|>{}",
         "<|tool_call_begin|>functions.get_time",
     ],
+    "kimi_k3": ["<|open|>tools<|sep|>", "<|open|>", "<|open|>tools<|sep|><|close|>tools<|sep|>"],
 }
 MENTIONS = [(name, mark) for name, marks in MARKS.items() for mark in marks]
 
