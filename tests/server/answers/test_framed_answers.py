@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from call_grammars import Grammars
@@ -19,6 +19,9 @@ from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
 from octavo.server.answers.recipients import RecipientsFormat
 from octavo.server.answers.tool_format import Function
+
+if TYPE_CHECKING:
+    import httpx
 
 ARGUMENTS = {"type": "object", "properties": {"arg1": {"type": "integer"}}, "required": ["arg1"]}
 FUNCTIONS = [Function("special", ARGUMENTS), Function("python", {"properties": {"code": {"type": "string"}}})]
@@ -174,3 +177,22 @@ def test_content_has_no_marks_where_there_are_no_tools() -> None:
         with server.http() as http:
             message = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
             assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+
+
+@pytest.mark.parametrize(("name", "reserved"), [("functionary_v3_2", "all"), ("muse_glimmer", "user"),
+                                                ("muse_glimmer", "self")])  # fmt: skip
+def test_a_tool_that_could_never_be_called_is_refused(name: str, reserved: str) -> None:
+    options = {"chat_template": FakeChatTemplate("")}
+    with run_server(FakeExecutor(), engine_options=options, tool_call_parser=name) as server, server.http() as http:
+
+        def post(tool: str, **fields: Any) -> httpx.Response:
+            tools = [{"type": "function", "function": {"name": tool}}]
+            body = {"messages": [{"role": "user", "content": "Hm?"}], "tools": tools, "max_tokens": 1, **fields}
+            return http.post("/v1/chat/completions", json=body)
+
+        refused = post(reserved)
+        assert refused.status_code == 400
+        assert repr(reserved) in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "tools"
+        assert post("every").status_code == 200
+        assert post(reserved, tool_choice="none").status_code == 200, "nothing can be called"

@@ -32,6 +32,7 @@ class ToolFormat:
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
     frames_content: content stands between marks, too: its parser reads answers without tools as well.
     reads_reasoning: it tells the reasoning apart, too.
+    reserved_names: what stands for something else where the name of a tool does.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -41,6 +42,7 @@ class ToolFormat:
     takes_one: ClassVar[bool] = False
     frames_content: ClassVar[bool] = False
     reads_reasoning: ClassVar[bool] = False
+    reserved_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
