@@ -97,7 +97,7 @@ def paged_attention(
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether there are tiles for queries of so many values."""
-    return triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES
+    return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
