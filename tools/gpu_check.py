@@ -5,9 +5,9 @@
 
 Prints one JSON. Each stage is a process of its own, so that one that breaks the device's state ends alone. It tells
 what it finds operation by operation, so that what fails costs no other. What is known stands in the state file: the
-same command again goes on with stages that are not there or have failures, and begins anew where the device, torch, Triton,
-the kernels or these checks are others. Where the seconds are over, the rest is left to the next call. --dry-run does
-all of it at tiny sizes in Triton's interpreter.
+same command again goes on with stages that are not there or have failures, and begins anew where the device, torch,
+Triton, the kernels or these checks are others. Where the seconds are over, the rest is left to the next call.
+--dry-run does all of it at tiny sizes in Triton's interpreter.
 """
 
 from __future__ import annotations
