@@ -32,6 +32,7 @@ def test_stages_are_those_that_are_measured():
     assert tuple(gpu_stages.STAGES) == gpu_check.STAGES
 
 
+@pytest.mark.slow
 def test_kernels_dry(tmp_path):
     report = checked(tmp_path, "peaks", "correctness", "exactness", "shares")
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
