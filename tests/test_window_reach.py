@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from test_exactness import needs_kernels
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, SpeculativeConfig
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
 from octavo.core.invariants import check
 from octavo.data import events
 from octavo.data.events import EventLog
