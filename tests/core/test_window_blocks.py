@@ -144,7 +144,7 @@ def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, h
     blocks = made.blocks(made.start(len(has_part)))
     for block, is_there in zip(blocks, has_part, strict=True):
         if not is_there:
-            made.windows.block_taken(block)
+            made.windows.block_forgotten(block)
     assert made.windows.num_usable(blocks, [], num_tokens) == usable
     host_blocks = [HostBlock(0, b"", (), (), None, (0, 0), bool(is_there)) for is_there in has_part[1:]]
     assert made.windows.num_usable(blocks[:1], host_blocks, num_tokens) == usable
@@ -167,12 +167,12 @@ def test_a_block_with_new_content_has_no_window_part(made):
     first = made.start(2)
     made.cache(first)
     one, two = made.blocks(first)
-    made.windows.block_taken(one)  # as if it were taken while its part is held
+    made.windows.block_forgotten(one)  # as if it were taken while its part is held
     assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(0)) == (None, 1, None)
     made.windows.clear(first)
     assert made.windows.free_blocks()[-1] == 0
-    made.windows.block_taken(two)
-    made.windows.block_taken(two)
+    made.windows.block_forgotten(two)
+    made.windows.block_forgotten(two)
     assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 8)
     assert made.windows.block_of(1) is None
 
@@ -240,15 +240,6 @@ def test_reservations_are_of_what_a_row_sees_and_of_what_a_step_takes(made):
     assert [made.windows.can_reserve(count) for count in (5, 6, 7)] == [True, True, False]
 
 
-def test_reset_forgets_what_nobody_holds(made):
-    first, second = made.start(2), made.start(1)
-    made.cache(first)
-    made.windows.clear(first)
-    made.windows.reset()
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 7)
-    assert made.windows.parts() == {second.block_table[0]: 2}
-
-
 @pytest.mark.parametrize(("window", "num_seen"), [(2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
 def test_as_many_blocks_are_seen_as_a_window_may_touch(window, num_seen):
     assert Windows(window=window).windows.share(99) == num_seen + 1
@@ -269,10 +260,35 @@ def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tok
 def test_a_hit_of_all_tokens_has_what_the_last_one_sees(window, num_tokens, usable):
     made = Windows(window=window)
     blocks = made.blocks(made.start(2))
-    made.windows.block_taken(blocks[0])
+    made.windows.block_forgotten(blocks[0])
     assert made.windows.num_usable(blocks, [], num_tokens) == usable
 
 
 def test_what_is_its_own_is_told_to_who_saves_for_it(made):
     sequence = made.start(2, num_all_blocks=9)
     assert [made.windows.part_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]
+
+
+@pytest.mark.parametrize("place", ["free", "cached", "held"])
+def test_a_window_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
+    made = Windows(num_blocks=4)
+    sequence = made.start(1)
+    made.cache(sequence)
+    if place in {"free", "cached"}:
+        made.windows.clear(sequence)
+    part = 1 if place == "free" else 0
+    made.windows.quarantine(part)
+    assert made.windows.quarantined == {part}
+    assert part not in {*made.windows.free_blocks(), *made.windows.cached_blocks(), *made.windows.parts().values()}
+    assert made.windows.block_of(part) is None
+    made.windows.clear(sequence)
+    assert made.windows.num_free_blocks == 3
+    assert [made.windows.can_reserve(count) for count in (1, 2)] == [True, False]
+    assert part not in made.start(3).window_table
+
+
+def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
+    made = Windows(num_blocks=6)
+    made.start(1, num_all_blocks=9)
+    made.windows.quarantine(0)
+    assert made.windows.release([0]) == 0

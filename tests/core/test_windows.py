@@ -170,7 +170,7 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
     windows, table = windows_of(core), [0, 1, 2, 3]
-    windows.block_taken(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
+    windows.block_forgotten(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
     core.add("b", 34, max_tokens=1)
     copies = [core.step().copies for _ in range(5)]
     swapped = {block: host for each in copies for block, host in each.swap_out}
@@ -297,7 +297,7 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     manager = core.scheduler.kv_cache_manager
     core.step()
     core.step()
-    windows_of(core).block_taken(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
     assert (request.num_computed_tokens, request.sequence.num_behind_window) == (16, 2)
     assert [manager.windows.part_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
     store.wants = True
@@ -347,7 +347,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     core.scheduler.preempt_requests(["a"])
     core.step()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_taken(manager.pool.blocks[table[2]])  # as if it were evicted
+    manager.windows.block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
     core.step()
     assert request.num_computed_tokens == 17
     assert request.sequence.block_table[:2] == table[:2]
@@ -360,10 +360,21 @@ def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
     core.add("a", list(range(20)), max_tokens=1)
     core.run()
     manager = core.scheduler.kv_cache_manager
-    windows_of(core).block_taken(manager.pool.blocks[4])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[4])  # as if it were evicted
     core.add("b", 34, max_tokens=1)
     core.run()
     again = core.add("c", [*range(20), 99], max_tokens=5)
     copies = core.scheduler.schedule().copies
     assert again.sequence.num_cached_tokens == 16
     assert len(copies.swap_in) == 4
+
+
+@pytest.mark.parametrize("how", ["quarantine", "_orphan", "evict"])
+def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how):
+    core = make_windowed()
+    core.add("a", 8, max_tokens=1)
+    core.run()
+    pool, windows = core.scheduler.kv_cache_manager.pool, windows_of(core)
+    getattr(pool, how)(pool.blocks[1])
+    assert (windows.parts(), windows.cached_blocks(), windows.num_free_blocks) == ({0: 0}, [0], 12)
+    check(core)

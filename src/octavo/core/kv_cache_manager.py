@@ -108,7 +108,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.cache_decoded_blocks = cache_decoded_blocks
-        self.pool = BlockPool(num_blocks, self._evicted)
+        self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
         self.host = HostBlockPool(num_host_blocks, on_host_evict)
         self.windows = WindowBlocks(num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks)
         self.history = CacheHistory(max(4 * num_blocks, 1024))
@@ -337,8 +337,6 @@ class KVCacheManager:
         new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
         sequence.block_table.extend(new_ids)
         if claim is not None:
-            for block in new_blocks:
-                windows.block_taken(block)
             windows.extend(sequence, claim)
             self._copy_window(sequence, computed, claim, source_part)
         self._count_slots(sequence)
@@ -525,6 +523,9 @@ class KVCacheManager:
                 self._copies.window_swap_out.append((part, host_block))
             self._on_offload(block.block_id, host_block)
 
+    def _forgotten(self, block: Block) -> None:
+        self.windows.block_forgotten(block)
+
     def _is_reachable(self, parent: BlockLink | None) -> bool:
         """Whether what stands behind this content may still be found: without its beginning a chain is of no use."""
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
@@ -584,7 +585,6 @@ class KVCacheManager:
         if not self.pool.reset():
             return False
         self.host.reset()
-        self.windows.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:

@@ -3,8 +3,9 @@
 The row at position p sees the positions max(0, p - window + 1) .. p. So a request holds window blocks only from the
 block of the first position that its next row sees, and takes them as its steps reach their blocks. Each one is the
 window part of one block, with its present content, and is in exactly one place: FREE, HELD (in windows of requests, or
-pinned by transfers) or CACHED (nobody holds it, and its block can be found). Whoever needs one takes a free one, then
-the least recently used cached one: the block that it was a part of stays, without its window part.
+pinned by transfers), CACHED (nobody holds it, and its block can be found) or QUARANTINED (its books are wrong: never
+given out again). Whoever needs one takes a free one, then the least recently used cached one: the block that it was a
+part of stays, without its window part.
 
 A request that must not fall any more is given at once all that it may ever hold together. What it holds is its own:
 others do not find it until it is let go. So what falls behind its window suffices for what comes.
@@ -64,6 +65,7 @@ class WindowBlocks:
         self._block_of: list[int | None] = [None] * num_blocks
         self._num_holders = [0] * num_blocks
         self._own: set[int] = set()  # held by one that must not fall
+        self.quarantined: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -158,7 +160,8 @@ class WindowBlocks:
 
     def can_reserve(self, num_set_aside: int) -> bool:
         """Whether so many can be set aside for requests, beside those that the tokens of a step take."""
-        return not self.num_blocks or num_set_aside + self._num_for_step <= self.num_blocks
+        num_usable = self.num_blocks - len(self.quarantined)
+        return not self.num_blocks or num_set_aside + self._num_for_step <= num_usable
 
     def hold(self, parts: Iterable[int], *, is_own: bool = False) -> None:
         """Hold window blocks once more each, out of reach of eviction."""
@@ -225,7 +228,7 @@ class WindowBlocks:
             if self._num_holders[part] <= 0:
                 raise AssertionError(f"double free of window block {part}")
             self._num_holders[part] -= 1
-            if self._num_holders[part]:
+            if self._num_holders[part] or part in self.quarantined:
                 continue
             num_own += part in self._own
             self._own.discard(part)
@@ -239,8 +242,8 @@ class WindowBlocks:
 
     # --- what becomes of blocks ---------------------------------------------------------------------------------------
 
-    def block_taken(self, block: Block) -> None:
-        """Take in that a block gets new content: what was a part of it is no part of that."""
+    def block_forgotten(self, block: Block) -> None:
+        """Take in that a block's content is found no more: neither is its part, and what comes next has another one."""
         part = self._part_of.get(block.block_id)
         if part is None:
             return
@@ -262,10 +265,14 @@ class WindowBlocks:
             del self._part_of[block_id]
             self._block_of[part] = None
 
-    def reset(self) -> None:
-        """Forget all cached content."""
-        while self._cached:
-            self._free.append(self._evict())
+    def quarantine(self, part: int) -> None:
+        """Take a window block out of use for good: whatever is wrong with its books, nobody is given it again."""
+        self._part_of = {block_id: other for block_id, other in self._part_of.items() if other != part}
+        self._block_of[part] = None
+        self._cached.pop(part, None)
+        self._own.discard(part)
+        self._free = [other for other in self._free if other != part]
+        self.quarantined.add(part)
 
     # --- for tests and invariants -------------------------------------------------------------------------------------
 
