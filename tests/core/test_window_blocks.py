@@ -292,3 +292,41 @@ def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
     made.start(1, num_all_blocks=9)
     made.windows.quarantine(0)
     assert made.windows.release([0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_found_tokens", "num_tokens", "cached"),
+    [
+        (0, 18, [0, 1, 6, 5, 2]),  # position 16 sees 11 to 16
+        (7, 18, [1, 6, 5, 0, 2]),
+        (8, 18, [6, 5, 0, 1, 2]),
+        (40, 18, [6, 5, 0, 1, 2]),
+        (0, 16, [0, 1, 6, 5]),
+        (0, 19, [0, 1, 6, 5, 2]),
+        (0, 20, [0, 1, 2, 6, 5]),
+    ],
+)
+def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back_to(
+    num_found_tokens, num_tokens, cached
+):
+    made = Windows(num_blocks=9)
+    sequence, ended = made.start(5), made.start(2)
+    made.cache(sequence)
+    made.cache(ended)
+    made.windows.clear(ended)
+    sequence.num_cached_tokens = num_found_tokens
+    made.windows.leave(sequence, num_tokens)
+    assert made.windows.cached_blocks() == cached
+
+
+def test_what_falls_behind_one_window_and_not_another_is_not_taken():
+    made = Windows(num_blocks=9)
+    sequence = made.start(5)
+    made.cache(sequence)
+    made.windows.leave(sequence, 12)
+    made.windows.hold([2])
+    made.windows.leave(sequence, 20)
+    assert made.windows.cached_blocks() == [1, 0]
+    made.windows.release([2])
+    made.windows.leave(sequence, 24)
+    assert made.windows.cached_blocks() == [3, 1, 0, 2]

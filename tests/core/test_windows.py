@@ -378,3 +378,37 @@ def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how)
     getattr(pool, how)(pool.blocks[1])
     assert (windows.parts(), windows.cached_blocks(), windows.num_free_blocks) == ({0: 0}, [0], 12)
     check(core)
+
+
+def found(core, request_id, prompt, max_tokens=3):
+    """Return how many tokens of a prompt were found, once it is answered."""
+    request = core.add(request_id, list(prompt), max_tokens=max_tokens)
+    core.run()
+    check(core)
+    return request.sequence.num_cached_tokens
+
+
+def test_conversations_find_their_last_turn_though_many_windows_went_by_meanwhile(make_windowed):
+    core = make_windowed(num_window_blocks=60)
+    conversations = [list(range(1000 * number, 1000 * number + 81)) for number in range(6)]  # 120 blocks and more
+    for turn in range(3):
+        for number, conversation in enumerate(conversations):
+            num_found = found(core, f"{turn}-{number}", conversation)
+            assert num_found == (0 if turn == 0 else len(conversation) // 4 * 4 - 4)
+            conversation += [9000 + turn] * 4
+
+
+@pytest.mark.parametrize("num_tokens", [80, 81, 82, 83])
+def test_a_prompt_is_found_to_its_last_full_block_wherever_it_ends(make_windowed, num_tokens):
+    core = make_windowed(num_window_blocks=20)
+    found(core, "a", range(num_tokens), max_tokens=1)
+    found(core, "b", range(1000, 1080), max_tokens=1)
+    assert found(core, "c", [*range(num_tokens), 99, 98], max_tokens=1) == 80
+
+
+def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
+    core, common = make_windowed(num_window_blocks=20), list(range(40))
+    found(core, "first", common, max_tokens=1)
+    for number in range(6):
+        branch = [*common, *range(1000 * number + 1000, 1000 * number + 1060)]  # 15 blocks behind it
+        assert found(core, str(number), branch, max_tokens=1) == 40

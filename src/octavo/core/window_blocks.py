@@ -204,12 +204,19 @@ class WindowBlocks:
     def leave(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Let go what is behind the window of a request of which so many tokens are computed.
 
+        It is taken before all that is cached: others come back to the end of a request, not to its middle. So what is
+        seen behind its last full block stays, and what was found, to which others may come back as it did.
         What was its own is the part of what comes now, where it has blocks for that already.
         """
         first, last = sequence.num_behind_window, self.first_block(num_tokens)
         if last <= first:
             return
-        num_own = self.release(sequence.window_table[first:last])
+        parts, num_found = sequence.window_table[first:last], sequence.num_cached_tokens // self._block_size
+        num_own = self.release(parts)
+        num_full_tokens = num_tokens // self._block_size * self._block_size
+        for part in reversed(parts[max(num_found - first, 0) : self.first_block(num_full_tokens) - first]):
+            if part in self._cached:
+                self._cached.move_to_end(part, last=False)
         sequence.window_table[first:last] = [NO_PART] * (last - first)
         sequence.num_behind_window = last
         self._append(sequence, num_own, is_own=True)
