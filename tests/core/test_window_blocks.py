@@ -330,3 +330,16 @@ def test_what_falls_behind_one_window_and_not_another_is_not_taken():
     made.windows.release([2])
     made.windows.leave(sequence, 24)
     assert made.windows.cached_blocks() == [3, 1, 0, 2]
+
+
+def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
+    made, told = Windows(num_blocks=2), []
+    made.windows._on_evict = lambda block, part: told.append((block.block_id, part, made.windows.part(block)))
+    sequence = made.start(2)
+    made.cache(sequence)
+    made.windows.clear(sequence)
+    made.start(1)
+    assert told == [(sequence.block_table[1], 1, 1)]
+    made.windows.block_forgotten(made.blocks(sequence)[0])
+    made.start(1)
+    assert len(told) == 1

@@ -395,7 +395,7 @@ def test_conversations_find_their_last_turn_though_many_windows_went_by_meanwhil
         for number, conversation in enumerate(conversations):
             num_found = found(core, f"{turn}-{number}", conversation)
             assert num_found == (0 if turn == 0 else len(conversation) // 4 * 4 - 4)
-            conversation += [9000 + turn] * 4
+            conversation.extend([9000 + turn] * 4)
 
 
 @pytest.mark.parametrize("num_tokens", [80, 81, 82, 83])
@@ -412,3 +412,72 @@ def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
     for number in range(6):
         branch = [*common, *range(1000 * number + 1000, 1000 * number + 1060)]  # 15 blocks behind it
         assert found(core, str(number), branch, max_tokens=1) == 40
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_blocks", "num_window_blocks"), [(100, 100), (100, 30), (100, 12), (1000, 12)])
+def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_core, num_blocks, num_window_blocks):
+    core = make_core(
+        num_blocks=num_blocks,
+        num_window_blocks=num_window_blocks,
+        num_host_blocks=400,
+        window=20,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+    )
+    prompts = [list(range(1000 * number, 1000 * number + 101)) for number in range(8)]  # 208 blocks
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            assert found(core, f"{turn}-{number}", prompt, max_tokens=1) == 100 * turn
+    assert sum(event.num_tokens for event in core.log.of_type(events.HostBlocksFound)) > 0
+
+
+def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_windowed):
+    core = make_windowed(num_window_blocks=5, num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    core.add("b", 16, max_tokens=1)
+    copies = [core.step().copies for _ in range(2)]
+    whole = [(block, host) for each in copies for block, host in each.swap_out]
+    parts = [(part, host) for each in copies for part, host in each.window_swap_out]
+    assert [block for block, _ in whole] == [0, 1, 3]
+    assert [host for _, host in whole] == [host for _, host in parts]
+    manager = core.scheduler.kv_cache_manager
+    for block_id in range(4):
+        manager.pool.evict(manager.pool.blocks[block_id])
+    assert [block for block, _ in manager.take_copies().swap_out] == [2]
+    check(core)
+
+
+def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_windowed):
+    core = make_windowed(num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    blocks = manager.pool.blocks
+    for block in blocks[:4]:
+        manager.windows.block_forgotten(block)
+    manager.pool.evict(blocks[3])
+    assert manager.take_copies().swap_out == []
+    kept = [manager.host.keep(block, has_window_part=index == 2) for index, block in enumerate(blocks[1:3], 1)]
+    manager.host.drop(kept[0])
+    names = [block.name for block in blocks[1:3]]
+    manager.pool.evict(blocks[2])  # it is there with its window part
+    manager.pool.evict(blocks[1])
+    assert [block for block, _ in manager.take_copies().swap_out] == [1]
+    by_name = {block.name: block.has_window_part for block in manager.host.cached_blocks()}
+    assert by_name == {names[0]: False, names[1]: True}
+    assert manager.host.cached_blocks()[-1].name == names[0]
+
+
+def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
+    core = make_windowed(num_window_blocks=5, num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    manager.pool.quarantine(manager.pool.blocks[0])
+    core.add("b", 16, max_tokens=1)
+    copies = [core.step().copies for _ in range(2)]
+    assert [block for each in copies for block, _ in each.swap_out] == [3]

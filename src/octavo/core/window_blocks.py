@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from octavo.core.block_pool import Block
     from octavo.core.host_block_pool import HostBlock
@@ -47,10 +47,17 @@ class WindowBlocks:
 
     window: the largest of all layers. max_step_tokens: as many tokens of one request may be computed at once.
     blocks: all that a window block may be a part of. Of sequences it writes `window_table` and `num_behind_window`.
+    on_evict is told of each cached window block that is taken, and of the block that loses it.
     """
 
     def __init__(
-        self, num_blocks: int, window: int, block_size: int, max_step_tokens: int, blocks: Sequence[Block]
+        self,
+        num_blocks: int,
+        window: int,
+        block_size: int,
+        max_step_tokens: int,
+        blocks: Sequence[Block],
+        on_evict: Callable[[Block, int], None] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.window = window
@@ -59,6 +66,7 @@ class WindowBlocks:
         self._most_held = self._most_seen + -(-(max_step_tokens - 1) // block_size)
         self._num_for_step = max_step_tokens // block_size
         self._blocks = blocks
+        self._on_evict = on_evict or (lambda _block, _part: None)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._part_of: dict[int, int] = {}  # window block of a block
@@ -191,6 +199,9 @@ class WindowBlocks:
 
     def _evict(self) -> int:
         part, _ = self._cached.popitem(last=False)
+        block_id = self._block_of[part]
+        assert block_id is not None
+        self._on_evict(self._blocks[block_id], part)
         self._separate(part)
         return part
 
