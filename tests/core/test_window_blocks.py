@@ -210,8 +210,8 @@ def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_i
     assert made.windows.part(made.blocks(sequence)[8]) is not None
 
 
-def test_what_it_found_and_nobody_holds_is_of_its_own():
-    made = Windows(num_blocks=9)
+def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_beside_it():
+    made = Windows(num_blocks=6)
     first, other = made.start(3), Sequence([0] * 40, 40)
     made.cache(first)
     blocks = made.blocks(first)
@@ -223,7 +223,7 @@ def test_what_it_found_and_nobody_holds_is_of_its_own():
     assert (alone.num_new, alone.num_unheld, alone.is_own) == (3, 5, True)
     assert made.windows.most_needed(blocks, 12, 9) == 5
     assert made.windows.claim(other, blocks, 12, 4, 5).num_new == 2
-    made.windows.hold(alone.found, is_own=alone.is_own)
+    made.windows.hold(alone.found, is_own=alone.is_found_own)
     assert [made.windows.part(block) for block in blocks] == [0, None, None]
     other.block_table += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, alone)
@@ -343,3 +343,42 @@ def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
     made.windows.block_forgotten(made.blocks(sequence)[0])
     made.start(1)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("num_window_blocks", "is_found_own", "num_new"), [(6, True, 3), (7, False, 5)])
+def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_much_beside_it(
+    num_window_blocks, is_found_own, num_new
+):
+    made = Windows(num_blocks=num_window_blocks)
+    first, other = made.start(3), Sequence([0] * 40, 40)
+    made.cache(first)
+    blocks = made.blocks(first)
+    made.windows.clear(first)
+    claim = made.windows.claim(other, blocks, 12, 4, 9)
+    assert (claim.is_own, claim.is_found_own) == (True, is_found_own)
+    assert (claim.num_new, claim.num_unheld) == (num_new, num_new + 2)
+    assert made.windows.most_needed(blocks, 12, 9) == 5  # it is admitted with the lesser of both
+    made.windows.hold(claim.found, is_own=claim.is_found_own)
+    other.block_table += [*first.block_table, *range(6, 12)]
+    made.windows.extend(other, claim)
+    assert (made.windows.part(blocks[1]) is None) is is_found_own
+    made.windows.leave(other, 20)  # all that it found
+    assert len(other.window_table) == 8
+    for num_tokens in range(21, 37):
+        made.windows.leave(other, num_tokens)
+    assert len(other.window_table) == 9
+
+
+def test_of_what_it_takes_for_the_end_of_its_blocks_there_is_no_more_than_they_need():
+    made = Windows(num_blocks=12)
+    first, other = made.start(3), Sequence([0] * 40, 40)
+    made.cache(first)
+    assert made.windows.claim(other, made.blocks(first), 12, 4, 5).num_new == 2
+
+
+def test_found_blocks_without_their_window_part_are_a_bug(made):
+    first = made.start(3)
+    blocks = made.blocks(first)
+    made.windows.block_forgotten(blocks[1])
+    with pytest.raises(AssertionError, match=r"found blocks without window part: \{1\}"):
+        made.windows.claim(Sequence([0] * 40, 40), blocks, 12, 4, 4)

@@ -414,6 +414,33 @@ def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
         assert found(core, str(number), branch, max_tokens=1) == 40
 
 
+def test_what_one_has_found_that_must_not_fall_is_found_by_others(make_windowed):
+    core, common = make_windowed(num_window_blocks=40, window=60, max_num_preemptions=0), list(range(25))
+    found(core, "first", common, max_tokens=1)
+    core.add("long", [*common, 1], max_tokens=150)
+    core.step()
+    others = [core.add(name, [*common, token], max_tokens=4) for name, token in (("a", 2), ("b", 3))]
+    for _ in range(20):
+        core.step()
+        check(core)
+    assert [request.sequence.num_cached_tokens for request in others] == [24, 24]
+    assert [core.finished.get(name) for name in ("long", "a", "b")] == [None, "length", "length"]
+    core.run()
+
+
+@pytest.mark.parametrize("num_window_blocks", [5, 6, 7, 8])
+def test_who_must_not_fall_and_found_its_beginning_runs_with_as_few_as_it_needs(make_windowed, num_window_blocks):
+    core = make_windowed(num_window_blocks=num_window_blocks, max_num_preemptions=0)
+    found(core, "first", range(25), max_tokens=1)
+    requests = [core.add(name, [*range(25), token], max_tokens=40) for name, token in (("a", 1), ("b", 2))]
+    while core.scheduler.has_work():
+        core.step()
+        check(core)
+    assert requests[0].sequence.num_cached_tokens == 24
+    assert [request.sequence.num_output_tokens for request in requests] == [40, 40]
+    assert [request.num_preemptions for request in requests] == [0, 0]
+
+
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 

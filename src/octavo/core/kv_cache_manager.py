@@ -341,7 +341,7 @@ class KVCacheManager:
         is_first = not sequence.block_table
         self.pool.touch(computed.blocks)
         if claim is not None:
-            windows.hold(claim.found, is_own=claim.is_own)
+            windows.hold(claim.found, is_own=claim.is_found_own)
         self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
         if computed.source is not None:
             self.pool.renew(computed.source.link)

@@ -7,8 +7,9 @@ pinned by transfers), CACHED (nobody holds it, and its block can be found) or QU
 given out again). Whoever needs one takes a free one, then the least recently used cached one: the block that it was a
 part of stays, without its window part.
 
-A request that must not fall any more is given at once all that it may ever hold together. What it holds is its own:
-others do not find it until it is let go. So what falls behind its window suffices for what comes.
+A request that must not fall any more is given at once all that it may ever hold together. What it took is its own:
+others do not find it until it is let go. So what falls behind its window suffices for what comes. What it found stays
+for others to find, where there is as much beside it; else it is its own, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class WindowClaim:
     """What a request needs of window blocks to go on.
 
     first: its first block that is seen. found: parts of found blocks from there on. num_new: how many more it takes.
-    num_unheld: how many of both nobody holds yet. is_own: nobody else is to find them.
+    num_unheld: how many of both nobody holds yet. is_own: nobody else is to find what it takes; is_found_own: nor what
+    it found and nobody holds.
     """
 
     first: int
@@ -40,6 +42,7 @@ class WindowClaim:
     num_new: int
     num_unheld: int
     is_own: bool
+    is_found_own: bool
 
 
 class WindowBlocks:
@@ -135,23 +138,37 @@ class WindowBlocks:
         """Say what a request needs to go on behind `num_seen` tokens; found: blocks that it does not hold yet.
 
         num_step_blocks: as many has its table for the next step. num_all_blocks: and as many for all it may ever get,
-        if it is not to fall: then the claim is its own.
+        if it is not to fall: then what it takes is its own. Where that leaves it too little, so is what it found.
         """
         first = self.first_block(num_seen)
         parts, num_unheld = self._seen(found[first:])
-        num_new = num_step_blocks - (len(sequence.window_table) or max(first, len(found)))
-        is_own = num_all_blocks > num_step_blocks
+        is_own, is_found_own = num_all_blocks > num_step_blocks, False
         if is_own and not sequence.window_table:
-            num_new = self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
-        num_new = max(num_new, 0)
-        return WindowClaim(first, parts, num_new, num_new + num_unheld, is_own)
+            num_ahead = num_all_blocks - max(first, len(found))
+            num_new = min(self._most_held, num_ahead)
+            is_found_own = num_new + num_unheld > self.num_free_blocks
+            if is_found_own:
+                num_new = self._num_new(num_unheld, num_ahead)
+        else:
+            num_held = len(sequence.window_table) or max(first, len(found))
+            num_new = max(num_step_blocks - num_held, 0)
+        return WindowClaim(first, parts, num_new, num_new + num_unheld, is_own, is_found_own)
 
     def _seen(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return the parts of found blocks that are seen, and how many of them nobody holds."""
-        parts = [self._part_of[block.block_id] for block in found]
+        """Return the parts of found blocks that are seen, and how many of them nobody holds.
+
+        Each has one: hits are cut to where that is so (`num_usable`, `num_covered`).
+        """
+        blocks = [block.block_id for block in found]
+        parts = [self._part_of[block_id] for block_id in blocks if block_id in self._part_of]
+        assert len(parts) == len(blocks), f"found blocks without window part: {set(blocks) - self._part_of.keys()}"
         return parts, sum(not self._num_holders[part] for part in parts)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
+        """Return how many more may be held together, beside so many that were found, for so many blocks to come.
+
+        What was found becomes, once it is behind the window, the part of what comes.
+        """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
     def most_needed(self, found: Sequence[Block], num_seen: int, num_all_blocks: int) -> int:
@@ -163,7 +180,10 @@ class WindowBlocks:
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def share(self, num_blocks: int) -> int:
-        """Return how many to set aside for a request of so many blocks, of those that `can_reserve` are left."""
+        """Return how many window blocks a request of so many blocks may hold together, but for those of a step's tokens.
+
+        Reservation sets these aside for each request that runs.
+        """
         return min(num_blocks, self._most_seen + 1) if self.num_blocks else 0
 
     def can_reserve(self, num_set_aside: int) -> bool:
