@@ -441,6 +441,17 @@ def test_who_must_not_fall_and_found_its_beginning_runs_with_as_few_as_it_needs(
     assert [request.num_preemptions for request in requests] == [0, 0]
 
 
+def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(make_windowed):
+    core = make_windowed()
+    core.add("a", 8)
+    core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    assert core.scheduler._builder.num_records == 0
+    [new] = core.step().scheduled_new_reqs
+    assert len(new.window_block_ids) == 3
+
+
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 

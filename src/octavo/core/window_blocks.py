@@ -180,9 +180,9 @@ class WindowBlocks:
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def share(self, num_blocks: int) -> int:
-        """Return how many window blocks a request of so many blocks may hold together, but for those of a step's tokens.
+        """Return how many window blocks reservation sets aside for a request of so many blocks.
 
-        Reservation sets these aside for each request that runs.
+        These are what a row sees, and the block that comes next; what a longer step takes besides has `can_reserve`.
         """
         return min(num_blocks, self._most_seen + 1) if self.num_blocks else 0
 
