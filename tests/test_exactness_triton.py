@@ -1,20 +1,18 @@
-"""The whole engine on the kernels in Triton, in its interpreter: tokens `==` alone and in a crowd."""
+"""The whole engine on the kernels in Triton, in its interpreter or on a GPU: tokens `==` alone and in a crowd."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-import torch
 from alone_and_crowd import alone, crowd
-from triton_interpreter import interpreted_kernels
+from triton_interpreter import interpreted_kernels, kernels_device
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import built_in_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 
 WAYS = [
     {"temperature": 0.0},
@@ -36,7 +34,7 @@ def make_engine(model, **options):
         ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
         cache_config=CacheConfig(block_size=16, num_gpu_blocks=120),
         scheduler_config=SchedulerConfig(**scheduler),
-        device_config=DeviceConfig(device="cpu", kernels="triton"),
+        device_config=DeviceConfig(device=str(kernels_device()), kernels="triton"),
     )
 
 

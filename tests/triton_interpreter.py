@@ -4,10 +4,19 @@ import contextlib
 import warnings
 from dataclasses import replace
 
+import torch
+
+
+def kernels_device():
+    """Return where kernels in Triton run: on the CPU in the interpreter, else on the GPU."""
+    from octavo.kernels.triton.backend import is_interpreted
+
+    return torch.device("cpu" if is_interpreted() else "cuda")
+
 
 @contextlib.contextmanager
 def interpreted_kernels():
-    """Yield the kernels in Triton, interpreted in half the time on the CPU; nothing is changed where there is a GPU."""
+    """Yield the kernels in Triton, interpreted in half the time on the CPU; what is compiled is left as it is."""
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 

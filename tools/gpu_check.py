@@ -3,9 +3,11 @@
     python tools/gpu_check.py [--state gpu_check.json] [--seconds 480]
     TRITON_INTERPRET=1 python tools/gpu_check.py --dry-run
 
-Prints one JSON. Each stage is a process of its own, so that one that breaks the device's state ends alone. What a stage
-has found stands in the state file at once: the same command again goes on with the stages that are not there. Where the
-seconds are over, the rest is left to the next call. --dry-run does all of it at tiny sizes in Triton's interpreter.
+Prints one JSON. Each stage is a process of its own, so that one that breaks the device's state ends alone. It tells
+what it finds operation by operation, so that what fails costs no other. What is known stands in the state file: the
+same command again goes on with stages that are not there or have failures, and begins anew where the device, torch,
+Triton, the kernels or these checks are others. Where the seconds are over, the rest is left to the next call.
+--dry-run does all of it at tiny sizes in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -18,53 +20,84 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STAGES = ("peaks", "correctness", "exactness", "tokens", "shares", "workloads", "nano_vllm")
+RESULT = "gpu_check: "  # begins a line with an entry in JSON
 LEAST_S = 20.0  # a stage is not begun with less
 
 
 def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool) -> dict[str, Any]:
-    """Return what a stage found, or what ended it."""
+    """Return what a stage found, by entry, and as `error` what ended it too soon."""
     if is_dry:
         return measured(name, folder, is_dry=True)
     command = [sys.executable, __file__, "--stage", name, "--folder", str(folder)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {seconds:.0f} s"}
-    if ended.returncode:
-        return {"error": ended.stderr[-2000:]}
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as expired:
+        return read_entries(expired.stdout or b"") | {"error": f"not done after {seconds:.0f} s"}
+    found = read_entries(ended.stdout)
+    return found | {"error": ended.stderr.decode(errors="replace")[-2000:]} if ended.returncode else found
+
+
+def read_entries(output: bytes) -> dict[str, Any]:
+    """Return the entries among what a stage printed: libraries print lines of their own."""
+    found: dict[str, Any] = {}
+    for line in output.decode(errors="replace").splitlines(keepends=True):
+        if line.startswith(RESULT) and line.endswith("\n"):  # a line may be cut where time is over
+            found |= json.loads(line.removeprefix(RESULT))
     return found
 
 
-def measured(name: str, folder: Path, *, is_dry: bool) -> dict[str, Any]:
-    """Run a stage in this process."""
-    from gpu_stages import STAGES as MEASURE, open_check  # noqa: I001, PLC0415  loads torch, and triton
+def print_entry(entry: dict[str, Any]) -> None:
+    """Print an entry as `read_entries` takes it."""
+    print(RESULT + json.dumps(entry), flush=True)
 
-    return MEASURE[name](open_check(folder, is_dry=is_dry))
+
+def measured(
+    name: str, folder: Path, *, is_dry: bool, tell: Callable[[dict[str, Any]], None] = lambda _entry: None
+) -> dict[str, Any]:
+    """Run a stage in this process; `tell` gets each entry at once."""
+    import gpu_stages  # noqa: PLC0415  loads torch, and triton
+    from gpu_device import Entries, open_check  # noqa: PLC0415
+
+    check = open_check(folder, is_dry=is_dry)
+    entries = Entries(check.device, tell)
+    (gpu_stages.STAGES | {"identity": gpu_stages.identity})[name](check, entries)
+    return entries.found
 
 
 def check(state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tuple[str, ...]) -> dict[str, Any]:
-    """Run the stages that the state file lacks, or of which it has an error; return all of it."""
+    """Run the stages that the state file lacks, or of which something failed; return all of it.
+
+    What was found on another device, by other versions or by other code is dropped.
+    """
     from gpu_stages import failures  # noqa: PLC0415  loads torch
 
     end = time.monotonic() + seconds
-    results: dict[str, Any] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    identity = run_stage("identity", folder, seconds, is_dry=is_dry)
+    if "identity" not in identity or "error" in identity["identity"]:
+        return {"errors": {"identity": str(identity)}, "failures": [], "not_run": list(stages), "results": {}}
+    kept: dict[str, Any] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    results: dict[str, Any] = kept.get("results", {}) if kept.get("identity") == identity["identity"] else {}
     for name in stages:
         left = end - time.monotonic()
-        if "error" not in results.get(name, {"error": "not run"}) or left < LEAST_S:
+        found = results.get(name)
+        is_done = found is not None and "error" not in found and not failures(found)
+        if is_done or left < LEAST_S:
             continue
         results[name] = run_stage(name, folder, left, is_dry=is_dry)
         written = state.with_suffix(".partial")
-        written.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        written.write_text(json.dumps({"identity": identity["identity"], "results": results}, indent=1), "utf-8")
         written.replace(state)
-    ended = {name: results[name]["error"] for name in stages if "error" in results.get(name, {})}
     return {
+        "identity": identity["identity"],
         "results": results,
-        "failures": failures({name: found for name, found in results.items() if "error" not in found}),
-        "errors": ended,
+        "failures": [f"{name}: {entry}" for name in stages for entry in failures(results.get(name, {}))],
+        "errors": {name: results[name]["error"] for name in stages if "error" in results.get(name, {})},
         "not_run": [name for name in stages if name not in results],
     }
 
@@ -76,7 +109,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="in all, at most")
     parser.add_argument("--only", action="append", choices=STAGES, help="default: all stages")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter")
-    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=("identity", *STAGES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="for the weights that are made; default: a temporary one")
     arguments = parser.parse_args()
     if arguments.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
@@ -84,7 +117,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if arguments.stage:
-            print(json.dumps(measured(arguments.stage, folder, is_dry=arguments.dry_run)))
+            measured(arguments.stage, folder, is_dry=arguments.dry_run, tell=print_entry)
             return 0
         stages = tuple(arguments.only or STAGES)
         report = check(arguments.state, folder, arguments.seconds, is_dry=arguments.dry_run, stages=stages)

@@ -17,7 +17,7 @@ from octavo.sampling_params import SamplingParams
 
 def make(rule, *, num_blocks=4, **options):
     manager = KVCacheManager(num_blocks, 4)
-    return create_admission(SchedulerConfig(admission=rule, **options), manager), manager
+    return create_admission(SchedulerConfig(admission=rule, **options), manager, 0), manager
 
 
 def make_request(num_prompt, max_tokens=4, name="a"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.cache_history import CacheHistory, Miss, MissReason
+from octavo.core.kv_cache_manager import KVCacheManager
 
 ROOT = (1, 2, 3)
 
@@ -42,3 +43,12 @@ def test_the_oldest_is_forgotten_first_and_what_comes_again_is_new():
         assert history.why_missed(token, (token,), b"other", None, ("b",)).reason == expected
         assert (history.why_missed(9, (9,), b"%d" % token, None, ()).reason == "evicted") == (token != 2)
         assert (history.why_missed(9, (token,), b"other", b"%d" % token, ()).reason == "evicted") == (token != 2)
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(10, 1024), (300, 1200), (1 << 15, 1 << 16)])
+def test_a_large_cache_does_not_remember_ever_more(num_blocks, expected):
+    history = KVCacheManager(num_blocks, 4).history
+    for number in range(expected + 1):
+        history.add(number, (number,), b"%d" % number, None, ())
+    assert history.why_missed(0, (0,), b"0", b"?", ()) != Miss(MissReason.EVICTED)
+    assert history.why_missed(1, (1,), b"1", b"?", ()) == Miss(MissReason.EVICTED)

@@ -103,7 +103,7 @@ def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_ho
     assert made.windows.most_needed(made.blocks(first), 12, 4) == 1
     made.windows.clear(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
-    assert (claim.num_new, claim.num_unheld, claim.is_own) == (1, 3, False)
+    assert (claim.num_new, claim.num_unheld, claim.is_own, claim.is_found_own) == (1, 3, False, False)
     assert made.windows.most_needed(made.blocks(first), 12, 4) == 3
     made.windows.hold(claim.found)
     other.block_table += [*first.block_table, 11]
@@ -291,6 +291,7 @@ def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
     made = Windows(num_blocks=6)
     made.start(1, num_all_blocks=9)
     made.windows.quarantine(0)
+    assert made.windows._own == {1, 2, 3, 4}
     assert made.windows.release([0]) == 0
 
 

@@ -9,6 +9,7 @@ from octavo.core import invariants
 from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
+from octavo.data.kv_transfer_params import KVTransferParams
 
 
 @pytest.fixture
@@ -129,6 +130,16 @@ def test_reservation_sets_window_blocks_aside_too(make_windowed):
     core.scheduler.admission.left(requests[0])  # once more
     assert core.scheduler.admission._num_window_blocks == 0
     assert manager.windows.usage == 0.0
+
+
+@pytest.mark.parametrize(("store", "num_running"), [(None, 2), (Store(num_tokens=0, wants=True), 1)])
+def test_reservation_leaves_saves_their_window_blocks(make_windowed, store, num_running):
+    core = make_windowed(num_window_blocks=10, admission="reservation", max_num_seqs=4, connector=store)
+    for name in "ab":
+        core.add(name, 10, max_tokens=40)
+    core.step()
+    core.step()
+    assert len(core.scheduler.running) == num_running  # 4 each, 2 for a step, and 1 for saves
 
 
 def test_a_reservation_alone_is_admitted_whatever_it_takes(make_windowed):
@@ -253,6 +264,62 @@ def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(ma
     core.run()
     assert core.finished == {"a": "length"}
     assert windows_of(core).usage == 0.0
+
+
+@pytest.mark.parametrize("num_then", [4, 3])
+def test_what_came_of_a_load_that_ended_too_early_is_asked_for_once_more(make_windowed, num_then):
+    core = make_windowed(connector=Store(num_tokens=20))
+    request = core.add("a", 30)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    end(core, scheduled, order.transfer_id, 4)
+    assert core.scheduler.transfers.num_records == 1
+    scheduled = core.scheduler.schedule()
+    [second] = scheduled.kv_transfers
+    assert (second.keys, second.window_block_ids[:2]) == (order.keys[:4], [-1, -1])  # position 16 sees 11 to 16
+    assert NO_PART not in second.window_block_ids[2:]
+    check(core)
+    end(core, scheduled, second.transfer_id, num_then)
+    assert request.num_computed_tokens == (16 if num_then == 4 else 0)
+    assert core.step().kv_transfers == []
+    core.run()
+    check(core)
+    assert core.scheduler.transfers.num_records == 0
+
+
+@pytest.mark.parametrize(("num_loaded", "params"), [(0, None), (4, KVTransferParams("a", is_prefill=False))])
+def test_where_nothing_came_or_of_another_engine_nothing_more_is_asked_for(make_windowed, num_loaded, params):
+    core = make_windowed(connector=Store(num_tokens=20))
+    core.add("a", 30, kv_transfer_params=params)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    end(core, scheduled, order.transfer_id, num_loaded)
+    assert core.step().kv_transfers == []
+    core.run()
+
+
+def test_nothing_is_kept_of_one_that_ends_before_it_asks_once_more(make_windowed):
+    core = make_windowed(connector=Store(num_tokens=20))
+    core.add("a", 30)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    end(core, scheduled, order.transfer_id, 4)
+    core.scheduler.abort_request("a")
+    assert core.scheduler.transfers.num_records == 0
+
+
+def test_blocks_found_here_count_where_it_is_asked_once_more(make_windowed):
+    core = make_windowed(connector=Store(num_tokens=0))
+    core.add("a", list(range(8)), max_tokens=1)
+    core.run()
+    core.scheduler.transfers._connector.num_tokens = 28
+    request = core.add("b", [*range(8), *range(100, 130)])
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    assert len(order.keys) == 5
+    end(core, scheduled, order.transfer_id, 4)
+    [second] = core.scheduler.schedule().kv_transfers
+    assert second.keys == order.keys[:4] == request.block_hashes[2:6]
 
 
 @pytest.mark.parametrize("num_loaded", [1, 2])

@@ -59,7 +59,7 @@ def int8_caches(*caches):
     num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
     made = PagedKVCache(
         KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
-        num_blocks=num_blocks, block_size=block_size, dtype=torch.int8, device=torch.device("cpu"),
+        num_blocks=num_blocks, block_size=block_size, dtype=torch.int8, device=caches[0].device,
     )  # fmt: skip
     made.blocks.random_(-128, 128)
     layer = made.layer(1)

@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 import gpu_check  # noqa: E402
+import gpu_device  # noqa: E402
+import gpu_engine  # noqa: E402
+import gpu_exactness  # noqa: E402
 import gpu_stages  # noqa: E402
 from triton_interpreter import interpreted_kernels  # noqa: E402
 
@@ -27,56 +32,162 @@ def test_stages_are_those_that_are_measured():
     assert tuple(gpu_stages.STAGES) == gpu_check.STAGES
 
 
+@pytest.mark.slow
 def test_kernels_dry(tmp_path):
-    report = checked(tmp_path, "peaks", "exactness", "shares")
-    assert not report["failures"]
-    assert not report["errors"]
-    assert all(report["results"]["exactness"].values())
-    assert all(each["us"] > 0 for each in report["results"]["shares"].values())
+    report = checked(tmp_path, "peaks", "correctness", "exactness", "shares")
+    assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
+    results = report["results"]
+    assert all(each["is_equal"] for each in results["exactness"].values())
+    assert all(each["us"] > 0 for each in results["shares"].values())
+    operations = {name.split()[0] for name in results["correctness"]}
+    assert operations >= {"paged_attention", "rope_and_write_kv", "embedding", "take_rows", "rejection_sample"}
 
 
 @pytest.mark.slow
 def test_all_of_it_dry(tmp_path):
     report = checked(tmp_path, *gpu_check.STAGES)
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
-    assert report["results"]["tokens"] == {"is_equal": True, "num_requests": 2}
-    assert json.loads((tmp_path / "state.json").read_text()) == report["results"]
+    assert report["results"]["tokens"]["built-in model"] == {"is_equal": True, "num_requests": 2}
+    kept = json.loads((tmp_path / "state.json").read_text())
+    assert kept == {"identity": report["identity"], "results": report["results"]}
 
 
-def test_it_goes_on_where_it_ended(tmp_path, monkeypatch):
-    ran = []
+@pytest.fixture
+def stages(monkeypatch):
+    """Stages that find what a test says; the names of those that ran."""
+    ran, find = [], {"identity": {"identity": {"code": "1"}}}
 
     def run_stage(name, folder, seconds, *, is_dry):
-        ran.append(name)
-        return {"error": "out of memory"} if name == "tokens" and ran.count(name) == 1 else {"is_equal": True}
+        ran.extend([name] * (name != "identity"))
+        return find.get(name, {"linear": {"is_equal": True}})
 
     monkeypatch.setattr(gpu_check, "run_stage", run_stage)
+    return ran, find
+
+
+@pytest.mark.parametrize("failed", [{"error": "out of memory"}, {"a": {"is_equal": False}}, {"a": {"error": "none"}}])
+def test_it_goes_on_where_it_ended(tmp_path, stages, failed):
+    ran, find = stages
+    find["tokens"] = failed
     report = checked(tmp_path, "peaks", "tokens")
-    assert report["errors"] == {"tokens": "out of memory"}
+    assert report["errors"] or report["failures"] == ["tokens: a"]
+    del find["tokens"]
     report = checked(tmp_path, "peaks", "tokens")
-    assert report["errors"] == {}
+    assert (report["errors"], report["failures"]) == ({}, [])
     assert ran == ["peaks", "tokens", "tokens"]
     assert checked(tmp_path, "peaks", "shares", seconds=1.0)["not_run"] == ["shares"]
 
 
+def test_results_of_other_code_are_dropped(tmp_path, stages):
+    ran, find = stages
+    checked(tmp_path, "peaks", "tokens")
+    find["identity"] = {"identity": {"code": "2"}}
+    assert checked(tmp_path, "peaks")["results"] == {"peaks": {"linear": {"is_equal": True}}}
+    assert ran == ["peaks", "tokens", "peaks"]
+
+
+def test_what_results_hang_on_has_the_code_of_kernels(tmp_path, monkeypatch):
+    with interpreted_kernels():
+        before = gpu_check.measured("identity", tmp_path, is_dry=True)
+        assert gpu_check.measured("identity", tmp_path, is_dry=True) == before
+        (tmp_path / "attention.py").write_text("TILE = 32")
+        monkeypatch.setattr(gpu_stages.kernels_in_triton, "__path__", [str(tmp_path)])
+        after = gpu_check.measured("identity", tmp_path, is_dry=True)
+    assert before["identity"].pop("code") != after["identity"].pop("code")
+    assert before == after
+
+
 def test_what_is_wrong_is_named():
-    results = {
-        "correctness": {"linear": {"units_off": 9.0}, "gate": {"units_off": 1.0}, "sample": {"is_equal": False}},
-        "exactness": {"rms_norm": True, "paged_attention": False},
-        "tokens": {"is_equal": False},
+    stage = {
+        "linear": {"units_off": 9.0},
+        "gate": {"units_off": 1.0},
+        "sample": {"is_equal": False},
+        "embedding": {"is_equal": True},
+        "rms_norm": {"error": "CompilationError"},
+        "decode": {"us": 3.0},
+        "error": "not done after 3 s",  # of the whole stage
     }
-    assert gpu_stages.failures(results) == [
-        "correctness: linear",
-        "correctness: sample",
-        "exactness: paged_attention",
-        "tokens: a request has others in a crowd",
-    ]
+    assert gpu_stages.failures(stage) == ["linear", "sample", "rms_norm"]
 
 
-def test_a_stage_is_a_process_whose_end_is_told(tmp_path, monkeypatch):
-    def ended(command, **options):
-        return subprocess.CompletedProcess(command, 1, "", "CUDA error: an illegal memory access was encountered")
+def test_an_operation_that_fails_costs_no_other(monkeypatch):
+    told = []
+    entries = gpu_device.Entries(torch.device("cpu"), told.append)
+    entries.add("first", lambda: {"us": 1.0})
+    entries.add("second", lambda: {"us": 1 / 0})
+    entries.add("third", lambda: {"us": 3.0})
+    assert told == [{"first": {"us": 1.0}}, {"second": {"error": "ZeroDivisionError: division by zero"}},
+                    {"third": {"us": 3.0}}]  # fmt: skip
 
-    monkeypatch.setattr(subprocess, "run", ended)
-    found = gpu_check.run_stage("shares", tmp_path, 10.0, is_dry=False)
-    assert "illegal memory access" in found["error"]
+    def lost(device):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_device, "wait", lost)
+    entries.add("fourth", lambda: {"us": 4.0})
+    entries.add("fifth", lambda: {"us": 5.0})
+    assert list(entries.found) == ["first", "second", "third", "fourth", "device"]
+    assert "nothing more was measured" in entries.found["device"]["error"]
+
+
+def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
+    """A prompt in one chunk has other bits than parts of it where tiles of keys follow the number of rows."""
+    with interpreted_kernels():
+        check = replace(gpu_device.open_check(tmp_path, is_dry=True), sizes=replace(gpu_device.DRY, prompt=5))
+        attend = check.kernels.paged_attention
+
+        def by_rows(q, *arguments):
+            return attend(q, *arguments) * (1.0 if len(q) > 1 else 1.0 + 1e-6)
+
+        monkeypatch.setattr(check.kernels, "paged_attention", by_rows)
+        entry = gpu_exactness._attention(check, torch.float32, gpu_device.AttentionCase(1, 64))
+    assert not entry["is_equal"]
+    assert [0, 1, "a decode alone"] in entry["differ"]
+
+
+STAGE = """if True:
+    import sys, gpu_check
+    def measured(name, folder, *, is_dry, tell):
+        print("a library says something")
+        tell({"linear": {"us": 1.0}})
+        sys.stdout.write("gpu_check: {'cut")
+        sys.exit("CUDA error: an illegal memory access was encountered")
+    gpu_check.measured = measured
+    sys.argv = ["gpu_check", *sys.argv[1:]]
+    sys.exit(gpu_check.main())
+    """
+
+
+def test_what_a_stage_has_found_outlives_it(tmp_path, monkeypatch):
+    run = subprocess.run
+
+    def run_with_stage(command, **options):
+        return run([command[0], "-c", STAGE, *command[2:]], cwd=TOOLS, **options)
+
+    monkeypatch.setattr(subprocess, "run", run_with_stage)
+    found = gpu_check.run_stage("shares", tmp_path, 100.0, is_dry=False)
+    assert found.pop("error").strip() == "CUDA error: an illegal memory access was encountered"
+    assert found == {"linear": {"us": 1.0}}
+
+
+def test_what_a_stage_has_found_outlives_the_time(tmp_path, monkeypatch):
+    def over(command, **options):
+        raise subprocess.TimeoutExpired(command, 3.0, b'noise\ngpu_check: {"linear": {"us": 1.0}}\ngpu_check: {"ga')
+
+    monkeypatch.setattr(subprocess, "run", over)
+    found = gpu_check.run_stage("shares", tmp_path, 3.0, is_dry=False)
+    assert found == {"linear": {"us": 1.0}, "error": "not done after 3 s"}
+
+
+def test_an_error_of_the_peer_keeps_what_octavo_did(tmp_path, monkeypatch):
+    def fails(*_arguments):
+        raise OSError("no tokenizer")
+
+    monkeypatch.setattr(gpu_engine.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(gpu_engine, "_octavo", lambda *_arguments: {"output_tok_per_s": 5.0})
+    monkeypatch.setattr(gpu_engine, "_peer", fails)
+    check = gpu_device.Check(torch.device("cpu"), gpu_device.DRY, tmp_path, None)
+    entries = gpu_device.Entries(check.device, lambda _entry: None)
+    gpu_engine.nano_vllm(check, entries)
+    assert list(entries.found) == ["octavo 1", "nano-vllm 1", "octavo 2", "nano-vllm 2"]
+    assert entries.found["nano-vllm 1"] == {"error": "OSError: no tokenizer"}
+    assert entries.found["octavo 2"] == {"output_tok_per_s": 5.0}

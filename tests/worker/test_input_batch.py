@@ -208,6 +208,16 @@ def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
     assert batch.window_tables[row, 0] == 6
 
 
+def test_window_blocks_of_too_few_requests_are_an_error(windowed):
+    """A table that stayed as it was would be read as if it were right."""
+    batch = windowed
+    new = [replace(new_data(name, [10, 11, 12], [2 + row]), window_block_ids=[row]) for row, name in enumerate("ab")]
+    batch.update(make_output(new, counts={"a": 3, "b": 3}))
+    cached = CachedRequestData(["a", "b"], [[13], [14]], [[], []], [3, 3], [[5]])
+    with pytest.raises(ValueError, match="zip"):
+        batch.update(make_output(cached=cached, counts={"a": 1, "b": 1}))
+
+
 def test_without_windows_there_is_one_table(batch):
     scheduled = make_output([new_data("a", [10, 11, 12, 13, 14], [3, 5])], counts={"a": 5})
     batch.update(scheduled)

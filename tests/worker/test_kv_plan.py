@@ -1,6 +1,7 @@
 """What is planned fits, wastes nothing, and is enough for a sequence that is alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_without_windows_there_are_blocks_alone():
     assert plan.within(1099, 7) == KVSize(7)
 
 
+def test_blocks_of_no_bytes_are_as_many_as_sequences_can_use():
+    """Mistral 7B v0.1 in bfloat16: all 32 layers see 4096 tokens, a window block takes 2 MiB."""
+    plan = KVPlan(
+        block_bytes=0, window_block_bytes=2 << 20, max_num_seqs=64, window_blocks_of_sequence=258,
+        window_blocks_of_step=32,
+    )  # fmt: skip
+    of_32k = 2048
+
+    def size(num_bytes):
+        return plan.within(num_bytes, plan.num_usable_blocks(num_bytes, of_32k))
+
+    assert size(4 * GIB) == KVSize(7 * of_32k, 2048), "windows of seven and a step"
+    assert size((7 * 258 + 31) * plan.window_block_bytes) == KVSize(6 * of_32k, 7 * 258 + 31), "the step lacks one"
+    assert size(GIB) == KVSize(of_32k + 512, 512), "the window of one, and what is kept of others"
+    assert size(31 * plan.window_block_bytes) == KVSize(31, 31)
+    assert size(1024 * GIB).num_blocks == 64 * of_32k, "all that may run"
+    assert replace(plan, block_bytes=1).num_usable_blocks(GIB, of_32k) == 64 * of_32k
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     layer_types = ["sliding_attention"] * 3 + ["full_attention"]
@@ -106,6 +126,23 @@ def test_a_window_that_holds_the_longest_sequence_is_none(path):
     cache = make_worker(path, max_model_len=37, num_gpu_blocks=10).kv_cache
     assert (cache.window, cache.num_window_blocks, cache.block_bytes) == (None, 0, 4 * 2 * 2 * 16 * 16 * 4)
     assert make_worker(path, max_model_len=38, num_gpu_blocks=10).kv_cache.window == 37
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_model_of_windows_alone_has_the_blocks_that_its_memory_can_use(tmp_path, monkeypatch, is_asked):
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 64 << 20)
+    monkeypatch.setattr(memory, "DEFAULT_KV_CACHE_BYTES", 1 << 20)
+    config = tiny_config("MistralForCausalLM", sliding_window=37)
+    architecture = read_architecture(write_checkpoint(tmp_path, config))
+    size = decide_kv_size(
+        architecture, CacheConfig(kv_cache_memory_bytes=1 << 20 if is_asked else None),
+        SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64), dtype="float32", kv_dtype="float32",
+        max_model_len=32768, device=torch.device("cpu"),
+    )  # fmt: skip
+    num_window_blocks = (1 << 20) // architecture.kv_layout.window_block_bytes(16, "float32")
+    assert architecture.kv_layout.block_bytes(16, "float32") == 0
+    assert size == KVSize((num_window_blocks - 4) // 5 * 2048, num_window_blocks)
+    assert size.num_blocks < 64 * 2048
 
 
 def test_steps_leave_room_for_the_window_blocks_that_they_take(path, monkeypatch):

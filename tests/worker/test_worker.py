@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from alone_and_crowd import needs_kernels
 
 from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
 from octavo.outputs import NOTHING_ALLOWED
+from octavo.worker import worker
 
 
 @pytest.fixture
@@ -76,3 +80,39 @@ def test_logits_that_leave_no_token_end_their_own_request_alone():
     assert outputs["whole"].error is None
     assert outputs["whole"].outputs[0].logprobs == alone.outputs[0].logprobs
     assert outputs["whole"].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_a_gpu_is_the_current_one_before_kernels_are_made_for_it(monkeypatch, name, expected):
+    """Triton compiles for the current device and launches on it, wherever tensors are."""
+    used = []
+
+    def create_kernels(*_arguments):
+        raise InterruptedError("seen enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append(str(device)))
+    monkeypatch.setattr(worker, "create_kernels", create_kernels)
+    with pytest.raises(InterruptedError):
+        LLM(device=name)
+    assert used == expected
+
+
+def test_a_step_uses_the_gpu_of_its_worker_in_any_thread(monkeypatch):
+    engine, used = LLM(max_num_seqs=2).llm_engine, []
+    made = engine.core.executor.worker
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((str(device), threading.get_ident())))
+    monkeypatch.setattr(made, "device", torch.device("cuda:1"))
+    engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, detokenize=False))
+    thread = threading.Thread(target=engine.step)
+    thread.start()
+    thread.join()
+    assert used == [("cuda:1", thread.ident)]
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but torch sees 2 GPUs"):
+        worker.resolve_device("cuda:2")

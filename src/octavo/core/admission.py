@@ -1,8 +1,8 @@
 """Whether the next waiting request may start.
 
 Optimistic: as soon as its known tokens fit. By reservation: once all it may ever need is set aside, so that nobody is
-ever preempted for want of memory. The second is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch`
-and `batching_task`).
+ever preempted for want of memory, but for what saves hold (`ReservationAdmission`). The second is the rule of Hugging
+Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
 """
 
 from __future__ import annotations
@@ -104,11 +104,16 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Prompt + max_tokens of all running requests never exceed the limit; nobody is preempted for want of memory."""
+    """Prompt + max_tokens of all running requests never exceed the limit; nobody is preempted for want of memory.
 
-    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
+    most_saved_blocks: window blocks that saves to a store may hold beside requests. Blocks that they hold of requests
+    which ended are not counted, nor what is handed over to another engine: they may cost a preemption.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
         self._config = config
         self._manager = kv_cache_manager
+        self._most_saved_blocks = most_saved_blocks
         self._reserved: dict[str, tuple[int, int, int]] = {}  # tokens, blocks, window blocks
         self.num_reserved_total = 0
         self._num_blocks = self._num_window_blocks = 0
@@ -159,7 +164,8 @@ class ReservationAdmission:
             return WaitReason.NO_RESERVATION
         if self._num_blocks + num_blocks > self._manager.pool.num_usable_blocks:
             return WaitReason.NO_RESERVATION
-        fits = not self._reserved or self._manager.windows.can_reserve(self._num_window_blocks + num_window_blocks)
+        num_window_blocks += self._num_window_blocks + self._most_saved_blocks
+        fits = not self._reserved or self._manager.windows.can_reserve(num_window_blocks)
         return None if fits else WaitReason.NO_RESERVATION
 
     def _share(self, request: Request) -> tuple[int, int, int]:
@@ -189,8 +195,8 @@ class ReservationAdmission:
         self._num_window_blocks -= num_window_blocks
 
 
-def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> Admission:
-    """Create the rule that `config.admission` names."""
+def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
+    """Create the rule that `config.admission` names; most_saved_blocks: as in `ReservationAdmission`."""
     if config.admission is AdmissionRule.RESERVATION:
-        return ReservationAdmission(config, kv_cache_manager)
+        return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

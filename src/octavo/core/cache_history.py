@@ -31,6 +31,9 @@ class Miss:
     position: int | None = None
 
 
+MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
+
+
 class CacheHistory:
     """Remembers the last `capacity` blocks that could be found, whatever became of them. O(1) per block."""
 

@@ -137,7 +137,8 @@ def _check_windows(scheduler: Scheduler) -> Iterator[Breach]:
         yield Breach(2, f"(window block, holds, holders): {found}", window_block_ids=wrong)
     block_of = {part: block_id for part in every if (block_id := windows.block_of(part)) is not None}
     unsaid = set(block_of.items()) ^ {(part, block_id) for block_id, part in parts.items()}
-    wrong = tuple(sorted({part for part, _ in unsaid}))
+    named = {part for part, _ in unsaid}
+    wrong = tuple(part for part in every if part in named)
     if wrong:
         message = f"window blocks that are the part of another block than that says: {wrong}"
         yield Breach(5, message, window_block_ids=wrong)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
 from octavo.core.block_pool import Block, BlockLink, BlockPool
-from octavo.core.cache_history import CacheHistory, Miss, MissReason
+from octavo.core.cache_history import MOST_REMEMBERED, CacheHistory, Miss, MissReason
 from octavo.core.host_block_pool import HostBlockPool
 from octavo.core.window_blocks import NO_PART, WindowBlocks
 from octavo.data.scheduler_output import BlockCopies
@@ -113,7 +113,7 @@ class KVCacheManager:
         self.windows = WindowBlocks(
             num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks, self._keep_in_host
         )
-        self.history = CacheHistory(max(4 * num_blocks, 1024))
+        self.history = CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED))
         self._extra_keys = extra_keys
         self._weights_epoch = 0
         self._on_cached = on_cached or (lambda _block_id: None)

@@ -6,10 +6,12 @@ into what is loaded, nor into what is still to be read for a save.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
+from octavo.core.save_plan import most_saved_blocks, whole_hit, window_parts
 from octavo.core.transfer_cost import TransferCost
 from octavo.data import events
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import SchedulerOutput
 
 _PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
-_SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
 _EXPECTED_LOOKUP_S = 5.0  # at least, for KV that another engine is about to have: who says it comes says it in time
 _SAVED_TOGETHER = 8  # blocks of an answer: each save costs a store more than its bytes, on disk a file
+_ALL_OFFERED = sys.maxsize  # blocks of a request of which no more can be saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
     Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
+    most_saved_blocks: as many are pinned for saves at once, beside what is handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
     """
 
@@ -83,10 +86,12 @@ class KVTransfers:
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
         self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves
+        self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
+        self._most_loaded: dict[str, int] = {}  # tokens of who asks once more, for what came of its load
 
     def __len__(self) -> int:
         """How many requests wait for their KV."""
@@ -105,7 +110,8 @@ class KVTransfers:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._load_of) + len(self._gave_up) + len(self._lookups) + len(self._num_offered)
+        kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
+        return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
         """Return the requests that wait for their KV."""
@@ -128,7 +134,8 @@ class KVTransfers:
         if not may_ask or not self.has_store or not is_whole:
             self._lookups.pop(request.request_id, None)
             return 0
-        most = request.num_tokens // size * size - computed.num_tokens
+        most_known = self._most_loaded.get(request.request_id, request.num_tokens // size * size)
+        most = most_known - computed.num_tokens
         if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
             self._lookups.pop(request.request_id, None)
             return 0
@@ -228,25 +235,44 @@ class KVTransfers:
             return
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
-        parts: dict[int, int] = {}
+        parts: list[int] = []
         windows = self._manager.windows
-        if windows.num_blocks:  # what has lost its window part is of no use to anybody
-            found = {index: windows.part_at(request.sequence, index) for index in chosen}
-            parts = {index: part for index, part in found.items() if part is not None}
-            chosen = list(parts)
-        num_blocks = windows.num_blocks or self._manager.pool.num_blocks
-        room = max(max(num_blocks // _SAVE_SHARE, 1) - len(self._saving), 0)
+        if windows.num_blocks:
+            parts = window_parts(windows, request.sequence, chosen)
+            end = end if len(parts) == len(chosen) else _ALL_OFFERED
+            chosen = chosen[: len(parts)]
+        room = max(self.most_saved_blocks - len(self._saving), 0)
         if len(chosen) > room and not request.hands_kv_over:
             self._num_offered[name] = chosen[room]
-            chosen = chosen[:room]
+            chosen, parts = chosen[:room], parts[:room]
         else:
             self._num_offered[name] = end
         if chosen:
-            keys = [request.block_hashes[index] for index in chosen]
-            window_block_ids = [parts[index] for index in chosen if parts]
-            order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen], window_block_ids)
-            self._saving.update(keys)
-            self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(chosen))
+            self._save([request.block_hashes[index] for index in chosen], [table[index] for index in chosen], parts)
+
+    def _save(self, keys: list[bytes], block_ids: list[int], window_block_ids: list[int]) -> None:
+        order = self._order(TransferDirection.SAVE, keys, block_ids, window_block_ids)
+        self._saving.update(keys)
+        self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
+
+    def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
+        """Return what is to be used of what was found of a request: all, unless another engine waits for its KV.
+
+        That gets all blocks or has no use for any. So what has lost its window part and is in no store is computed
+        once more. What is not in a store is saved at once: it may have lost its own by the time that the request runs.
+        """
+        windows = self._manager.windows
+        if computed.is_saved or not (request.hands_kv_over and windows.num_blocks):
+            return computed
+        hashes = request.block_hashes[: computed.num_blocks]
+        lacking = self._connector.keys_to_save(hashes) - self._saving
+        computed = whole_hit(self._manager, request, computed, lacking)
+        blocks = [block for block in computed.blocks if block.hash in lacking]
+        parts = [part for block in blocks if (part := windows.part(block)) is not None]
+        if blocks:
+            keys = [block.hash for block in blocks if block.hash is not None]
+            self._save(keys, [block.block_id for block in blocks], parts)
+        return computed
 
     # --- it ends ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +285,8 @@ class KVTransfers:
     ) -> PendingTransfer | None:
         """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
 
-        Who did not get all that was ordered does not ask again. moves, evicted: as in `EndedTransfer`.
+        Who did not get all that was ordered does not ask again; only where what came lacks window parts that are seen
+        at its end it is asked for once more, unless it was another engine's. moves, evicted: as in `EndedTransfer`.
         """
         for tier, count in evicted:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
@@ -272,11 +299,19 @@ class KVTransfers:
         self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed", moves)
         if pending.request is None:
             return None
-        if num_blocks < len(order.keys):
-            self._gave_up.add(pending.request.request_id)
-        else:
+        name, was_asked_again = pending.request.request_id, pending.request.request_id in self._most_loaded
+        self._most_loaded.pop(name, None)
+        if num_blocks == len(order.keys):
             self._learn_load(pending, self._emitter.now)
+        elif was_asked_again or pending.request.expects_kv or self._is_final(pending, num_blocks):
+            self._gave_up.add(name)
+        else:
+            self._most_loaded[name] = (pending.num_present + num_blocks) * self._manager.block_size
         return pending
+
+    def _is_final(self, load: PendingTransfer, num_blocks: int) -> bool:
+        """Whether a load that ended early is believed, or nothing came of it that could be."""
+        return not num_blocks or self.num_computed_tokens(load, num_blocks) > 0
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
         """Take in how long a load has taken by now; that of KV which was still being computed tells nothing."""
@@ -380,4 +415,5 @@ class KVTransfers:
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)
+        self._most_loaded.pop(request.request_id, None)
         self._connector.request_finished(request, list(request.sequence.block_table))

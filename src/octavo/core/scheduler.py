@@ -107,10 +107,10 @@ class Scheduler:
             on_offload=lambda block_id, host_block_id: emitter.emit(events.BlockOffloaded, block_id, host_block_id),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
-        self.admission = create_admission(scheduler_config, manager)
         self._batching = create_batching(scheduler_config)
         self._prompt_cost = PromptCost(scheduler_config.attention_cost_tokens or 0.0)
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
+        self.admission = create_admission(scheduler_config, manager, self.transfers.most_saved_blocks)
         self._builder = OutputBuilder(manager, self.transfers)
         self._lifecycle = RequestLifecycle(self.policy, self.admission, manager, self.transfers, self._builder, emitter)
         self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
@@ -315,7 +315,7 @@ class Scheduler:
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
         """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
         request = self.waiting.peek_request()
-        computed = self.kv_cache_manager.get_computed_blocks(request)
+        computed = self.transfers.hand_over_hit(request, self.kv_cache_manager.get_computed_blocks(request))
         awaited = self.kv_cache_manager.awaited_block(request, computed)
         if awaited is not None and self.room.may_defer(request) and self._may_wait_for(awaited[1], request):
             self._park(partial(self.kv_cache_manager.is_being_computed, awaited[0]), awaited[1])

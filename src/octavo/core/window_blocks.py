@@ -142,7 +142,7 @@ class WindowBlocks:
         """
         first = self.first_block(num_seen)
         parts, num_unheld = self._seen(found[first:])
-        is_own, is_found_own = num_all_blocks > num_step_blocks, False
+        is_own = num_all_blocks > num_step_blocks
         if is_own and not sequence.window_table:
             num_ahead = num_all_blocks - max(first, len(found))
             num_new = min(self._most_held, num_ahead)
@@ -151,7 +151,7 @@ class WindowBlocks:
                 num_new = self._num_new(num_unheld, num_ahead)
         else:
             num_held = len(sequence.window_table) or max(first, len(found))
-            num_new = max(num_step_blocks - num_held, 0)
+            num_new, is_found_own = max(num_step_blocks - num_held, 0), False
         return WindowClaim(first, parts, num_new, num_new + num_unheld, is_own, is_found_own)
 
     def _seen(self, found: Sequence[Block]) -> tuple[list[int], int]:

@@ -155,8 +155,9 @@ class InputBatch:
             row = self.requests[request_id].row
             self._append(row, token_ids, block_ids)
             self.num_computed_tokens[row] = num_computed
-        for request_id, window_block_ids in zip(cached.req_ids, cached.new_window_block_ids, strict=False):
-            self._append_window_blocks(self.requests[request_id].row, window_block_ids)
+        if self.has_windows:
+            for request_id, window_block_ids in zip(cached.req_ids, cached.new_window_block_ids, strict=True):
+                self._append_window_blocks(self.requests[request_id].row, window_block_ids)
 
     def _append(self, row: int, token_ids: list[int], block_ids: list[int]) -> None:
         if token_ids:
@@ -265,14 +266,15 @@ class InputBatch:
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
         width = -(-int(seq_lens.max()) // self.block_size)
-        attention = self._attention(query_start, seq_lens, rows, row_of_token, positions, width, has_windows)
+        attention = self._attention(
+            query_start, seq_lens, rows, (row_of_token, positions), width=width, has_windows=has_windows
+        )
         if output_start[-1] < query_start[-1]:
             of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
-            batch = self._attention(
-                start, seq_lens[kept], rows[kept], row_of_token[of_step], positions[of_step], width, has_windows
-            )
+            tokens = row_of_token[of_step], positions[of_step]
+            batch = self._attention(start, seq_lens[kept], rows[kept], tokens, width=width, has_windows=has_windows)
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
         token_ids = self._tensor(self.token_ids[row_of_token, positions].astype(np.int64))
         return token_ids, attention, output_start
@@ -303,35 +305,31 @@ class InputBatch:
         query_start: NDArray[np.integer],
         seq_lens: NDArray[np.integer],
         rows: NDArray[np.int64],
-        row_of_token: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
+        *,
         width: int,
         has_windows: bool,
     ) -> AttentionBatch:
-        """Return the batch of tokens at these positions of rows, whose tables are cut to `width` blocks."""
+        """Return the batch of tokens, as their rows and positions, of rows whose tables are cut to `width` blocks."""
+        row_of_token, positions = tokens
+        indices, offsets = positions // self.block_size, positions % self.block_size
+
+        def slots(tables: NDArray[np.int32]) -> torch.Tensor:
+            return self._tensor(tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets)
+
         attention = AttentionBatch(
             query_start=self._tensor(query_start.astype(np.int32)),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
             block_tables=self._tensor(self.block_tables[rows, :width]),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(self._slots(self.block_tables, row_of_token, positions)),
+            slot_mapping=slots(self.block_tables),
             block_size=self.block_size,
         )
         if not has_windows:
             return attention
-        windowed = replace(
-            attention,
-            block_tables=self._tensor(self.window_tables[rows, :width]),
-            slot_mapping=self._tensor(self._slots(self.window_tables, row_of_token, positions)),
-        )
+        window_tables = self._tensor(self.window_tables[rows, :width])
+        windowed = replace(attention, block_tables=window_tables, slot_mapping=slots(self.window_tables))
         return replace(attention, windowed=windowed)
-
-    def _slots(
-        self, tables: NDArray[np.int32], row_of_token: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        blocks = tables[row_of_token, positions // self.block_size].astype(np.int64)
-        slots: NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
-        return slots
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:

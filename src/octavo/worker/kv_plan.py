@@ -83,6 +83,19 @@ class KVPlan:
         balanced = num_blocks * self.block_bytes // self.bytes_of_both
         return KVSize(num_blocks, min(num_blocks, max(balanced, self._window_blocks_that_run)))
 
+    def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
+        """Return how many blocks sequences can use beside so many bytes; blocks_of_longest: one of full length has.
+
+        Blocks that take no bytes still take time and memory of the core: there are those of as many sequences as have
+        room for their windows beside a step, or of one and of all whose window blocks are kept.
+        """
+        most = self.max_num_seqs * blocks_of_longest
+        if self.block_bytes:
+            return most
+        window_blocks = num_bytes // self.window_block_bytes
+        num_sequences = max(window_blocks - self.window_blocks_of_step, 0) // self.window_blocks_of_sequence
+        return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + window_blocks))
+
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
         """Return the largest cache that so many bytes hold, of up to most_blocks; what is left is window blocks."""
         if not self.window_block_bytes:

@@ -163,13 +163,14 @@ def decide_kv_size(
         max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         draft_block_bytes=draft_block_bytes,
     )
-    usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)
+    longest = -(-max_model_len // cache_config.block_size)
     free = _free_for_step(device, cache_config, store_bytes)
     if cache_config.num_gpu_blocks is not None:
         size, reason = plan.with_blocks(cache_config.num_gpu_blocks), "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
-        most_blocks = cache_config.kv_cache_memory_bytes // plan.block_bytes if plan.block_bytes else usable
-        size, reason = plan.within(cache_config.kv_cache_memory_bytes, most_blocks), "kv_cache_memory_bytes"
+        asked = cache_config.kv_cache_memory_bytes
+        most_blocks = asked // plan.block_bytes if plan.block_bytes else plan.num_usable_blocks(asked, longest)
+        size, reason = plan.within(asked, most_blocks), "kv_cache_memory_bytes"
     else:
         num_tokens = scheduler_config.max_num_batched_tokens
         num_logits_rows = min(num_tokens, scheduler_config.max_num_seqs * (1 + num_speculative_tokens))
@@ -177,7 +178,8 @@ def decide_kv_size(
         budget = _share(free, device) - activations - scratch_bytes
         if device.type == "cpu":
             budget = min(DEFAULT_KV_CACHE_BYTES, budget)
-        size, reason = plan.within(max(budget, 0), usable), "free memory"
+        budget = max(budget, 0)
+        size, reason = plan.within(budget, plan.num_usable_blocks(budget, longest)), "free memory"
     if size.num_blocks < 1:
         raise ConfigError(
             f"{reason} leaves no room for a single KV block of {plan.bytes_of_both:,} bytes "

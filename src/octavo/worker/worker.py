@@ -71,7 +71,18 @@ def resolve_device(name: str | None) -> torch.device:
         raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from 0 on")
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU that was named by its number the current one of this thread.
+
+    torch goes where tensors are; a kernel in Triton is launched on the current device, wherever its tensors are.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 class Worker:
@@ -102,6 +113,7 @@ class Worker:
         store_bytes: Callable[[int], int] = lambda _block_bytes: 0,
     ) -> None:
         self.device = resolve_device(device_config.device)
+        use_device(self.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
@@ -257,7 +269,8 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step."""
+        """Compute a step, in any thread."""
+        use_device(self.device)
         return self._alone(lambda: self.runner.execute(scheduled))
 
     def _alone(self, run: Callable[[], ResultT]) -> ResultT:

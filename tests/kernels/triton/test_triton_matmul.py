@@ -1,5 +1,7 @@
 """Products: as exact as plain torch, the CPU's bits where sums are integers, and a row alone as among many."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from broken_kernels import broken
@@ -73,6 +75,37 @@ def test_which_kernel_adds_up_leaves_no_trace(kernels, generator, monkeypatch):
     in_parts = kernels.linear(x, packed)
     monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile takes them all
     assert torch.equal(kernels.linear(x, packed), in_parts)
+
+
+def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
+    """The most of all weights that were packed, for as many rows as are split; not of those that are never split."""
+    taken, make = [], torch.empty
+
+    def watch(*shape, **options):
+        made = make(*shape, **options)
+        taken.extend([made.nbytes] * (len(shape) == 3))
+        return made
+
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 9, "max_seq_len": 1}
+    made = type(kernels)()
+    before = made.scratch_bytes(**sizes, max_tokens=200)
+    packed = [made.pack_linear(quantize_int8(random(generator, 300, 4 * PARTITION + 1)))]
+    packed += [made.pack_linear(random(generator, *shape)) for shape in [(400, 2 * PARTITION), (9000, PARTITION)]]
+    monkeypatch.setattr(matmul_module.torch, "empty", watch)
+    for each in packed:
+        made.linear(random(generator, BLOCK_M, each.in_features), each)
+    assert before < max(taken) == made.scratch_bytes(**sizes, max_tokens=200)
+    assert made.scratch_bytes(**sizes, max_tokens=3) == max(before, 3 * max(taken) // BLOCK_M)
+
+
+@pytest.mark.parametrize(("backend", "num_stages"), [("cuda", 3), ("hip", 2)])
+def test_how_far_is_read_ahead_is_up_to_what_is_compiled_for(monkeypatch, backend, num_stages):
+    """Not up to what torch was built for: a kernel is compiled for AMD where there is no ROCm."""
+    target = SimpleNamespace(backend=backend)
+    driver = SimpleNamespace(get_current_device=lambda: f"some {backend}", get_current_target=lambda: target)
+    monkeypatch.setattr(matmul_module, "INTERPRETED", False)
+    monkeypatch.setattr(matmul_module, "driver", SimpleNamespace(active=driver))
+    assert matmul_module.tile_options(torch.bfloat16, torch.bfloat16)["num_stages"] == num_stages
 
 
 def test_partitions_that_hang_on_the_number_of_rows_are_caught(kernels, generator, monkeypatch):

@@ -32,10 +32,9 @@ def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, 
     return [fused, *caches, *(kv_scales(cache) for cache in caches if int8)]
 
 
-def assert_same_as_torch(write, options):
+def assert_same_as_torch(write, generator, options):
     expected, actual = (
-        outcome(each, torch.Generator().manual_seed(1), **options)
-        for each in (ReferenceKernels().rope_and_write_kv, write)
+        outcome(each, generator.manual_seed(1), **options) for each in (ReferenceKernels().rope_and_write_kv, write)
     )
     for one, other in zip(expected, actual, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
@@ -48,9 +47,9 @@ def assert_same_as_torch(write, options):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bits_are_those_of_torch(kernels, dtype, heads, interleaved, scaled, int8):
+def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, scaled, int8):
     options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "int8": int8}
-    assert_same_as_torch(kernels.rope_and_write_kv, options)
+    assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,8 @@ def test_bits_are_those_of_torch(kernels, dtype, heads, interleaved, scaled, int
     ],
     ids=["half", "tail of values", "rounding", "heads", "sign"],
 )
-def test_wrong_kernels_are_found(kernels, tmp_path, old, new):
+def test_wrong_kernels_are_found(kernels, generator, tmp_path, old, new):
     wrong = broken(tmp_path, "rope_kv", old, new)
     options = {"dtype": torch.bfloat16, "heads": (80, 40), "int8": True}
     with pytest.raises(AssertionError):
-        assert_same_as_torch(wrong.rope_and_write_kv, options)
+        assert_same_as_torch(wrong.rope_and_write_kv, generator, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from call_grammars import Grammars
@@ -19,6 +19,9 @@ from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
 from octavo.server.answers.recipients import RecipientsFormat
 from octavo.server.answers.tool_format import Function
+
+if TYPE_CHECKING:
+    import httpx
 
 ARGUMENTS = {"type": "object", "properties": {"arg1": {"type": "integer"}}, "required": ["arg1"]}
 FUNCTIONS = [Function("special", ARGUMENTS), Function("python", {"properties": {"code": {"type": "string"}}})]
@@ -57,6 +60,11 @@ ANSWERS = [
     ("kimi_k3", ('<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument '
      'key="a&amp;b&quot;" type="array"<|sep|>[1]<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'),
      [Part("call", "python"), Part("arguments", '{"a&b\\"": [1]}')]),
+    ("kimi_k3", ('<|open|>tools<|sep|><|open|>call index="1" id="a" tool="special"<|sep|><|open|>argument type="number"'
+     ' note="x" key="arg1"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'), SPECIAL),
+    ("kimi_k3", f"I think{TOOLS}{CALL}{TOOLS_END}{OVER}", [THOUGHT, *SPECIAL]),
+    ("kimi_k3", f"I think of {TOOLS}<|close|>think<|sep|>{RESPONSE}Yes{END}{OVER}",
+     [Part("reasoning", f"I think of {TOOLS}"), content("Yes")]),
     ("solar_open", "<|content|>Hello.<|end|>", [content("Hello.")]),
     ("solar_open", "<|think|>I think<|end|><|begin|>assistant<|content|>Yes.<|end|>", [THOUGHT, content("Yes.")]),
     ("solar_open", ("<|think|>I think<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
@@ -84,7 +92,8 @@ def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list
     form = next(each for each in FORMATS if each.name == name)()
     parser: Any = form.parser(FUNCTIONS)
     if not form.reads_reasoning and (reasoning := find_reasoning_form(name, [])) is not None:
-        parser = ReasoningParser(parser, is_open=text.startswith("I think"), form=reasoning)
+        ends = form.reasoning_ends(FUNCTIONS)
+        parser = ReasoningParser(parser, is_open=text.startswith("I think"), form=reasoning, interrupts=ends)
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
     return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
 
@@ -168,3 +177,22 @@ def test_content_has_no_marks_where_there_are_no_tools() -> None:
         with server.http() as http:
             message = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
             assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+
+
+@pytest.mark.parametrize(("name", "reserved"), [("functionary_v3_2", "all"), ("muse_glimmer", "user"),
+                                                ("muse_glimmer", "self")])  # fmt: skip
+def test_a_tool_that_could_never_be_called_is_refused(name: str, reserved: str) -> None:
+    options = {"chat_template": FakeChatTemplate("")}
+    with run_server(FakeExecutor(), engine_options=options, tool_call_parser=name) as server, server.http() as http:
+
+        def post(tool: str, **fields: Any) -> httpx.Response:
+            tools = [{"type": "function", "function": {"name": tool}}]
+            body = {"messages": [{"role": "user", "content": "Hm?"}], "tools": tools, "max_tokens": 1, **fields}
+            return http.post("/v1/chat/completions", json=body)
+
+        refused = post(reserved)
+        assert refused.status_code == 400
+        assert repr(reserved) in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "tools"
+        assert post("every").status_code == 200
+        assert post(reserved, tool_choice="none").status_code == 200, "nothing can be called"

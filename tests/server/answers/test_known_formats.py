@@ -341,7 +341,7 @@ def test_values_of_python(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "text", "value"),
     [
-        (PythonicFormat, "[now(1)]", {}),
+        (PythonicFormat, "<|python_start|>[now(1)]", {}),
         (PythonicFormat, "[now(a=1, b=__import__('os'))]", {"a": 1}),
         (PythonicFormat, "[now(a=" + "[" * 99 + "]", {"a": functools.reduce(lambda inner, _: [inner], range(64), [])}),
         (PythonicFormat, "[now(a=1 + 1)]", {"a": 1}),
@@ -369,3 +369,45 @@ def test_a_name_has_a_bound(family: type[ToolFormat]) -> None:
     parts = parser.feed(before + "get_weather" * 60)
     assert parts, "it is told before its end is known"
     assert {part.kind for part in parts + parser.finish()} == {"content"}
+
+
+SEARCH = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"], "additionalProperties": False}
+SEARCHES = [Function("search", SEARCH), Function("f", SEARCH)]
+# Python that names a tool and calls none
+CODE = [
+    "Use:\nhits = [search(q) for q in queries]",
+    "for r in results[search(q=1)]:",
+    "y = table[f(3)]",
+    "y = table()[f(q=1)] + rows[0][f(q=1)]",
+    "x = [f(q==3), f( q == 3)]",
+    "z = [f() for _ in range(3)]",
+    'Write `[f(q="a")]`, ``a` [f(q="a")]`` or\n```python\na = [f(q="a")]\n```\nto search.',
+    "[search(q) for q in queries]",
+]
+
+
+@pytest.mark.parametrize("text", CODE)
+def test_code_that_names_a_tool_is_content(text: str) -> None:
+    form = PythonicFormat()
+    for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+        parser = form.parser(SEARCHES)
+        parts = joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
+        assert parts == [Part("content", text)], pieces
+
+
+def test_grammars_leave_code_that_names_a_tool_alone() -> None:
+    grammars = Grammars("plain", [])
+    grammar = PythonicFormat(grammars.spell).optional(SEARCHES, only_one=False)
+    structure = StructuredOutputsParams(grammar=grammar)
+    for text in CODE[:4] + CODE[5:7]:
+        assert grammars.accepts(structure, text), text
+    for good in ('I look: [search(q="a")]', 'It`s\nso: [search(q="a"), f(q="b")]', 'See `x` [1].\n[ f( q="a")]'):
+        assert grammars.accepts(structure, good), good
+    for wrong in ("I look: [search(q=1)]", "I look: [search()]", 'I look: [search(r="a")]', "a [f(\n          q=1)]",
+                  "I look: [search(), f()]", 'a [f(r=1), ] [f(q="a")]'):  # fmt: skip
+        assert not grammars.accepts(structure, wrong), wrong
+    nothing = StructuredOutputsParams(grammar=PythonicFormat(grammars.spell).optional(FUNCTIONS, only_one=False))
+    for good in ("I look: [now()]", 'I look: [now(), get_weather(city="a", days=2)]'):
+        assert grammars.accepts(nothing, good), good
+    for wrong in ("I look: [now(a=1)]", "I look: [now(), get_weather(city=2)]", "I look: [get_weather(days=2)]"):
+        assert not grammars.accepts(nothing, wrong), wrong

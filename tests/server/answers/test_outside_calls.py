@@ -330,7 +330,9 @@ def test_answers_of_outside_that_begin_with_reasoning(
     family = next(each for each in FORMATS if each.name == name)
     whole = None
     for cuts in ([], [*range(1, len(text))], *([cut] for cut in range(1, len(text)))):
-        parser = ReasoningParser(family().parser(FUNCTIONS), is_open=is_open, interrupts=family.reasoning_ends)
+        form = family()
+        ends = form.reasoning_ends(FUNCTIONS)
+        parser = ReasoningParser(form.parser(FUNCTIONS), is_open=is_open, interrupts=ends)
         pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
         parts = joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
         whole = whole or parts

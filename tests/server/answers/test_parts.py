@@ -123,6 +123,20 @@ LLAMA = [
     ('int add() { return {"name", 1}; }', content('int add() { return {"name", 1}; }')),
     ('See {"parameters": {}, "name": "add"}', content('See {"parameters": {}, "name": "add"}')),
     ("<|python_tag|>print(1)", content("<|python_tag|>print(1)")),
+    # Objects within a text that name a tool and have no arguments at once describe it.
+    *(
+        (text, content(text))
+        for text in (
+            'The tools are: {"tools": [{"name": "add", "cost": 1}, {"name": "nothing"}]}',
+            'See {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}',
+            '```json\n{"name": "get_weather", "tags": []}\n```',
+            'As {"name": "add", "parameters": "a"}, {"name": "add", "arguments": null}',
+        )
+    ),
+    (
+        f'So: {ADD}; {{"name": "add", "cost": 1}}',
+        [*content("So:"), *call(0, "add", '{"a": 1, "b": -2.5e3}'), *content('{"name": "add", "cost": 1}')],
+    ),
 ]
 
 

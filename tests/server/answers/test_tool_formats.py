@@ -182,6 +182,15 @@ def test_llamas_tag_before_calls(grammars: Grammars) -> None:
             assert not grammars.accepts(structure, begin + WRONG.replace("arguments", "parameters"), in_letters=True)
 
 
+def test_objects_that_describe_a_tool_are_text_of_llamas(grammars: Grammars) -> None:
+    structure = StructuredOutputsParams(grammar=LlamaFormat(grammars.spell).optional(FUNCTIONS, only_one=False))
+    for text in ('{"name": "weather", "cost": 1}', '{"name": "now", "description": "tells", "parameters": {"a": 1}}'):
+        assert grammars.accepts(structure, "They are: " + text), text
+    for arguments in ('"parameters": {"city": "Rome"}', '"arguments" :{"city": "Rome"}'):
+        assert grammars.accepts(structure, f'I look: {{"name": "weather", {arguments}}}'), arguments
+        assert not grammars.accepts(structure, f'I look: {{"name": "now", {arguments}}}'), arguments
+
+
 def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> None:
     """It is foreseen, and so would be offered as the token, which is no part of any text."""
     for marker in ("<think>", "<tool_call>", "<|endoftext|>"):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_HEAD_DIM = 256
+MAX_ROW_BYTES = 512  # of a head, padded: tiles of queries, keys and values have to fit in shared memory together
 BLOCK_M = 64  # rows of a tile of queries: what a warp group of Hopper multiplies at a time
 TILE = 64  # positions
 TILES = 4  # of a partition
@@ -93,6 +93,11 @@ def paged_attention(
             PARTITION=PARTITION, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether there are tiles for queries of so many values."""
+    return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:

@@ -13,7 +13,7 @@ from octavo.kernels.interface import PackedLinear
 from octavo.kernels.quantization import Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
-from octavo.kernels.triton.matmul import matmul
+from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.quantized_rows import quantize_rows
 from octavo.kernels.triton.rows import take_rows
@@ -60,6 +60,7 @@ class TritonKernels(ReferenceKernels):
                 stacklevel=3,
             )
         self._warned_of: set[str] = set()
+        self._product_bytes_per_row = 0  # of partial sums: the most that a weight packed so far takes
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
@@ -71,16 +72,24 @@ class TritonKernels(ReferenceKernels):
         packed_as_is = super().pack_linear(weight, bias)
         if isinstance(packed_as_is.storage, list):
             self._leave_to_torch("products with weights in blocks")
+            return packed_as_is
+        values = packed_as_is.storage.values if isinstance(weight, Int8Weight) else packed_as_is.storage
+        self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
         return packed_as_is
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return bytes of the partial sums of attention; others take less."""
+        """Return bytes of partial sums: of attention, or of the packed weight's products that take most.
+
+        Of heads so wide that their dtype decides who computes attention, what plain torch takes is counted, too.
+        """
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
-        if head_dim > attention.MAX_HEAD_DIM:
-            return super().scratch_bytes(**shape, vocab_size=vocab_size, max_tokens=max_tokens)
-        return attention.scratch_bytes(**shape)
+        of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
+        taken = max(attention.scratch_bytes(**shape), of_products)
+        if attention.is_covered(head_dim, torch.float32):
+            return taken
+        return max(taken, super().scratch_bytes(**shape, vocab_size=vocab_size, max_tokens=max_tokens))
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
@@ -186,8 +195,9 @@ class TritonKernels(ReferenceKernels):
         softcap: float | None = None,
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence."""
-        if q.shape[2] > attention.MAX_HEAD_DIM:
-            self._leave_to_torch(f"attention of heads wider than {attention.MAX_HEAD_DIM}")
+        if not attention.is_covered(q.shape[2], q.dtype):
+            widest = attention.MAX_ROW_BYTES // q.dtype.itemsize
+            self._leave_to_torch(f"attention of heads wider than {widest} in {str(q.dtype).removeprefix('torch.')}")
             return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 

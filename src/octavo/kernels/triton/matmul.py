@@ -20,14 +20,16 @@ Integers: rows of int8 and a weight of int8 have sums that are exact, in any ord
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from octavo.kernels.triton.loops import loop_bound
-from octavo.kernels.triton.rounding import dot, round_to
+from octavo.kernels.triton.rounding import INTERPRETED, dot, round_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +58,7 @@ def matmul(
     num_partitions = max(1, triton.cdiv(width, PARTITION))
     processors = num_processors(x.device)
     tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(num_columns, BLOCK_N)
-    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
+    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors  # see `partial_bytes_per_row`
     row_scales, column_scales = (x, x) if scales is None else scales
     is_integer, has_bias = scales is not None, bias is not None
     options = {"WIDTH": width, "IS_INTEGER": is_integer, **tile_options(x.dtype, weight.dtype)}
@@ -77,6 +79,14 @@ def matmul(
     return out
 
 
+def partial_bytes_per_row(weight: Tensor) -> int:
+    """Return what partial sums of a product with this weight take for each of at most BLOCK_M rows, 0: it has none."""
+    num_columns, width = weight.shape
+    num_partitions = triton.cdiv(width, PARTITION)
+    is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
+    return num_partitions * num_columns * 4 if is_split else 0
+
+
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
     """Return the shape of tiles and how they are computed: it hangs on dtypes alone, never on the number of rows."""
     is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
@@ -87,9 +97,19 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": 32 if is_wide else 64,
         "num_warps": 8 if is_wide else 4,
-        "num_stages": 2 if is_wide or torch.version.hip else 3,
+        "num_stages": 2 if is_wide or _is_amd() else 3,
         "enable_fp_fusion": False,
     }
+
+
+def _is_amd() -> bool:
+    """Whether kernels are compiled for AMD, whose devices have less shared memory; torch may be built for another."""
+    return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
+
+
+@functools.cache
+def _backend_of(_device: int) -> str:
+    return str(driver.active.get_current_target().backend)
 
 
 def num_processors(device: torch.device) -> int:

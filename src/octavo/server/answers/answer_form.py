@@ -115,7 +115,7 @@ class AnswerForm:
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.reasoning is None or (frame is not None and frame.reads_reasoning):
             return parser
-        interrupts = () if toolbox.format is None else toolbox.format.reasoning_ends
+        interrupts = None if toolbox.format is None else toolbox.format.reasoning_ends(toolbox.functions)
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.parts import Part, joined, without_space
+from octavo.server.answers.parts import MAX_BLANKS, Heads, Part, joined, without_space
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 _HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
-MAX_BLANKS = 8  # that stand behind each other in the beginning of a call within a text
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
@@ -118,27 +117,14 @@ class ToolParser:
         num_begun = max(num_held_back_chars(end, each) for each in openers)
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
-    def _begins_with(self, start: int, heads: frozenset[str]) -> Wait[bool]:
-        """Whether the text from some place on begins with one of these, few blanks between their characters left out.
-
-        Where the answer was cut off within one it is dropped.
-        """
-        seen, place, num_blanks = "", start, 0
-        while seen not in heads:
-            if place == len(self._text):
-                if self._is_over:
-                    if self._is_cut:
-                        self._position = place
-                        self._drop()
-                    return False
-                yield
-                continue
-            char, place = self._text[place], place + 1
-            num_blanks = num_blanks + 1 if char in _SPACE else 0
-            seen += char.strip(_SPACE)
-            if num_blanks > MAX_BLANKS or not any(head.startswith(seen) for head in heads):
-                return False
-        return True
+    def _begins_with(self, start: int, heads: Heads) -> Wait[bool]:
+        """Whether one of these stands at some place. Where the answer was cut off within one it is dropped."""
+        while (found := heads.stand_at(self._text, start)) is None and not self._is_over:
+            yield
+        if found is None and self._is_cut:
+            self._position = len(self._text)
+            self._drop()
+        return bool(found)
 
     def _rest_is_content(self) -> Wait[None]:
         while True:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.server.answers.argument_values import types_of
 from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.parts import Heads
 from octavo.server.answers.tagged_calls import TaggedFormat
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 _OPEN, _CLOSE, _SEP = "<|open|>", "<|close|>", "<|sep|>"
-_ATTRIBUTES = re.compile(r'"(\s+\w+="[^"]*")*\s*')
-_KEY = re.compile(r'(?P<key>[^"]*)"(?:\s+type="(?P<type>\w+)")?\s*')
+_ATTRIBUTE = re.compile(r'([\w-]+)="([^"]*)"')
+_ATTRIBUTES = re.compile(rf"\s*(?:{_ATTRIBUTE.pattern}\s*)*")
 _INDEX_RULE = "/[0-9]{1,3}/"
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 _JSON_TYPES = ("number", "boolean", "null", "object", "array")
@@ -33,20 +34,24 @@ class KimiK3Format(TaggedFormat):
     markers = (_OPEN, _CLOSE, _SEP)
     opener = opens = f"{_OPEN}tools{_SEP}"
     closes = f"{_CLOSE}tools{_SEP}"
-    call_opens, call_closes = f'{_OPEN}call tool="', f"{_CLOSE}call{_SEP}"
-    argument_opens, argument_named, value_closes = f'{_OPEN}argument key="', _SEP, f"{_CLOSE}argument{_SEP}"
+    call_opens, named, call_closes = f"{_OPEN}call", _SEP, f"{_CLOSE}call{_SEP}"
+    argument_opens, argument_named, value_closes = f"{_OPEN}argument", _SEP, f"{_CLOSE}argument{_SEP}"
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
         """Return what reads these tags."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
+        """A call in a section: what stands in its tag has any order."""
+        return {self.opener: Heads([self.call_opens])}
+
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
         """Return the tags of one call."""
-        written = [f'{self.call_opens}{name}" index="{index + 1}"{_SEP}']
+        written = [f'{self.call_opens} tool="{name}" index="{index + 1}"{_SEP}']
         for key, value in arguments.items():
             text = value if isinstance(value, str) else json_text(value)
-            head = f'{self.argument_opens}{_escaped(key)}" type="{_type_of(value)}"{_SEP}'
+            head = f'{self.argument_opens} key="{_escaped(key)}" type="{_type_of(value)}"{_SEP}'
             written.append(f"{head}{text}{self.value_closes}")
         return "".join([*written, self.call_closes])
 
@@ -54,7 +59,7 @@ class KimiK3Format(TaggedFormat):
         """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
-            head = self._literal(f'{self.call_opens}{function.name}" index="')
+            head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
             uses, more = self._arguments(f"{index}", function.parameters)
             number = f'{_INDEX_RULE} "\\"" {sep}'
             rules += [f"call{index}: {head} {number} {uses} {self._literal(self.call_closes)}", *more]
@@ -72,7 +77,8 @@ class KimiK3Format(TaggedFormat):
             uses.append(f"{name}{kind}")
             value, more = self._value(f"{name}{kind}", schema, root, is_json=kind == "json")
             type_rule = " | ".join(json_text(each) for each in types)
-            head = f'{self._literal(self.argument_opens)} {written} "\\" type=\\"" ({type_rule}) "\\""'
+            opens = self._literal(f'{self.argument_opens} key="')
+            head = f'{opens} {written} "\\" type=\\"" ({type_rule}) "\\""'
             rules += [f"{name}{kind}: {head} {self._marker(_SEP)} {value}", *more]
         return [f"{name}: {' | '.join(uses)}", *rules]
 
@@ -91,16 +97,24 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads them."""
+    """Reads them. Attributes have any order, and those that are not known say nothing."""
 
-    def _takes_named(self) -> Wait[bool]:
-        return _ATTRIBUTES.fullmatch((yield from self._head(_SEP))) is not None
+    def _name(self) -> Wait[str]:
+        attributes = yield from self._attributes()
+        self._position -= len(_SEP)
+        return attributes.get("tool", "")
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - the seam's
-        found = _KEY.fullmatch((yield from self._head(_SEP)))
-        if found is None:
+        attributes = yield from self._attributes()
+        if "key" not in attributes:
             raise MalformedError
-        kind = found.group("type")
-        return found.group("key").replace("&quot;", '"').replace(
-            "&amp;", "&"
-        ), None if kind is None else kind == "string"
+        kind = attributes.get("type")
+        return attributes["key"], None if kind is None else kind == "string"
+
+    def _attributes(self) -> Wait[dict[str, str]]:
+        """Go behind a tag, and return its attributes. Raises `MalformedError`."""
+        head = yield from self._head(_SEP)
+        if not _ATTRIBUTES.fullmatch(head):
+            raise MalformedError
+        found = _ATTRIBUTE.findall(head)
+        return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in found}

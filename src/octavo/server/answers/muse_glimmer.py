@@ -38,6 +38,7 @@ class MuseGlimmerFormat(TaggedFormat):
         "</atem:parameter>",
     )
     frames_content = reads_reasoning = True
+    reserved_names = frozenset({"user", "self"})
     opener = opens = "<atem:function_calls>\n"
     closes = "\n</atem:function_calls>"
     call_opens, named, call_closes = '<atem:invoke name="', '">\n', "</atem:invoke>"
@@ -98,7 +99,9 @@ class MuseGlimmerParser(MessageParser, TaggedParser):
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
         found = _RECIPIENT.search(head)
         recipient = "user" if found is None else found.group(1)
-        return (None if recipient in {"self", "user"} else recipient), "reasoning" if recipient == "self" else "content"
+        return (
+            None if recipient in MuseGlimmerFormat.reserved_names else recipient
+        ), "reasoning" if recipient == "self" else "content"
 
     def _call_steps(self, call: Call) -> Wait[None]:
         if not (yield from self._takes_all(self._form.opens, self._form.call_opens)):

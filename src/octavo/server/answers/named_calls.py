@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
+from octavo.server.answers.parts import Heads
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import lark_json
 
@@ -113,9 +114,14 @@ class KimiK2Format(NamedFormat):
     opener = opens = "<|tool_calls_section_begin|>"
     closes = "<|tool_calls_section_end|>"
     call_opens, strays = "<|tool_call_begin|>", ("<|tool_call_begin|>",)
-    reasoning_ends = (opener, *strays)
     head, head_pattern = "functions.{name}:{index}", re.compile(r"\s*(?:functions\.)?(?P<name>[\w./:-]+?)(?::\d+)?\s*")
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+        """A call with a function's name, in a section or without."""
+        names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
+        heads = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
+        return {self.call_opens: Heads(heads), self.opener: Heads(f"{self.call_opens}{head}" for head in heads)}
 
 
 class SolarFormat(NamedFormat):

@@ -6,15 +6,18 @@ through the same parsers.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.engine.stop_strings import num_held_back_chars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
 
 MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
+MAX_BLANKS = 8  # that stand behind each other in the beginning of a call within a text
+_BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -84,6 +87,27 @@ def without_space(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
+class Heads:
+    """Texts that calls begin with, without blanks: few of these may stand between their characters."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = sorted(texts)
+
+    def stand_at(self, text: str, start: int) -> bool | None:
+        """Whether a text has one of them at some place; None where that is not known before there is more text."""
+        seen, num_blanks = "", 0
+        for place in range(start, len(text)):
+            is_blank = text[place] in _BLANKS
+            num_blanks = num_blanks + 1 if is_blank else 0
+            seen += "" if is_blank else text[place]
+            index = bisect_left(self._texts, seen)
+            if num_blanks > MAX_BLANKS or index == len(self._texts) or not self._texts[index].startswith(seen):
+                return False
+            if self._texts[index] == seen:
+                return True
+        return None
+
+
 class PlainParser:
     """All text is content."""
 
@@ -105,15 +129,21 @@ class ReasoningParser:
 
     behind: takes the text that follows. is_open: the prompt ends with the first one, so the answer begins with
     reasoning. White space around both is nobody's, up to `MAX_HELD_SPACE`. interrupts: marks that end reasoning as
-    well, and stand in the text that follows.
+    well where one of these stands behind them; they belong to the text that follows.
     """
 
     def __init__(
-        self, behind: AnswerParser, *, is_open: bool, form: ReasoningForm = THINK, interrupts: Sequence[str] = ()
+        self,
+        behind: AnswerParser,
+        *,
+        is_open: bool,
+        form: ReasoningForm = THINK,
+        interrupts: Mapping[str, Heads] | None = None,
     ) -> None:
         self._behind = behind
         self._form = form
-        self._ends = (form.closes, *interrupts)
+        self._interrupts = interrupts or {}
+        self._ends = (form.closes, *self._interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0  # of the whole text
@@ -140,10 +170,9 @@ class ReasoningParser:
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
-            markers = (self._form.opens,) if self._place == "before" else self._ends
-            num_dropped = max(num_held_back_chars(self._pending, each) for each in markers)
-            self._pending = self._pending[: len(self._pending) - num_dropped]
-            self._num_chars -= num_dropped
+            end, _ = self._end() if self._place == "inside" else (self._begun(self._form.opens), None)
+            self._num_chars -= len(self._pending) - end
+            self._pending = self._pending[:end]
         if self._place == "inside":
             return [Part("reasoning", self._pending, start=self._start)] if self._pending.strip() else []
         return joined([*self._feed_behind(), *self._moved(self._behind.finish(is_cut=is_cut))])
@@ -162,16 +191,29 @@ class ReasoningParser:
         if not self._has_begun:
             self._pending = self._pending.lstrip()
             self._has_begun = bool(self._pending)
-        found = [(place, each) for each in self._ends if (place := self._pending.find(each)) >= 0]
-        end, mark = min(found, default=(0, None))
-        if mark is None:
-            end = len(self._pending) - max(num_held_back_chars(self._pending, each) for each in self._ends)
+        end, mark = self._end()
         rest = self._pending[end:].removeprefix(self._form.closes)
         start, text = self._start, self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text, start=start))
         if mark is not None:
             self._pending, self._place = rest, "after"
+
+    def _end(self) -> tuple[int, str | None]:
+        """Return where reasoning ends, and by which mark; where text begins that may become one, and None."""
+        start = 0
+        while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
+            place, mark = min(found)
+            heads = self._interrupts.get(mark)
+            is_end = heads is None or heads.stand_at(self._pending, place + len(mark))
+            if is_end is not False:
+                return place, mark if is_end else None
+            start = place + 1
+        return self._begun(*self._ends), None
+
+    def _begun(self, *marks: str) -> int:
+        """Return where the text begins at whose end one of these may stand."""
+        return len(self._pending) - max(num_held_back_chars(self._pending, each) for each in marks)
 
     @property
     def _start(self) -> int:

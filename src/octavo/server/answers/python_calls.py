@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.code_spans import CODE, OUTSIDE
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.structured_output.lark import FEW_BLANKS, pattern
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_BLANKS = r"[ \t\r\n]*"
+_KEY = r"""[^\s=,()\[\]{}"']+"""
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # which is no subscript there, nor within code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
@@ -96,15 +100,48 @@ class PythonicFormat(PythonFormat):
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like a list is one, and so is one within the text that begins with a function's name."""
-        text = f"/([^\\[ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/"
-        rules = [f"TEXT: {text}", f"BEFORE: {text}", self._section(functions, only_one=only_one)]
+        """What begins like a list is one, and so is one within the text that begins with a call of a function.
+
+        That is certain behind the name of its first argument, or behind the end of a call without any.
+        """
+        heads = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
+        is_call = f"{_BEFORE_LIST}({'|'.join(heads)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
+        ends = f"{FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/ & ~/{is_call}(.|\\n)*/"
+        rules = [
+            f"TEXT: /([^\\[ \\t\\r\\n](.|\\n)*)?/ {ends}",
+            f"BEFORE: /[^\\[ \\t\\r\\n](.|\\n)*/ {ends} & /{_BEFORE_LIST}/",
+            self._section(functions, only_one=only_one),
+        ]
+        comma = self._literal(self.between)
+        more, others = ("", "") if only_one else (f" ({comma} call)*", f'call ({comma} call)* "]"')
+        uses = []
         for index, function in enumerate(functions):
-            head = f"\\[{BLANKS_WITHIN}{pattern(function.name)}{BLANKS_WITHIN}\\("
-            rules += [f"head{index}[lazy]: BEFORE /{head}/", f'later{index}: head{index} inside{index} ")"']
-        later = " | ".join(f"later{index}" for index in range(len(functions)))
-        more = "" if only_one else f" ({self._literal(self.between)} call)*"
-        return "\n".join([f'start: TEXT | "[" section | later{more} "]"', f"later: {later}", *rules])
+            rules.append(f"HEAD{index}: /{heads[index]}{_BLANKS}/")
+            endings = [(f"{key}{_BLANKS}=", f'{rest} ")"{more} "]"') for key, rest in _beginnings(index, function)]
+            if not function.parameters.get("required"):
+                endings += [(f"\\){_BLANKS}\\]", ""), *([(f"\\){_BLANKS}, ", others)] if others else [])]
+            for number, (ending, rest) in enumerate(endings):
+                name = f"{index}_{number}"
+                rules.append(f"head{name}[lazy]: BEFORE HEAD{index} /{ending}/")
+                uses.append(f"head{name} {rest}")
+        return "\n".join(['start: TEXT | "[" section | later', f"later: {' | '.join(uses)}", *rules])
+
+
+def _beginnings(index: int, function: Function) -> list[tuple[str, str]]:
+    """Return patterns of the arguments that may come first, with the rules of what stands behind their names."""
+    parameters = function.parameters
+    properties, required = parameters.get("properties"), parameters.get("required")
+    named = list(properties) if isinstance(properties, dict) else []
+    if not named:
+        is_any = parameters.get("additionalProperties", True)
+        return [(_ANY_KEY.strip("/"), f"value{index} (COMMA any{index})*")] if is_any else []
+    found = []
+    for number, key in enumerate(named):
+        further = f"further{index}_{number + 1}" if number + 1 < len(named) else ""
+        found.append((pattern(key), f"value{index}_{number} {further}"))
+        if isinstance(required, list) and key in required:
+            break
+    return found
 
 
 class LFM2Format(PythonFormat):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from string import hexdigits
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
+from octavo.server.answers.code_spans import CodeSpans
+from octavo.server.answers.parts import Heads
 from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ _KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _PLAIN = re.compile(r"""[^"'\\]+""")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_HEAD_END = re.compile(rf"\)|{_KEY.pattern}")
+_SUBSCRIPTED = re.compile(r"[A-Za-z0-9_\])]")
 _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 _MAX_WORD_CHARS = 512
 _MAX_DEPTH = 64
@@ -185,22 +190,27 @@ class PythonParser(ValueParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads lists of calls, between Llama 4's marks or without any. Within a text a list begins with a known name."""
+    """Reads lists of calls, between Llama 4's marks or without any.
+
+    Without marks it may be code. A list within a text begins with a known name, subscripts nothing, and stands outside
+    of Markdown's code; an argument has a name, or there is none.
+    """
 
     _is_tagged = False
 
     def _read(self) -> Wait[None]:
+        self._before = CodeSpans()
         yield from self._skip_space()
         self._is_tagged = yield from self._takes_all(_STARTS)
         if (yield from self._skip_space()) == "[":
             self._position += 1
             yield from self._list()
-        heads = frozenset(f"[{name}(" for name in self._names)
+        heads = Heads(f"[{name}(" for name in self._names)
         while found := (yield from self._content(_STARTS, "[")):
             start = self._position - (found == "[")
-            if (yield from self._begins_with(start, heads)):
+            self._is_tagged = found == _STARTS
+            if (self._is_tagged or self._may_stand_at(start)) and (yield from self._begins_with(start, heads)):
                 self._position = self._text.index("[", start) + 1
-                self._is_tagged = found == _STARTS
                 yield from self._list()
             else:
                 self._tell_content()
@@ -208,6 +218,7 @@ class PythonListParser(PythonParser):
     def _list(self) -> Wait[None]:
         """Read calls behind the beginning of a list."""
         while (yield from self._attempt(call := Call(), self._call_steps(call))):
+            self._before = CodeSpans()
             if not (yield from self._goes_on()):
                 yield from self._takes_all(self._closes)
                 yield from self._skip_space()
@@ -217,13 +228,49 @@ class PythonListParser(PythonParser):
                 self._drop()
                 break
 
+    def _call_steps(self, call: Call) -> Wait[None]:
+        if not self._is_tagged:
+            yield from self._look_ahead()
+        yield from super()._call_steps(call)
+
+    def _look_ahead(self) -> Wait[None]:
+        """Look whether what comes is a call. Raises `MalformedError` for other code."""
+        start = self._position
+        yield from self._skip_space()
+        yield from self._run(NAME)
+        yield from self._skip_space()
+        yield from self._expect("(")
+        if (yield from self._skip_space()) == ")":
+            self._position += 1
+            if (yield from self._skip_space()) not in {",", "]"}:
+                raise MalformedError
+        else:
+            yield from self._key("=")
+            if (yield from self._peek()) == "=":
+                raise MalformedError
+        self._position = start
+
+    def _may_stand_at(self, start: int) -> bool:
+        before = copy(self._before)
+        before.feed(self._text[:start])
+        return before.is_outside and not _SUBSCRIPTED.match(before.last)
+
+    def _tell_content(self) -> None:
+        self._before.feed(self._text[: self._position])
+        super()._tell_content()
+
     def _is_cut_here(self) -> bool:
         """A list without a tag is one of calls for certain only if it begins as one."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
         calls = (f"[{name}(" for name in self._names)
-        return self._is_tagged or self._num_calls > 0 or any(each.startswith(begun) for each in calls)
+        return self._is_tagged or self._num_calls > 0 or any(_may_become(begun, each) for each in calls)
+
+
+def _may_become(text: str, head: str) -> bool:
+    """Whether a text may go on as a call with this head: the first argument's name stands behind it, or its end."""
+    return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)
 
 
 def _word(word: str) -> str:

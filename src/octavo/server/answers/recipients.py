@@ -23,6 +23,7 @@ class RecipientsFormat(ToolFormat):
     name = "functionary_v3_2"
     markers = ()
     frames_content = True
+    reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
         """Return what reads recipients."""

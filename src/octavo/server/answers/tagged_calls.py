@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.argument_values import is_text, json_of, text_pattern, types_of
 from octavo.server.answers.call_sections import SectionFormat
+from octavo.server.answers.parts import Heads
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, pattern
@@ -147,6 +148,11 @@ class MiniMaxM2Format(TaggedFormat):
     argument_opens, argument_named, value_closes, argument_closes = '<parameter name="', '">', "</parameter>", "\n"
 
 
+def _named_behind(form: TaggedFormat, functions: Sequence[Function]) -> dict[str, Heads]:
+    ends = (form.argument_opens, form.closes)
+    return {form.opener: Heads(f"{each.name}{end}" for each in functions for end in ends)}
+
+
 class GLMFormat(TaggedFormat):
     """GLM 4.5 and 4.6, Ling 3, Laguna: names on a line, then keys and values."""
 
@@ -156,7 +162,10 @@ class GLMFormat(TaggedFormat):
     named = "\n"
     argument_opens, argument_named = "<arg_key>", "</arg_key>\n<arg_value>"
     value_closes, argument_closes = "</arg_value>", "\n"
-    reasoning_ends = (opener,)
+
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+        """A call with a function's name."""
+        return _named_behind(self, functions)
 
 
 class GLM47Format(TaggedFormat):
@@ -166,7 +175,10 @@ class GLM47Format(TaggedFormat):
     markers = GLMFormat.markers
     opener, opens, closes, one_each = "<tool_call>", "<tool_call>", "</tool_call>", True
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
-    reasoning_ends = (opener,)
+
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:
+        """A call with a function's name."""
+        return _named_behind(self, functions)
 
 
 class DeepSeekV32Format(TaggedFormat):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.server.answers.call_parser import ToolParser
+    from octavo.server.answers.parts import Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ToolFormat:
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
     frames_content: content stands between marks, too: its parser reads answers without tools as well.
     reads_reasoning: it tells the reasoning apart, too.
-    reasoning_ends: what begins a call even where reasoning was not closed before.
+    reserved_names: what stands for something else where the name of a tool does.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -41,7 +42,7 @@ class ToolFormat:
     takes_one: ClassVar[bool] = False
     frames_content: ClassVar[bool] = False
     reads_reasoning: ClassVar[bool] = False
-    reasoning_ends: ClassVar[tuple[str, ...]] = ()
+    reserved_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
@@ -49,6 +50,10 @@ class ToolFormat:
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return what reads calls of these functions in one answer."""
         raise NotImplementedError
+
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
+        """Return what begins a call even where reasoning was not closed: marks, and what must stand behind each."""
+        return {}
 
     def new_call_id(self) -> str:
         """Name a call."""

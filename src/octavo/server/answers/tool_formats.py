@@ -68,14 +68,15 @@ class LlamaFormat(ToolFormat):
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """What begins like an object is a call, and so is one within the text whose name is a function's."""
+        """What begins like an object is a call, and so is one within the text with a function's name and arguments."""
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
         for index, function in enumerate(functions):
             kind = f'("type"{BLANKS_WITHIN}:{BLANKS_WITHIN}"function"{BLANKS_WITHIN},{BLANKS_WITHIN})?'
             head = f'\\{{{BLANKS_WITHIN}{kind}"name"{BLANKS_WITHIN}:{BLANKS_WITHIN}"{pattern(function.name)}"'
-            arguments = f'COMMA "\\"parameters\\"" COLON {lark_json(function.parameters)} "}}"'
-            rules += [f"head{index}[lazy]: BEFORE /{head}/", f"later{index}: head{index} {arguments}"]
+            keys = f'{BLANKS_WITHIN},{BLANKS_WITHIN}"({"|".join(LlamaParser.arguments_keys)})"{BLANKS_WITHIN}:'
+            later = f'later{index}: head{index} " "? {lark_json(function.parameters)} "}}"'
+            rules += [f"head{index}[lazy]: BEFORE /{head}{keys}/", later]
         later = " | ".join(f"later{index}" for index in range(len(functions)))
         more = "" if only_one else ' ("; " call)*'
         return "\n".join([f"start: TEXT | {self._all(only_one)} | later{more}", f"later: {later}", *rules])

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.parts import Heads
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
@@ -34,7 +35,8 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}, or several with semicolons or lines between.
 
-    What begins an answer is one whatever the order of its members; within a text its name stands first.
+    What begins an answer is one whatever the order of its members. Within a text its name stands first and its
+    arguments behind that: other objects that name a tool describe it.
     """
 
     opener = "<|python_tag|>"
@@ -45,25 +47,29 @@ class LlamaParser(ToolParser):
         self._is_tagged = yield from self._takes(self.opener)
         if not self._is_tagged:
             self._drop_cut(self.opener)
-        yield from self._calls()
+        while (yield from self._object()):
+            pass
         if self._is_tagged and self._is_cut_here():
             self._drop()
-        heads = frozenset(f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names)
+        names = [f'{head}{name}"' for head in _LLAMA_HEADS for name in self._names]
+        heads = Heads(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, heads)):
                 self._position, self._is_tagged = start, found == self.opener
-                yield from self._calls()
+                yield from self._object()
             else:
                 self._tell_content()
 
-    def _calls(self) -> Wait[None]:
-        """Read objects behind each other."""
-        while (yield from self._skip_space()) == "{" and (yield from self._call()):
-            if (yield from self._skip_space()) == ";":
-                self._position += 1
-            yield from self._skip_space()
-            self._drop()
+    def _object(self) -> Wait[bool]:
+        """Read a call and what stands behind it; False where there was none."""
+        if (yield from self._skip_space()) != "{" or not (yield from self._call()):
+            return False
+        if (yield from self._skip_space()) == ";":
+            self._position += 1
+        yield from self._skip_space()
+        self._drop()
+        return True
 
     def _is_cut_here(self) -> bool:
         """An answer without a tag is a call for certain only if it begins as one."""

@@ -84,6 +84,9 @@ class Toolbox:
         if format is None:
             message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
             raise RequestError(message, parameter="tools")
+        if taken := format.reserved_names & {*names}:
+            message = f"a tool cannot be named {min(taken)!r}: this model's calls ({format.name}) mean no tool by that"
+            raise RequestError(f"{message}; give it another name", parameter="tools")
         given = tuple(
             {"type": "function", "function": {"name": each.name, "description": about, "parameters": each.parameters}}
             for each, about in described

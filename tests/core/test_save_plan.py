@@ -1,0 +1,279 @@
+"""What is saved of models with windows can be found from the beginning on, and is all there where it is handed over."""
+
+from __future__ import annotations
+
+import pytest
+from stores import Store
+
+from octavo.config import SchedulerConfig
+from octavo.core import invariants
+from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
+from octavo.core.save_plan import most_saved_blocks, whole_hit, window_parts
+from octavo.data import events
+from octavo.data.kv_tiers import EndedTransfer
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.data.request import Request
+from octavo.data.scheduler_output import TransferDirection
+from octavo.sampling_params import SamplingParams
+
+
+class SlowStore(Store):
+    """Has what was saved; a save ends so many steps after it was ordered."""
+
+    def __init__(self, num_steps=0):
+        super().__init__(num_tokens=0)
+        self.num_steps = num_steps
+        self.keys = set()
+        self.open = []
+        self.num_asked = 0
+
+    def keys_to_save(self, keys):
+        self.num_asked += 1
+        return set(keys) - self.keys
+
+    def run(self, core):
+        """Step until nothing is left, saves included."""
+        for _ in range(2000):
+            if not core.scheduler.has_work():
+                return
+            self.step(core)
+        raise AssertionError("the scheduler makes no progress")
+
+    def step(self, core):
+        """Do one step, after which every invariant holds; return what was scheduled."""
+        scheduled = core.scheduler.schedule()
+        result = core.compute(scheduled)
+        self.open = [(left - 1, order) for left, order in self.open]
+        self.open += [(self.num_steps, order) for order in scheduled.kv_transfers]
+        ended = [order for left, order in self.open if left <= 0]
+        self.open = [(left, order) for left, order in self.open if left > 0]
+        for order in ended:
+            assert order.direction is TransferDirection.SAVE
+            assert len(order.keys) == len(order.block_ids) == len(order.window_block_ids)
+            self.keys.update(order.keys)
+            result.kv_transfers.append(EndedTransfer(order.transfer_id, len(order.keys)))
+        core.scheduler.update_from_output(scheduled, result)
+        assert invariants.check(core.scheduler) == []
+        return scheduled
+
+    def num_found(self, request):
+        """Return how many blocks a lookup finds from a request's first on, and how many of all are there."""
+        is_there = [key in self.keys for key in request.block_hashes]
+        return [*is_there, False].index(False), sum(is_there)
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_window_blocks", [60, 80, 400])
+def test_what_a_slow_store_gets_of_a_prompt_is_found_from_its_beginning_on(make_core, num_window_blocks):
+    store = SlowStore(2)
+    core = make_core(
+        num_blocks=400, num_window_blocks=num_window_blocks, window=20, max_num_batched_tokens=64, max_num_seqs=4,
+        connector=store,
+    )  # fmt: skip
+    requests = [core.add(name, 301, max_tokens=4) for name in "abcd"]
+    store.run(core)
+    for request in requests:
+        num_found, num_saved = store.num_found(request)
+        assert num_found == num_saved >= 15
+        assert num_saved >= 75 or num_window_blocks < 400
+
+
+def test_where_there_is_no_store_nothing_is_saved(make_core):
+    assert make_core(num_window_blocks=64, window=20).scheduler.transfers.most_saved_blocks == 0
+
+
+def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=63)
+
+    def most(num_window_blocks, num_blocks=400):
+        manager = KVCacheManager(num_blocks, 4, num_window_blocks=num_window_blocks, window=20)
+        return most_saved_blocks(manager, config)
+
+    assert manager_share(20) == 7  # a row sees six blocks at most, and one is taken before one is left
+    assert [most(count) for count in (64, 80, 90)] == [20, 36, 46]
+    assert most(64, num_blocks=64) == 8, "an eighth of all blocks is the most"
+    assert [most(44), most(45), most(60)] == [5, 5, 16], "or an eighth of the window blocks"
+    assert most(7) == 1
+    assert [most(0), most(0, 80), most(0, 7)] == [50, 10, 1], "without windows an eighth"
+
+
+def manager_share(window):
+    return KVCacheManager(400, 4, num_window_blocks=9, window=window).windows.share(400)
+
+
+def test_parts_end_before_the_first_that_is_gone():
+    manager = KVCacheManager(16, 4, num_window_blocks=16, window=40)
+    request = Request("a", list(range(20)), SamplingParams())
+    manager.allocate_slots(request, 20)
+    windows, sequence = manager.windows, request.sequence
+    assert window_parts(windows, sequence, [0, 2, 4]) == [sequence.window_table[index] for index in (0, 2, 4)]
+    request.num_computed_tokens = 20
+    manager.commit(request)
+    manager.free(request)
+    other = Request("b", list(range(20)), SamplingParams())
+    computed = manager.get_computed_blocks(other)
+    windows.block_forgotten(computed.blocks[2])  # as if it were evicted
+    sequence = other.sequence
+    sequence.block_table += [block.block_id for block in computed.blocks]
+    assert len(window_parts(windows, sequence, [0, 1, 2, 3])) == 2
+    assert len(window_parts(windows, sequence, [0, 3])) == 2
+    assert window_parts(windows, sequence, [2, 3]) == []
+
+
+def test_behind_what_has_lost_its_window_nothing_is_offered_any_more(make_core):
+    store = SlowStore(1000)
+    core = make_donor(make_core, store, 200)
+    request = core.add("a", 200, max_tokens=60)
+    core.step()
+    core.step()
+    windows, pool = core.scheduler.kv_cache_manager.windows, core.scheduler.kv_cache_manager.pool
+    core.scheduler.transfers.most_saved_blocks = 0
+    core.step()
+    core.step()
+    assert request.num_computed_tokens == 128
+    windows.block_forgotten(pool.blocks[request.sequence.block_table[18]])  # as if it were evicted
+    core.scheduler.transfers.most_saved_blocks = 100
+    saves = core.log.of_type(events.KVSaveStarted)
+    core.step()
+    assert core.log.of_type(events.KVSaveStarted)[len(saves)].num_blocks == 2, "16 and 17"
+    num_asked = store.num_asked
+    for _ in range(40):
+        core.step()
+    assert (store.num_asked, len(core.log.of_type(events.KVSaveStarted))) == (num_asked, len(saves) + 1)
+
+
+# --- handed over ------------------------------------------------------------------------------------------------------
+
+
+def make_donor(make_core, store, num_window_blocks=40, **options):
+    return make_core(
+        num_blocks=200, num_window_blocks=num_window_blocks, window=20, max_num_batched_tokens=32, max_num_seqs=4,
+        connector=store, **options,
+    )  # fmt: skip
+
+
+def donor_params(name):
+    return KVTransferParams(name, is_prefill=True)
+
+
+@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 0), (60, 120)])
+def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, num_window_blocks, num_found):
+    store = SlowStore()
+    core = make_donor(make_core, store, num_window_blocks)
+    beginning = list(range(121))
+    for name, prompt in (("a", [*beginning, 1]), ("b", 100)):
+        core.add(name, prompt, max_tokens=1, kv_transfer_params=donor_params(name))
+        store.run(core)
+    store.keys.clear()  # what was handed over has made way
+    request = core.add("c", [*beginning, *[2] * 8], max_tokens=1, kv_transfer_params=donor_params("c"))
+    store.run(core)
+    assert request.sequence.num_cached_tokens == num_found
+    assert store.num_found(request) == (32, 32)
+
+
+def test_what_a_store_has_is_used_though_its_window_is_gone(make_core):
+    store = SlowStore()
+    core = make_donor(make_core, store)
+    beginning = list(range(121))
+    for name, prompt in (("a", [*beginning, 1]), ("b", 100)):
+        core.add(name, prompt, max_tokens=1, kv_transfer_params=donor_params(name))
+        store.run(core)
+    request = core.add("c", [*beginning, *[2] * 8], max_tokens=1, kv_transfer_params=donor_params("c"))
+    store.run(core)
+    assert request.sequence.num_cached_tokens == 120
+    assert store.num_found(request) == (32, 32)
+
+
+def test_what_is_found_is_saved_before_the_request_that_hands_it_over_runs(make_core):
+    store = SlowStore()
+    core = make_donor(make_core, store, 60)
+    core.add("a", list(range(41)), max_tokens=1)
+    store.run(core)
+    store.keys.clear()
+    store.keys.add(core.scheduler.kv_cache_manager.pool.blocks[3].hash)
+    request = core.add("b", [*range(41), 5], max_tokens=4, kv_transfer_params=donor_params("b"))
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    assert scheduled.num_scheduled_tokens == {"b": 2}
+    assert order.keys == [request.block_hashes[index] for index in range(10) if index != 3]
+    assert order.block_ids == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert order.window_block_ids == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    num_saves = len(core.log.of_type(events.KVSaveStarted))
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    core.step()
+    assert len(core.log.of_type(events.KVSaveStarted)) == num_saves, "what is being saved is not ordered again"
+
+
+def test_what_others_find_is_used_as_it_is(make_core):
+    store = SlowStore()
+    core = make_donor(make_core, store, 60)
+    core.add("a", list(range(41)), max_tokens=1)
+    store.run(core)
+    store.keys.clear()
+    manager = core.scheduler.kv_cache_manager
+    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    request = core.add("b", [*range(41), 5], max_tokens=1)
+    assert core.scheduler.schedule().kv_transfers == []
+    assert request.sequence.num_cached_tokens == 40
+
+
+def test_what_was_swapped_out_comes_back_whole(make_core):
+    store = SlowStore()
+    core = make_donor(make_core, store, 60, num_host_blocks=50, preemption="swap")
+    request = core.add("a", list(range(60)), max_tokens=9, kv_transfer_params=donor_params("a"))
+    for _ in range(4):
+        store.step(core)
+    num_computed = request.num_computed_tokens
+    core.scheduler.preempt_requests(["a"])
+    store.step(core)
+    store.keys.clear()
+    manager = core.scheduler.kv_cache_manager
+    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    assert store.step(core).copies.swap_in != []
+    assert request.num_computed_tokens == num_computed + 1
+
+
+class TestWholeHit:
+    """Twelve tokens were computed by one; another one finds their three blocks, of which it sees the last two."""
+
+    @pytest.fixture
+    def manager(self):
+        return KVCacheManager(16, 4, num_window_blocks=16, window=6)
+
+    @pytest.fixture
+    def found(self, manager):
+        first = Request("a", list(range(12)), SamplingParams())
+        manager.allocate_slots(first, 12)
+        first.num_computed_tokens = 12
+        manager.commit(first)
+        manager.free(first)
+        request = Request("b", list(range(13)), SamplingParams())
+        return request, manager.get_computed_blocks(request)
+
+    def test_all_is_used_where_nothing_is_lacking(self, manager, found):
+        request, computed = found
+        manager.windows.block_forgotten(computed.blocks[0])
+        assert whole_hit(manager, request, computed, set()) is computed
+        assert whole_hit(manager, request, computed, set(request.block_hashes[1:])) is computed
+
+    @pytest.mark.parametrize(("lost", "expected"), [(0, 0), (1, 1), (2, 2)])
+    def test_what_is_lacking_and_has_lost_its_window_ends_it(self, manager, found, lost, expected):
+        request, computed = found
+        assert computed.num_tokens == 12
+        manager.windows.block_forgotten(computed.blocks[lost])
+        cut = whole_hit(manager, request, computed, {request.block_hashes[lost]})
+        assert cut == (ComputedBlocks(computed.blocks[:expected], 4 * expected) if expected else NO_COMPUTED_BLOCKS)
+
+    def test_what_is_left_has_to_be_seen(self, manager, found):
+        request, computed = found
+        for index in (1, 2):
+            manager.windows.block_forgotten(computed.blocks[index])
+        assert whole_hit(manager, request, computed, {request.block_hashes[2]}).num_tokens == 4
+
+    def test_what_is_in_host_memory_is_not_given_to_a_store(self, manager, found):
+        request, computed = found
+        in_host = ComputedBlocks(computed.blocks[:2], 12, host_blocks=[0])
+        assert whole_hit(manager, request, in_host, set(request.block_hashes[:2])) is in_host
+        assert whole_hit(manager, request, in_host, {request.block_hashes[2]}).num_tokens == 8

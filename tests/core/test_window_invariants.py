@@ -1,0 +1,146 @@
+"""Each invariant of window blocks, broken on purpose: the breach is found by its number, and no other is."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core import invariants
+from octavo.data.request import RequestStatus
+
+
+@pytest.fixture
+def core(make_core):
+    """One who decodes behind a window of 6 tokens, in blocks of 4: it holds two window blocks, four are cached."""
+    core = make_core(num_window_blocks=12, window=6, max_num_batched_tokens=8)
+    core.add("runs", 21, max_tokens=20)
+    for _ in range(3):
+        core.step()
+    assert table_of(core)[:4] == [-1] * 4
+    assert len(windows_of(core).cached_blocks()) == 4
+    assert breaches(core) == []
+    return core
+
+
+def breaches(core):
+    return [breach.invariant for breach in invariants.check(core.scheduler)]
+
+
+def windows_of(core):
+    return core.scheduler.kv_cache_manager.windows
+
+
+def sequence_of(core):
+    return core.scheduler.requests["runs"].sequence
+
+
+def table_of(core):
+    return sequence_of(core).window_table
+
+
+def test_a_window_block_in_no_place(core):
+    windows_of(core)._free.pop()
+    assert breaches(core) == [1]
+
+
+def test_a_window_block_in_two_places(core):
+    windows_of(core)._free.append(windows_of(core)._free[0])
+    assert breaches(core) == [1]
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_hold_too_many_or_too_few(core, change):
+    part = table_of(core)[-1]
+    windows_of(core)._num_holders[part] += change
+    assert breaches(core)[-1] == 2
+    assert set(breaches(core)) == ({2} if change > 0 else {1, 2})  # without a holder it should be in a list
+
+
+def test_a_block_whose_part_says_otherwise(core):
+    windows = windows_of(core)
+    part = table_of(core)[-1]
+    windows._part_of[windows.block_of(part)] = table_of(core)[-2]
+    assert 5 in breaches(core)
+    assert set(breaches(core)) == {5}
+
+
+def test_a_free_one_that_is_a_part(core):
+    windows = windows_of(core)
+    part = windows._free[-1]
+    windows._block_of[part], windows._part_of[999] = 999, part
+    assert breaches(core) == [5]
+
+
+def test_a_cached_one_that_is_no_part(core):
+    windows = windows_of(core)
+    windows._separate(windows.cached_blocks()[0])
+    assert breaches(core) == [5]
+
+
+@pytest.mark.parametrize("num_computed", [13, 29])
+def test_what_is_let_go_is_what_is_not_seen(core, num_computed):
+    request = core.scheduler.requests["runs"]
+    request.num_computed_tokens = num_computed
+    assert 3 in breaches(core)
+
+
+def test_a_request_may_be_a_block_late_and_no_more(core):
+    request = core.scheduler.requests["runs"]
+    request.num_computed_tokens = 24  # its first block is the next one
+    assert windows_of(core).first_block(24) == 4
+    request.sequence.block_table.append(100)
+    breach = [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
+    assert not breach
+    request.num_computed_tokens = 25
+    assert windows_of(core).first_block(25) == sequence_of(core).num_behind_window + 1
+    assert not [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
+    request.num_computed_tokens = 29
+    assert [each.invariant for each in invariants.check(core.scheduler) if "has let go" in each.message] == [3]
+
+
+def test_a_table_too_short_for_what_is_computed(core):
+    part = table_of(core).pop()
+    windows_of(core).release([part])
+    sequence_of(core).num_slots -= 4
+    assert breaches(core) == [3]
+
+
+def test_a_table_longer_than_that_of_blocks(core):
+    manager = core.scheduler.kv_cache_manager
+    part = windows_of(core)._free.pop()
+    windows_of(core)._num_holders[part] = 1
+    table_of(core).append(part)
+    sequence_of(core).num_slots += 4
+    assert len(table_of(core)) == len(sequence_of(core).block_table) + 1
+    assert manager.windows.num_blocks == 12
+    assert breaches(core) == [3]
+
+
+def test_a_part_behind_the_window(core):
+    part = windows_of(core).cached_blocks()[0]
+    table_of(core)[3] = part
+    assert breaches(core) == [3]
+
+
+def test_room_that_no_table_has(core):
+    sequence_of(core).num_slots += 1
+    assert breaches(core) == [3]
+
+
+def test_a_single_window_block_is_examined_too(make_core):
+    core = make_core(num_window_blocks=1, window=1, max_num_batched_tokens=4, max_num_seqs=4)
+    core.add("runs", 3, max_tokens=20)
+    core.step()
+    assert breaches(core) == []
+    core.scheduler.requests["runs"].num_computed_tokens = 3
+    sequence_of(core).num_behind_window = -2
+    assert 3 in breaches(core)
+
+
+def test_nobody_is_left_and_a_window_block_is_held(core):
+    core.scheduler.finish_requests(["runs"], RequestStatus.FINISHED_ABORTED)
+    core.scheduler.schedule()
+    assert breaches(core) == []
+    windows = windows_of(core)
+    part = windows._free.pop()
+    windows._num_holders[part] = 1
+    assert set(breaches(core)) == {2, 18}

@@ -1,0 +1,33 @@
+"""Where a text is within code: the parser's way and the grammar's are one."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from octavo.server.answers.code_spans import OUTSIDE, CodeSpans
+
+
+def spans_of(pieces: list[str]) -> CodeSpans:
+    spans = CodeSpans()
+    for piece in pieces:
+        spans.feed(piece)
+    return spans
+
+
+def test_code_and_what_is_none() -> None:
+    for text in ("", "a", "`a`", "``a ` b``", "```py\na `b`\n```", "it`s\nso", "``a\nb", "````\na\n````\nb"):
+        assert spans_of([text]).is_outside, text
+    for text in ("`", "``", "```", "`a", "``a`", "```py\na\n", "```a``", "`a` and `b", "````\na\n"):
+        assert not spans_of([text]).is_outside, text
+
+
+def test_every_short_text_is_read_as_the_expression_has_it_however_it_is_cut() -> None:
+    outside = re.compile(OUTSIDE)
+    for length in range(9):
+        for letters in product("`a\n", repeat=length):
+            text = "".join(letters)
+            spans = spans_of([text])
+            # A text that ends with backticks that opened nothing yet is outside for neither.
+            assert spans.is_outside == bool(outside.fullmatch(text)), text
+            assert vars(spans_of(list(letters))) == vars(spans), text

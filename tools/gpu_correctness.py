@@ -1,0 +1,190 @@
+"""Whether operations on a device are right: held to plain torch, attention and rotary embedding in float64."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.kernels import SamplingRows
+from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8
+from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton.attention import is_covered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_device import AttentionCase, Check, Entries
+    from torch import Tensor
+
+    from octavo.kernels import AttentionBatch, Kernels
+
+PLAIN = ReferenceKernels()
+
+
+def correctness(check: Check, entries: Entries) -> None:
+    """Find, for each operation, its largest error in units of the last place, or whether its bits are plain torch's."""
+    for dtype in check.sizes.dtypes:
+        _values(check, entries, dtype)
+        _rotation(check, entries, dtype)
+        for case in check.sizes.attention:
+            if is_covered(case.head_dim, dtype):
+                entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+    _integers(check, entries)
+    _choices(check, entries)
+
+
+def units_off(actual: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return the largest error in units of the last place of the largest result, infinity for what is no number."""
+    unit = torch.finfo(actual.dtype).eps * float(exact.double().abs().max())
+    off = float((actual.double() - exact.double()).abs().max()) / unit
+    return {"units_off": off if off == off else float("inf")}  # noqa: PLR0124  a NaN differs from itself
+
+
+def _values(check: Check, entries: Entries, dtype: torch.dtype) -> None:
+    kernels = check.kernels
+    x, weight = check.random(5, 530, dtype=dtype), check.random(96, 530, dtype=dtype, seed=1)
+    norm, residual = check.random(530, dtype=dtype, seed=2), check.random(5, 530, dtype=dtype, seed=6)
+    ids, order = torch.tensor([95, 0, 7, 7], device=check.device), torch.tensor([3, 0, 3], device=check.device)
+
+    def added(some: Kernels) -> tuple[Tensor, Tensor]:
+        total = residual.clone()
+        return some.add_rms_norm(x, total, norm, 1e-6), total
+
+    near: dict[str, Callable[[Kernels], Tensor]] = {
+        "linear": lambda some: some.linear(x, some.pack_linear(weight)),
+        "rms_norm": lambda some: some.rms_norm(x, norm, 1e-6),
+        "add_rms_norm": lambda some: added(some)[0],
+        "gate": lambda some: some.gate(x),
+        "gate gelu_tanh": lambda some: some.gate(x, "gelu_tanh"),
+    }
+    equal: dict[str, Callable[[Kernels], Tensor]] = {
+        "add_rms_norm's sum": lambda some: added(some)[1],
+        "embedding": lambda some: some.embedding(ids, some.pack_linear(weight), dtype, 3.7),
+        "take_rows": lambda some: some.take_rows(x, order),
+    }
+    for name, compute in near.items():
+        entries.add(f"{name} {dtype}", lambda compute=compute: units_off(compute(kernels), compute(PLAIN)))  # type: ignore[misc]
+    for name, compute in equal.items():
+        entries.add(f"{name} {dtype}", lambda compute=compute: _equal(compute(kernels), compute(PLAIN)))  # type: ignore[misc]
+
+
+def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
+    """Rotate and write 20 tokens of two sequences: against float64, and all that is left behind against plain torch."""
+    spans = [(0, 7), (30, 43)]
+    angles = check.random(64, 32, dtype=torch.float32, seed=8) * 3
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+
+    def left(some: Kernels, kv_dtype: torch.dtype, *, interleaved: bool) -> list[Tensor]:
+        batch = check.batch(spans, check.tables(2, 43))
+        fused = check.random(20, 12, 80, dtype=dtype)
+        q, k, v = fused[:, :8], fused[:, 8:10], fused[:, 10:]
+        caches = check.caches(8, 2, 80, kv_dtype)
+        some.rope_and_write_kv(q, k, v, cos_sin, batch, *caches, interleaved=interleaved)
+        return [fused, *caches, *(kv_scales(cache) for cache in caches if kv_dtype == torch.int8)]
+
+    def against_float64() -> dict[str, float]:
+        q = left(check.kernels, dtype, interleaved=False)[0][:, :8]
+        exact = check.random(20, 12, 80, dtype=dtype)[:, :8].double()
+        cosine, sine = cos_sin[check.batch(spans, check.tables(2, 43)).positions].double().unsqueeze(1).chunk(2, dim=2)
+        first, second = exact[..., :32].clone(), exact[..., 32:64].clone()
+        exact[..., :32], exact[..., 32:64] = first * cosine - second * sine, second * cosine + first * sine
+        return units_off(q, exact)
+
+    def against_torch(kv_dtype: torch.dtype, *, interleaved: bool) -> dict[str, bool]:
+        pairs = zip(*(left(some, kv_dtype, interleaved=interleaved) for some in (check.kernels, PLAIN)), strict=True)
+        return {"is_equal": all(torch.equal(ours, theirs) for ours, theirs in pairs)}
+
+    entries.add(f"rope_and_write_kv {dtype}", against_float64)
+    for kv_dtype in (dtype, torch.int8):
+        for interleaved in (False, True):
+            name = f"rope_and_write_kv {dtype} to {kv_dtype}{' interleaved' * interleaved}"
+            entries.add(name, partial(against_torch, kv_dtype, interleaved=interleaved))
+
+
+def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[str, float]:
+    """Compare a prompt's chunk, a decode and drafts, in one batch, with float64."""
+    most = check.sizes.prompt
+    spans = [(0, most // 2), (most - 1, most), (most // 2, most // 2 + 5)]
+    tables = check.tables(len(spans), most)
+    batch = check.batch(spans, tables)
+    caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
+    q = check.random(len(batch.positions), 2 * case.group, case.head_dim, dtype=dtype)
+    scale = float(case.head_dim**-0.5)
+    result = check.kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap)
+    return units_off(result, dense_attention(q, *caches, batch, scale, case.window, case.softcap))
+
+
+def dense_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return attention in float64, sequence by sequence, as `Kernels.paged_attention` defines it."""
+    parts, starts = [], batch.query_start.tolist()
+    for index, length in enumerate(batch.seq_lens.tolist()):
+        rows, places = slice(starts[index], starts[index + 1]), torch.arange(length, device=q.device)
+        block, offset = batch.block_tables[index][places // batch.block_size].long(), places % batch.block_size
+        keys, values = (_wide(cache, block, offset, q.shape[1]) for cache in (k_cache, v_cache))
+        scores = q[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        distance = batch.positions[rows].unsqueeze(1) - places
+        seen = (distance >= 0) & (distance < (window or length))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        parts.append((weights @ values).transpose(0, 1).flatten(1))
+    return torch.cat(parts)
+
+
+def _wide(cache: Tensor, block: Tensor, offset: Tensor, num_heads: int) -> Tensor:
+    """Return what stands in a sequence's slots in float64, for each query head: [num_heads, length, head_dim]."""
+    values = cache[block, :, offset].double()
+    if cache.dtype == torch.int8:
+        values = values * kv_scales(cache)[block, :, offset].double().unsqueeze(-1)
+    return values.repeat_interleave(num_heads // cache.shape[1], dim=1).transpose(0, 1)
+
+
+def _integers(check: Check, entries: Entries) -> None:
+    x, weight = check.random(5, 544), check.random(96, 544, seed=1)
+
+    def same(quantized: Any) -> dict[str, bool]:
+        return _equal(*(some.linear(x, some.pack_linear(quantized)) for some in (check.kernels, PLAIN)))
+
+    entries.add("linear int8", lambda: same(quantize_int8(weight)))
+    entries.add("linear int4", lambda: same(quantize_int4(weight, 32)))
+
+
+def _choices(check: Check, entries: Entries) -> None:
+    """Sample, list the largest, verify drafts: the bits of the CPU."""
+    logits, rows = check.sampling(8)
+
+    def sample() -> dict[str, bool]:
+        on_cpu = SamplingRows(*(getattr(rows, each.name).cpu() for each in fields(rows)))
+        return _equal(check.kernels.sample(logits, rows), PLAIN.sample(logits.cpu(), on_cpu))
+
+    def top_tokens() -> dict[str, bool]:
+        ours, theirs = check.kernels.top_tokens(logits, 20), PLAIN.top_tokens(logits.cpu(), 20)
+        return {"is_equal": all(torch.equal(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))}
+
+    def rejection_sample() -> dict[str, bool]:
+        chosen = torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(9))
+        drafts = torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(10))
+        bounds = torch.tensor([0, 1, 5, 9, 12, 20, 21, 29, 37, 40], dtype=torch.int32)
+        on_device = [each.to(check.device) for each in (chosen, drafts, bounds)]
+        ours = check.kernels.rejection_sample(on_device[0], on_device[1], on_device[2], 7)
+        pairs = zip(ours, PLAIN.rejection_sample(chosen, drafts, bounds, 7), strict=True)
+        return {"is_equal": all(torch.equal(one.cpu(), other) for one, other in pairs)}
+
+    entries.add("sample", sample)
+    entries.add("top_tokens", top_tokens)
+    entries.add("rejection_sample", rejection_sample)
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> dict[str, bool]:
+    return {"is_equal": torch.equal(ours.cpu(), theirs.cpu())}

@@ -1,0 +1,229 @@
+"""What the stages of `tools/gpu_check.py` share: a device, sizes, clocks, batches of attention, and what was found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.testing import do_bench
+
+from octavo.kernels import AttentionBatch, SamplingRows, create_kernels
+from octavo.kernels.quantization import kv_scales
+from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.worker.kv_cache import PagedKVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from octavo.kernels import Kernels
+
+BLOCK_SIZE = 16
+_WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Attention of one kind: query heads of a KV head, window and soft cap or None, and whether KV is int8."""
+
+    group: int
+    head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    int8: bool = False
+
+    def name(self, dtype: torch.dtype) -> str:
+        """Return what its entry is called."""
+        options = {"window": self.window, "soft cap": self.softcap, "int8": self.int8 or None}
+        said = [f"{name} {value}" for name, value in options.items() if value is not None]
+        return " ".join([f"paged_attention {dtype} group {self.group} head_dim {self.head_dim}", *said])
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a stage does: enough to say something on a GPU, or so little that an interpreter is done with it.
+
+    rows: of steps that are timed. exact_rows: of steps that must give a row the same bits. layers: (in_features,
+    out_features) of products. decodes: (sequences, positions of each); prefills: (tokens, positions). prompt: tokens of
+    one that is cut into chunks; attention, dtypes: what it is tried with. requests, longest_prompt, new_tokens: of the
+    engine's stages. requests_at_once: of nano-vllm's benchmark.
+    """
+
+    rows: tuple[int, ...]
+    exact_rows: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[int, int], ...]
+    vocab: int
+    peak_values: int
+    prompt: int
+    chunks: tuple[int, ...]
+    attention: tuple[AttentionCase, ...]
+    dtypes: tuple[torch.dtype, ...]
+    requests: int
+    longest_prompt: int
+    new_tokens: int
+    requests_at_once: int
+
+
+ON_GPU = Sizes(
+    rows=(1, 64, 256, 4096),
+    exact_rows=(1, 2, 17, 63, 64, 65, 300, 1030),
+    layers=((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151936)),
+    decodes=((1, 1024), (64, 1024), (256, 1024), (1, 8192), (64, 8192), (1, 32768), (16, 32768), (64, 32768)),
+    prefills=((2048, 2048), (8192, 8192), (2048, 32768)),
+    vocab=151936,
+    peak_values=1 << 28,
+    prompt=700,
+    chunks=(7, 64, 129),
+    attention=(
+        AttentionCase(1, 64),
+        AttentionCase(7, 64, window=100, softcap=2.0, int8=True),
+        AttentionCase(7, 128, window=100),
+        AttentionCase(8, 128, int8=True),
+        AttentionCase(8, 256, softcap=2.0),
+    ),
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    requests=20,
+    longest_prompt=700,
+    new_tokens=32,
+    requests_at_once=256,
+)
+DRY = Sizes(
+    rows=(1,),
+    exact_rows=(1, 5),
+    layers=((530, 3),),
+    decodes=((2, 40),),
+    prefills=((3, 20),),
+    vocab=70,
+    peak_values=1 << 10,
+    prompt=70,
+    chunks=(64,),
+    attention=(AttentionCase(1, 64, window=20, softcap=2.0, int8=True),),
+    dtypes=(torch.float32,),
+    requests=2,
+    longest_prompt=8,
+    new_tokens=2,
+    requests_at_once=2,
+)
+
+
+@dataclass(slots=True)
+class Entries:
+    """What a stage has found, by operation; each entry is told as soon as it is there."""
+
+    device: torch.device
+    tell: Callable[[dict[str, Any]], None]
+    found: dict[str, Any] = field(default_factory=dict)
+    is_lost: bool = False
+
+    def add(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure one operation. What it raises is its entry; where the device is lost nothing more is measured."""
+        if self.is_lost:
+            return
+        try:
+            self._put(name, measure())
+            wait(self.device)
+        except Exception as error:  # noqa: BLE001  whatever a compiler, a kernel or a peer raises: others are measured all the same
+            self._put(name, {"error": f"{type(error).__name__}: {error}"[-2000:]})
+            self._look_at_device()
+
+    def _look_at_device(self) -> None:
+        try:
+            wait(self.device)
+        except RuntimeError as error:  # an illegal access: every later call of this process fails
+            self.is_lost = True
+            self._put("device", {"error": f"lost, nothing more was measured: {error}"})
+
+    def _put(self, name: str, entry: dict[str, Any]) -> None:
+        self.found[name] = entry
+        self.tell({name: entry})
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device is idle; raises what kernels met."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What stages share. folder: for what they write."""
+
+    device: torch.device
+    sizes: Sizes
+    folder: Path
+    kernels: Kernels
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing but the tool itself is tried."""
+        return self.device.type == "cpu"
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+        """Return normal numbers, the same on every device of one kind."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the median time of a call by the device's clock, with what it reads out of the cache."""
+        if self.is_dry:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        return float(do_bench(call, warmup=_WARM_MS, rep=_MEASURED_MS, return_mode="median")) / 1000
+
+    def caches(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values, random everywhere."""
+        made = PagedKVCache(
+            KVLayout((KVShape(kv_heads, head_dim),)),
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=self.device,
+        )  # fmt: skip
+        generator = torch.Generator(self.device).manual_seed(3)
+        for cache in made.layer(0):
+            if dtype == torch.int8:
+                cache.random_(-127, 128, generator=generator)
+                kv_scales(cache).uniform_(0.005, 0.02, generator=generator)
+            else:
+                cache.normal_(generator=generator)
+        return made.layer(0)
+
+    def batch(self, spans: list[tuple[int, int]], tables: Tensor) -> AttentionBatch:
+        """Return a batch of tokens first .. last - 1 of sequences whose blocks `tables` [num_seqs, blocks] names."""
+        counts = torch.tensor([0, *(last - first for first, last in spans)], device=self.device)
+        starts = counts.cumsum(0).int()
+        positions = torch.cat([torch.arange(first, last, device=self.device) for first, last in spans])
+        sequence = torch.repeat_interleave(torch.arange(len(spans), device=self.device), starts.diff())
+        slots = tables[sequence, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        lengths = torch.tensor([last for _, last in spans], dtype=torch.int32, device=self.device)
+        return AttentionBatch(starts, lengths, tables, positions, slots, BLOCK_SIZE)
+
+    def tables(self, num_seqs: int, num_positions: int) -> Tensor:
+        """Return block tables of sequences that share no block, scattered over the cache."""
+        blocks = -(-num_positions // BLOCK_SIZE)
+        order = torch.randperm(num_seqs * blocks, generator=torch.Generator().manual_seed(5))
+        return order.int().view(num_seqs, blocks).to(self.device)
+
+    def sampling(self, count: int) -> tuple[Tensor, SamplingRows]:
+        """Return logits and parameters of rows: greedy, without filters and with each of them."""
+        index = torch.arange(count, device=self.device)
+        rows = SamplingRows(
+            temperature=torch.where(index % 4 == 0, 0.0, 0.8),
+            top_k=torch.where(index % 4 == 2, 20, 0).int(),
+            top_p=torch.where(index % 4 == 3, 0.9, 1.0),
+            min_p=torch.zeros(count, device=self.device),
+            seed=index,
+            sample_index=index.int() * 0,
+            position=index.int(),
+        )
+        return self.random(count, self.sizes.vocab, dtype=torch.float32) * 4, rows
+
+
+def open_check(folder: Path, *, is_dry: bool) -> Check:
+    """Return what stages share, on the GPU or, dry, in Triton's interpreter."""
+    device = torch.device("cpu" if is_dry else "cuda")
+    return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"))

@@ -1,0 +1,143 @@
+"""The engine on a device: tokens alone and in a crowd, its throughput, and nano-vllm's beside it."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib.util
+import json
+import random
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from make_checkpoint import SHAPES, TOKENIZER_SIZE, train_tokenizer, write_tokenizer
+
+from octavo import LLMEngine, SamplingParams
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gpu_device import Check, Entries
+
+_TURNS = 2  # of octavo and its peer, one after the other
+
+
+def tokens(check: Check, entries: Entries) -> None:
+    """Find whether requests get the same tokens alone and in a crowd that cuts their prompts, of the built-in model."""
+    entries.add("built-in model", partial(_same_tokens, check))
+
+
+def workloads(check: Check, entries: Entries) -> None:
+    """Find tokens a second of one stream, and of many requests at once, with random weights of a real shape."""
+    rng = random.Random(0)
+    for name, count in (("one stream", 1), ("at once", check.sizes.requests_at_once)):
+        high = 8 if check.is_dry else 512
+        prompts = [[rng.randrange(5, 50) for _ in range(rng.randrange(4, high))] for _ in range(count)]
+        entries.add(name, partial(_octavo, check, prompts, [check.sizes.new_tokens] * count))
+
+
+def nano_vllm(check: Check, entries: Entries) -> None:
+    """Find tokens a second in nano-vllm's benchmark, of octavo and of nano-vllm where it is installed, in turns."""
+    rng = random.Random(0)
+    count, (low, high) = check.sizes.requests_at_once, ((2, 5) if check.is_dry else (100, 1024))
+    prompts = [[rng.randrange(5, 50) for _ in range(rng.randint(low, high))] for _ in range(count)]
+    lengths = [rng.randint(low, high) for _ in range(count)]
+    has_peer = importlib.util.find_spec("nanovllm") is not None
+    for turn in range(1, _TURNS + 1) if has_peer else (1,):
+        entries.add(f"octavo {turn}", partial(_octavo, check, prompts, lengths))
+        if has_peer:
+            entries.add(f"nano-vllm {turn}", partial(_peer, check.folder / "weights", prompts, lengths))
+    if not has_peer:
+        entries.add("nano-vllm", lambda: {"left_out": "it is not installed"})
+
+
+def _same_tokens(check: Check) -> dict[str, Any]:
+    sizes, rng = check.sizes, random.Random(0)
+    vocab = 200 if check.is_dry else 1500
+    model = _random_model(check) if check.is_dry else ModelConfig()
+    lengths = [1, sizes.longest_prompt, *(rng.randint(1, sizes.longest_prompt) for _ in range(sizes.requests - 2))]
+    prompts = [{"prompt_token_ids": [rng.randrange(5, vocab) for _ in range(length)]} for length in lengths]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (index % 2), seed=index, max_tokens=sizes.new_tokens, ignore_eos=True, detokenize=False
+        )
+        for index in range(len(prompts))
+    ]
+    alone_engine = _engine(check, model, kv_bytes=1 << 30)
+    alone = [
+        next(iter(alone_engine.generate_batch([prompt], [some]).values())).outputs[0].token_ids
+        for prompt, some in zip(prompts, params, strict=True)
+    ]
+    cut = {"long_prefill_token_threshold": max(1, sizes.longest_prompt // 7), "max_num_batched_tokens": 512}
+    crowd_engine = _engine(check, model, kv_bytes=1 << 30, **cut)
+    crowd = [each.outputs[0].token_ids for each in crowd_engine.generate_batch(prompts, params).values()]
+    differ = [length for length, one, other in zip(lengths, alone, crowd, strict=True) if one != other]
+    return {"is_equal": not differ, "num_requests": len(prompts)} | ({"prompts_that_differ": differ} if differ else {})
+
+
+def _engine(check: Check, model: ModelConfig, *, kv_bytes: int | None = None, **scheduler: Any) -> LLMEngine:
+    kv_bytes = 1 << 22 if check.is_dry else kv_bytes
+    return LLMEngine(
+        model,
+        SchedulerConfig(max_num_seqs=max(2, check.sizes.requests_at_once), **scheduler),
+        cache_config=CacheConfig() if kv_bytes is None else CacheConfig(kv_cache_memory_bytes=kv_bytes),
+        device_config=DeviceConfig(device=check.device.type, kernels="triton"),
+    )
+
+
+def _random_model(check: Check) -> ModelConfig:
+    """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
+    config = tiny_config("Qwen3ForCausalLM") if check.is_dry else SHAPES["qwen3-0.6b"]
+    folder = check.folder / "shape"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    longest = min(4096, config["max_position_embeddings"])
+    return ModelConfig(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest)
+
+
+def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
+    """Return octavo's throughput."""
+    _free()
+    engine = _engine(check, _random_model(check))
+    params = [
+        SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if not check.is_dry:
+        engine.generate_batch(inputs[:1], [SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)])
+    start = time.perf_counter()
+    engine.generate_batch(inputs, params)
+    seconds = time.perf_counter() - start
+    engine.shutdown()
+    return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
+
+
+def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
+    from nanovllm import LLM, SamplingParams as NanoParams  # type: ignore[import-not-found]  # noqa: I001, PLC0415
+
+    _free()
+    if not (folder / "tokenizer.json").exists():
+        write_checkpoint(folder, SHAPES["qwen3-0.6b"])
+        write_tokenizer(folder, train_tokenizer(TOKENIZER_SIZE))
+    peer = LLM(str(folder), enforce_eager=False, max_model_len=4096)
+    try:
+        params = [NanoParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
+        peer.generate(["warm"], NanoParams())
+        start = time.perf_counter()
+        peer.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+    finally:
+        atexit.unregister(peer.exit)  # it would be a second time
+        peer.exit()
+    return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
+
+
+def _free() -> None:
+    """Give back the memory of an engine that is gone: its cycles hold tensors until they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

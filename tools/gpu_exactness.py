@@ -1,0 +1,108 @@
+"""Whether a row has the same bits on a device alone, among others, in any place, and however its prompt is cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.triton.attention import is_covered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_device import AttentionCase, Check, Entries
+    from torch import Tensor
+
+_STRANGERS = (1, 60, 3)  # tokens of other prompts, before those of the one that is looked at
+_ROWS_A_LAUNCH = 40  # of decodes that are few: more of them are not split into partitions
+
+
+def exactness(check: Check, entries: Entries) -> None:
+    """Find, for each operation, whether the bits of rows hang on anything but the rows themselves."""
+    sizes, most = check.sizes, max(check.sizes.exact_rows)
+    for width, columns in sizes.layers:
+        for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+            entries.add(f"linear {name} {width} {columns}", partial(_product, check, width, columns, dtype))
+        for name, stored in (("int8", quantize_int8), ("int4", lambda weight: quantize_int4(weight, 32))):
+            product = partial(_product, check, width, columns, torch.bfloat16, stored)
+            entries.add(f"linear {name} {width} {columns}", product)
+        entries.add(f"rms_norm {width}", partial(_norm, check, width))
+    x = check.random(most, 512)
+    entries.add("gate", lambda: _is_exact(check, x, check.kernels.gate))
+    for dtype in sizes.dtypes:
+        for case in sizes.attention:
+            if is_covered(case.head_dim, dtype):
+                entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+
+
+def _product(
+    check: Check, width: int, columns: int, dtype: torch.dtype, stored: Callable[[Tensor], Any] = lambda weight: weight
+) -> dict[str, Any]:
+    x = check.random(max(check.sizes.exact_rows), width, dtype=dtype)
+    weight = check.random(columns, width, dtype=dtype, seed=1) / width**0.5
+    return _is_exact(check, x, partial(check.kernels.linear, packed=check.kernels.pack_linear(stored(weight))))
+
+
+def _norm(check: Check, width: int) -> dict[str, Any]:
+    x, weight = check.random(max(check.sizes.exact_rows), width), check.random(width, seed=2)
+    return _is_exact(check, x, partial(check.kernels.rms_norm, weight=weight, eps=1e-6))
+
+
+def _is_exact(check: Check, x: Tensor, operation: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    together = operation(x)
+    differ = [
+        [first, rows]
+        for rows in check.sizes.exact_rows
+        for first in sorted({0, (len(x) - rows) // 2, len(x) - rows})
+        if not torch.equal(operation(x[first : first + rows]), together[first : first + rows])
+    ]
+    return _told(differ)
+
+
+def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[str, Any]:
+    """Compare a prompt in one chunk with chunks of other sizes, alone and in company, and with decodes, few and many.
+
+    All is in one cache, so that what stands behind a chunk, which is not to be read, is there: random numbers.
+    """
+    most, strangers = check.sizes.prompt, len(_STRANGERS)
+    tables = check.tables(strangers + 1, most)
+    caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
+    q = check.random(most, 2 * case.group, case.head_dim, dtype=dtype)
+    others = check.random(sum(_STRANGERS), 2 * case.group, case.head_dim, dtype=dtype, seed=7)
+
+    def rows(spans: list[tuple[int, int]], *, in_company: bool = False) -> Tensor:
+        """Return attention of spans of the prompt, each as a sequence, in order."""
+        company = [(most - tokens, most) for tokens in _STRANGERS if tokens <= most] if in_company else []
+        before = sum(last - first for first, last in company)
+        ids = [*range(len(company)), *[strangers] * len(spans)]
+        queries = torch.cat([others[:before], *(q[first:last] for first, last in spans)])
+        batch = check.batch([*company, *spans], tables[ids])
+        scale = float(case.head_dim**-0.5)
+        return check.kernels.paged_attention(queries, *caches, batch, scale, case.window, case.softcap)[before:]
+
+    whole = rows([(0, most)])
+    decodes = [(position, position + 1) for position in range(most)]
+    chunks = [(first, min(first + size, most)) for size in check.sizes.chunks for first in range(0, most, size)]
+    at_borders = {0, most // 2, most - 1, *range(63, most, 64), *range(64, most, 64)}
+    ways = [
+        *(("a chunk", [chunk], False) for chunk in chunks),
+        *(("a chunk in company", [chunk], True) for chunk in chunks),
+        ("all as decodes", decodes, False),
+        *(("decodes", decodes[first : first + _ROWS_A_LAUNCH], False) for first in range(0, most, _ROWS_A_LAUNCH)),
+        *(("a decode alone", [decodes[position]], False) for position in sorted(at_borders)),
+    ]
+    return _told(
+        [
+            [spans[0][0], spans[-1][1], name]
+            for name, spans, in_company in ways
+            if not torch.equal(rows(spans, in_company=in_company), whole[spans[0][0] : spans[-1][1]])
+        ]
+    )
+
+
+def _told(differ: list[list[Any]]) -> dict[str, Any]:
+    """Return whether nothing differs, and the first of what does."""
+    return {"is_equal": not differ} | ({"differ": differ[:10], "num_differ": len(differ)} if differ else {})
