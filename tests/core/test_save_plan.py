@@ -158,7 +158,7 @@ def donor_params(name):
     return KVTransferParams(name, is_prefill=True)
 
 
-@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 0), (60, 120)])
+@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 12), (60, 120)])
 def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, num_window_blocks, num_found):
     store = SlowStore()
     core = make_donor(make_core, store, num_window_blocks)

@@ -14,7 +14,7 @@ class Windows:
     """Window blocks beside 12 blocks of 4 tokens, and sequences that hold some."""
 
     def __init__(self, num_blocks=8, window=6, max_step_tokens=8):
-        self.pool = BlockPool(12)
+        self.pool = BlockPool(16)
         self.windows = WindowBlocks(num_blocks, window, 4, max_step_tokens, self.pool.blocks)
 
     def start(self, num_blocks, *, num_all_blocks=0):
@@ -327,10 +327,10 @@ def test_what_falls_behind_one_window_and_not_another_is_not_taken():
     made.windows.leave(sequence, 12)
     made.windows.hold([2])
     made.windows.leave(sequence, 20)
-    assert made.windows.cached_blocks() == [1, 0]
+    assert made.windows.cached_blocks() == [0, 1]
     made.windows.release([2])
     made.windows.leave(sequence, 24)
-    assert made.windows.cached_blocks() == [3, 1, 0, 2]
+    assert made.windows.cached_blocks() == [0, 1, 3, 2]
 
 
 def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
@@ -383,3 +383,20 @@ def test_found_blocks_without_their_window_part_are_a_bug(made):
     made.windows.block_forgotten(blocks[1])
     with pytest.raises(AssertionError, match=r"found blocks without window part: \{1\}"):
         made.windows.claim(Sequence([0] * 40, 40), blocks, 12, 4, 4)
+
+
+def test_what_fell_behind_a_window_is_held_renewed_forgotten_and_quarantined_like_all_that_is_cached():
+    made = Windows(num_blocks=9)
+    sequence = made.start(9)
+    made.cache(sequence)
+    made.windows.leave(sequence, 32)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([0, 1, 2, 3, 4, 5], 6)
+    made.windows.hold([4])
+    made.windows.release([4])
+    made.windows.renew(0)
+    assert made.windows.cached_blocks() == [1, 2, 3, 5, 4, 0]
+    made.windows.block_forgotten(made.blocks(sequence)[3])
+    assert (made.windows.free_blocks(), made.windows.num_free_blocks) == ([3], 6)
+    made.windows.quarantine(2)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([1, 5, 4, 0], 5)
+    assert made.start(3).window_table == [3, 1, 5]

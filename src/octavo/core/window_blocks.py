@@ -4,8 +4,8 @@ The row at position p sees the positions max(0, p - window + 1) .. p. So a reque
 block of the first position that its next row sees, and takes them as its steps reach their blocks. Each one is the
 window part of one block, with its present content, and is in exactly one place: FREE, HELD (in windows of requests, or
 pinned by transfers), CACHED (nobody holds it, and its block can be found) or QUARANTINED (its books are wrong: never
-given out again). Whoever needs one takes a free one, then the least recently used cached one: the block that it was a
-part of stays, without its window part.
+given out again). Whoever needs one takes a free one, then a cached one that fell behind a window, then the least
+recently used: the block that it was a part of stays, without its window part.
 
 A request that must not fall any more is given at once all that it may ever hold together. What it took is its own:
 others do not find it until it is let go. So what falls behind its window suffices for what comes. What it found stays
@@ -71,7 +71,8 @@ class WindowBlocks:
         self._blocks = blocks
         self._on_evict = on_evict or (lambda _block, _part: None)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._behind: OrderedDict[int, None] = OrderedDict()  # cached ones that fell behind a window, in that order
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the others, least recently used first
         self._part_of: dict[int, int] = {}  # window block of a block
         self._block_of: list[int | None] = [None] * num_blocks
         self._num_holders = [0] * num_blocks
@@ -81,7 +82,7 @@ class WindowBlocks:
     @property
     def num_free_blocks(self) -> int:
         """Window blocks that could be taken now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._behind) + len(self._cached)
 
     @property
     def usage(self) -> float:
@@ -195,7 +196,7 @@ class WindowBlocks:
         """Hold window blocks once more each, out of reach of eviction."""
         for part in parts:
             if not self._num_holders[part]:
-                del self._cached[part]
+                del self._place(part)[part]
                 if is_own:
                     self._own.add(part)
             self._num_holders[part] += 1
@@ -217,8 +218,12 @@ class WindowBlocks:
                 self._own.add(part)
             sequence.window_table.append(part)
 
+    def _place(self, part: int) -> OrderedDict[int, None]:
+        """Return where a cached window block waits to be taken."""
+        return self._behind if part in self._behind else self._cached
+
     def _evict(self) -> int:
-        part, _ = self._cached.popitem(last=False)
+        part, _ = (self._behind or self._cached).popitem(last=False)
         block_id = self._block_of[part]
         assert block_id is not None
         self._on_evict(self._blocks[block_id], part)
@@ -227,8 +232,9 @@ class WindowBlocks:
 
     def renew(self, part: int | None) -> None:
         """Make a cached window block the last one to be evicted."""
-        if part is not None and part in self._cached:
-            self._cached.move_to_end(part)
+        if part is not None and part in self._place(part):
+            del self._place(part)[part]
+            self._cached[part] = None
 
     # --- let go -------------------------------------------------------------------------------------------------------
 
@@ -245,9 +251,10 @@ class WindowBlocks:
         parts, num_found = sequence.window_table[first:last], sequence.num_cached_tokens // self._block_size
         num_own = self.release(parts)
         num_full_tokens = num_tokens // self._block_size * self._block_size
-        for part in reversed(parts[max(num_found - first, 0) : self.first_block(num_full_tokens) - first]):
+        for part in parts[max(num_found - first, 0) : self.first_block(num_full_tokens) - first]:
             if part in self._cached:
-                self._cached.move_to_end(part, last=False)
+                del self._cached[part]
+                self._behind[part] = None
         sequence.window_table[first:last] = [NO_PART] * (last - first)
         sequence.num_behind_window = last
         self._append(sequence, num_own, is_own=True)
@@ -286,8 +293,8 @@ class WindowBlocks:
         if part is None:
             return
         self._separate(part)
-        if part in self._cached:
-            del self._cached[part]
+        if part in self._place(part):
+            del self._place(part)[part]
             self._free.append(part)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
@@ -307,7 +314,7 @@ class WindowBlocks:
         """Take a window block out of use for good: whatever is wrong with its books, nobody is given it again."""
         self._part_of = {block_id: other for block_id, other in self._part_of.items() if other != part}
         self._block_of[part] = None
-        self._cached.pop(part, None)
+        self._place(part).pop(part, None)
         self._own.discard(part)
         self._free = [other for other in self._free if other != part]
         self.quarantined.add(part)
@@ -320,7 +327,7 @@ class WindowBlocks:
 
     def cached_blocks(self) -> list[int]:
         """Ids of those that nobody holds and that are found, the next to be evicted first, for tests and invariants."""
-        return list(self._cached)
+        return [*self._behind, *self._cached]
 
     def num_holders(self, part: int) -> int:
         """Return how often a window block is held, for tests and invariants."""
