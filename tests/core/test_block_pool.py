@@ -204,3 +204,19 @@ def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
     fresh = filled(pool, b"a", 1)
     pool.quarantine(block)
     assert pool.indexed(b"a") is fresh
+
+
+def test_whose_content_is_found_no_more_is_told_of_once_for_each_reason():
+    forgotten = []
+    pool = BlockPool(3, on_forget=lambda block: forgotten.append((block.block_id, block.hash)))
+    taken, orphan, broken = filled(pool, b"a", 1), filled(pool, b"b", 2), filled(pool, b"c", 3)
+    pool.release([taken])
+    pool.take(1)
+    orphan.parent = (9, 9)
+    pool.release([orphan])
+    pool.quarantine(broken)
+    fresh = pool.register(pool.blocks[taken.block_id], b"b", (2,), None)
+    assert forgotten == [(taken.block_id, None), (broken.block_id, None), (orphan.block_id, None)]
+    pool.release([fresh])
+    pool.evict(fresh)
+    assert forgotten[3:] == [(fresh.block_id, None)]

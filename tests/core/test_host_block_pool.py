@@ -140,3 +140,16 @@ def test_what_is_dropped_is_free_and_others_are_passed_over():
     pool.reset()
     assert (sorted(pool.free_block_ids()), pool.num_cached_blocks, ids(pool)) == ([0, 1], 0, [])
     pool.reset()
+
+
+def test_a_name_is_followed_as_long_as_any_content_behind_it_is_here():
+    pool = HostBlockPool(4)
+    before = ("name of", 1)
+    first, second = pool.keep(content(2, before)), pool.keep(content(3, before))
+    assert [pool.is_followed(name) for name in (before, ("name of", 2))] == [True, False]
+    pool.drop(first)
+    assert pool.is_followed(before)
+    pool.drop(second)
+    assert not pool.is_followed(before)
+    pool.keep(content(4, before))
+    assert pool.is_followed(before)

@@ -411,3 +411,119 @@ def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
     assert breaches(core) == []
     manager.unpin(7)
     assert breaches(core) == [(18, ())]
+
+
+# --- 1, 2, 5, 18: window blocks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def windowed(make_core):
+    """One that has ended, whose window blocks 0 and 1 are cached, and one who holds 2 and 3; 4 and 5 are free."""
+    core = make_core(num_window_blocks=6, window=6)
+    core.add("ended", 8, max_tokens=1)
+    core.run()
+    core.add("runs", 8, max_tokens=2)
+    core.step()
+    assert window_breaches(core) == []
+    windows = core.scheduler.kv_cache_manager.windows
+    assert (windows.cached_blocks(), windows.free_blocks()) == ([1, 0], [5, 4])
+    return core
+
+
+def window_breaches(core):
+    return [(breach.invariant, breach.window_block_ids) for breach in invariants.check(core.scheduler)]
+
+
+def doubled(windows):
+    windows._free.append(5)
+
+
+def lost(windows):
+    windows._free.remove(5)
+
+
+def one_for_another(windows):
+    windows._free[0] = 4
+
+
+def unknown(windows):
+    windows._free.append(6)
+
+
+def held_too_often(windows):
+    windows._num_holders[3] += 1
+
+
+def of_two_blocks(windows):
+    windows._part_of[9] = 2
+
+
+def of_another_block(windows):
+    windows._block_of[2] = 9
+
+
+def free_and_a_part(windows):
+    windows._part_of[9], windows._block_of[5] = 5, 9
+
+
+def cached_and_no_part(windows):
+    del windows._part_of[windows._block_of[1]]
+    windows._block_of[1] = None
+
+
+def cached_and_not_findable(windows):
+    windows._blocks[windows._block_of[1]].hash = None
+
+
+@pytest.mark.parametrize(
+    ("break_it", "found"),
+    [
+        (doubled, [(1, (5,))]),
+        (lost, [(1, (5,))]),
+        (one_for_another, [(1, (4, 5))]),
+        (unknown, [(1, ())]),
+        (held_too_often, [(2, (3,))]),
+        (of_two_blocks, [(5, (2,))]),
+        (of_another_block, [(5, (2,))]),
+        (free_and_a_part, [(5, (5,))]),
+        (cached_and_no_part, [(5, (1,))]),
+    ],
+)
+def test_window_blocks_with_wrong_books_are_named_and_wrong_once(windowed, break_it, found):
+    break_it(windowed.scheduler.kv_cache_manager.windows)
+    assert window_breaches(windowed) == found
+    for breach in invariants.check(windowed.scheduler):
+        invariants.quarantine(windowed.scheduler, breach)
+    if found != [(1, ())]:
+        assert window_breaches(windowed) == []
+
+
+def test_a_cached_window_block_of_a_block_that_nobody_finds(windowed):
+    cached_and_not_findable(windowed.scheduler.kv_cache_manager.windows)
+    assert (5, (1,)) in window_breaches(windowed)
+
+
+def test_the_books_of_a_window_block_are_told_as_they_are(windowed):
+    held_too_often(windowed.scheduler.kv_cache_manager.windows)
+    assert [breach.message for breach in invariants.check(windowed.scheduler)] == [
+        "(window block, holds, holders): [(3, 2, 1)]"
+    ]
+
+
+def test_18_window_blocks_that_are_held_with_nobody_there(windowed):
+    held_too_often(windowed.scheduler.kv_cache_manager.windows)
+    windowed.run()
+    assert window_breaches(windowed) == [(2, (3,)), (18, (3,))]
+    windowed.scheduler.check_when_idle()
+    assert window_breaches(windowed) == []
+
+
+def test_the_parts_of_blocks_are_walked_once_however_many_are_cached(windowed):
+    windows = windowed.scheduler.kv_cache_manager.windows
+
+    class Parts(dict):
+        def values(self):
+            raise AssertionError("a walk for each of them")
+
+    windows.parts = lambda parts=windows.parts: Parts(parts())
+    assert window_breaches(windowed) == []

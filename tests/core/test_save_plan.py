@@ -114,7 +114,7 @@ def test_parts_end_before_the_first_that_is_gone():
     manager.free(request)
     other = Request("b", list(range(20)), SamplingParams())
     computed = manager.get_computed_blocks(other)
-    windows.block_taken(computed.blocks[2])  # as if it were evicted
+    windows.block_forgotten(computed.blocks[2])  # as if it were evicted
     sequence = other.sequence
     sequence.block_table += [block.block_id for block in computed.blocks]
     assert len(window_parts(windows, sequence, [0, 1, 2, 3])) == 2
@@ -133,7 +133,7 @@ def test_behind_what_has_lost_its_window_nothing_is_offered_any_more(make_core):
     core.step()
     core.step()
     assert request.num_computed_tokens == 128
-    windows.block_taken(pool.blocks[request.sequence.block_table[18]])  # as if it were evicted
+    windows.block_forgotten(pool.blocks[request.sequence.block_table[18]])  # as if it were evicted
     core.scheduler.transfers.most_saved_blocks = 100
     saves = core.log.of_type(events.KVSaveStarted)
     core.step()
@@ -158,7 +158,7 @@ def donor_params(name):
     return KVTransferParams(name, is_prefill=True)
 
 
-@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 0), (60, 120)])
+@pytest.mark.parametrize(("num_window_blocks", "num_found"), [(40, 12), (60, 120)])
 def test_all_is_handed_over_though_windows_of_what_is_found_are_gone(make_core, num_window_blocks, num_found):
     store = SlowStore()
     core = make_donor(make_core, store, num_window_blocks)
@@ -213,7 +213,7 @@ def test_what_others_find_is_used_as_it_is(make_core):
     store.run(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_taken(manager.pool.blocks[0])  # as if it were evicted
+    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
     request = core.add("b", [*range(41), 5], max_tokens=1)
     assert core.scheduler.schedule().kv_transfers == []
     assert request.sequence.num_cached_tokens == 40
@@ -230,7 +230,7 @@ def test_what_was_swapped_out_comes_back_whole(make_core):
     store.step(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_taken(manager.pool.blocks[0])  # as if it were evicted
+    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
     assert store.step(core).copies.swap_in != []
     assert request.num_computed_tokens == num_computed + 1
 
@@ -254,7 +254,7 @@ class TestWholeHit:
 
     def test_all_is_used_where_nothing_is_lacking(self, manager, found):
         request, computed = found
-        manager.windows.block_taken(computed.blocks[0])
+        manager.windows.block_forgotten(computed.blocks[0])
         assert whole_hit(manager, request, computed, set()) is computed
         assert whole_hit(manager, request, computed, set(request.block_hashes[1:])) is computed
 
@@ -262,14 +262,14 @@ class TestWholeHit:
     def test_what_is_lacking_and_has_lost_its_window_ends_it(self, manager, found, lost, expected):
         request, computed = found
         assert computed.num_tokens == 12
-        manager.windows.block_taken(computed.blocks[lost])
+        manager.windows.block_forgotten(computed.blocks[lost])
         cut = whole_hit(manager, request, computed, {request.block_hashes[lost]})
         assert cut == (ComputedBlocks(computed.blocks[:expected], 4 * expected) if expected else NO_COMPUTED_BLOCKS)
 
     def test_what_is_left_has_to_be_seen(self, manager, found):
         request, computed = found
         for index in (1, 2):
-            manager.windows.block_taken(computed.blocks[index])
+            manager.windows.block_forgotten(computed.blocks[index])
         assert whole_hit(manager, request, computed, {request.block_hashes[2]}).num_tokens == 4
 
     def test_what_is_in_host_memory_is_not_given_to_a_store(self, manager, found):

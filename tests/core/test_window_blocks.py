@@ -14,7 +14,7 @@ class Windows:
     """Window blocks beside 12 blocks of 4 tokens, and sequences that hold some."""
 
     def __init__(self, num_blocks=8, window=6, max_step_tokens=8):
-        self.pool = BlockPool(12)
+        self.pool = BlockPool(16)
         self.windows = WindowBlocks(num_blocks, window, 4, max_step_tokens, self.pool.blocks)
 
     def start(self, num_blocks, *, num_all_blocks=0):
@@ -103,7 +103,7 @@ def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_ho
     assert made.windows.most_needed(made.blocks(first), 12, 4) == 1
     made.windows.clear(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
-    assert (claim.num_new, claim.num_unheld, claim.is_own) == (1, 3, False)
+    assert (claim.num_new, claim.num_unheld, claim.is_own, claim.is_found_own) == (1, 3, False, False)
     assert made.windows.most_needed(made.blocks(first), 12, 4) == 3
     made.windows.hold(claim.found)
     other.block_table += [*first.block_table, 11]
@@ -144,7 +144,7 @@ def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, h
     blocks = made.blocks(made.start(len(has_part)))
     for block, is_there in zip(blocks, has_part, strict=True):
         if not is_there:
-            made.windows.block_taken(block)
+            made.windows.block_forgotten(block)
     assert made.windows.num_usable(blocks, [], num_tokens) == usable
     host_blocks = [HostBlock(0, b"", (), (), None, (0, 0), bool(is_there)) for is_there in has_part[1:]]
     assert made.windows.num_usable(blocks[:1], host_blocks, num_tokens) == usable
@@ -167,12 +167,12 @@ def test_a_block_with_new_content_has_no_window_part(made):
     first = made.start(2)
     made.cache(first)
     one, two = made.blocks(first)
-    made.windows.block_taken(one)  # as if it were taken while its part is held
+    made.windows.block_forgotten(one)  # as if it were taken while its part is held
     assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(0)) == (None, 1, None)
     made.windows.clear(first)
     assert made.windows.free_blocks()[-1] == 0
-    made.windows.block_taken(two)
-    made.windows.block_taken(two)
+    made.windows.block_forgotten(two)
+    made.windows.block_forgotten(two)
     assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 8)
     assert made.windows.block_of(1) is None
 
@@ -210,8 +210,8 @@ def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_i
     assert made.windows.part(made.blocks(sequence)[8]) is not None
 
 
-def test_what_it_found_and_nobody_holds_is_of_its_own():
-    made = Windows(num_blocks=9)
+def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_beside_it():
+    made = Windows(num_blocks=6)
     first, other = made.start(3), Sequence([0] * 40, 40)
     made.cache(first)
     blocks = made.blocks(first)
@@ -223,7 +223,7 @@ def test_what_it_found_and_nobody_holds_is_of_its_own():
     assert (alone.num_new, alone.num_unheld, alone.is_own) == (3, 5, True)
     assert made.windows.most_needed(blocks, 12, 9) == 5
     assert made.windows.claim(other, blocks, 12, 4, 5).num_new == 2
-    made.windows.hold(alone.found, is_own=alone.is_own)
+    made.windows.hold(alone.found, is_own=alone.is_found_own)
     assert [made.windows.part(block) for block in blocks] == [0, None, None]
     other.block_table += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, alone)
@@ -238,15 +238,6 @@ def test_what_it_found_and_nobody_holds_is_of_its_own():
 def test_reservations_are_of_what_a_row_sees_and_of_what_a_step_takes(made):
     assert [made.windows.share(count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
     assert [made.windows.can_reserve(count) for count in (5, 6, 7)] == [True, True, False]
-
-
-def test_reset_forgets_what_nobody_holds(made):
-    first, second = made.start(2), made.start(1)
-    made.cache(first)
-    made.windows.clear(first)
-    made.windows.reset()
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 7)
-    assert made.windows.parts() == {second.block_table[0]: 2}
 
 
 @pytest.mark.parametrize(("window", "num_seen"), [(2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
@@ -269,10 +260,143 @@ def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tok
 def test_a_hit_of_all_tokens_has_what_the_last_one_sees(window, num_tokens, usable):
     made = Windows(window=window)
     blocks = made.blocks(made.start(2))
-    made.windows.block_taken(blocks[0])
+    made.windows.block_forgotten(blocks[0])
     assert made.windows.num_usable(blocks, [], num_tokens) == usable
 
 
 def test_what_is_its_own_is_told_to_who_saves_for_it(made):
     sequence = made.start(2, num_all_blocks=9)
     assert [made.windows.part_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]
+
+
+@pytest.mark.parametrize("place", ["free", "cached", "held"])
+def test_a_window_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
+    made = Windows(num_blocks=4)
+    sequence = made.start(1)
+    made.cache(sequence)
+    if place in {"free", "cached"}:
+        made.windows.clear(sequence)
+    part = 1 if place == "free" else 0
+    made.windows.quarantine(part)
+    assert made.windows.quarantined == {part}
+    assert part not in {*made.windows.free_blocks(), *made.windows.cached_blocks(), *made.windows.parts().values()}
+    assert made.windows.block_of(part) is None
+    made.windows.clear(sequence)
+    assert made.windows.num_free_blocks == 3
+    assert [made.windows.can_reserve(count) for count in (1, 2)] == [True, False]
+    assert part not in made.start(3).window_table
+
+
+def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
+    made = Windows(num_blocks=6)
+    made.start(1, num_all_blocks=9)
+    made.windows.quarantine(0)
+    assert made.windows._own == {1, 2, 3, 4}
+    assert made.windows.release([0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_found_tokens", "num_tokens", "cached"),
+    [
+        (0, 18, [0, 1, 6, 5, 2]),  # position 16 sees 11 to 16
+        (7, 18, [1, 6, 5, 0, 2]),
+        (8, 18, [6, 5, 0, 1, 2]),
+        (40, 18, [6, 5, 0, 1, 2]),
+        (0, 16, [0, 1, 6, 5]),
+        (0, 19, [0, 1, 6, 5, 2]),
+        (0, 20, [0, 1, 2, 6, 5]),
+    ],
+)
+def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back_to(
+    num_found_tokens, num_tokens, cached
+):
+    made = Windows(num_blocks=9)
+    sequence, ended = made.start(5), made.start(2)
+    made.cache(sequence)
+    made.cache(ended)
+    made.windows.clear(ended)
+    sequence.num_cached_tokens = num_found_tokens
+    made.windows.leave(sequence, num_tokens)
+    assert made.windows.cached_blocks() == cached
+
+
+def test_what_falls_behind_one_window_and_not_another_is_not_taken():
+    made = Windows(num_blocks=9)
+    sequence = made.start(5)
+    made.cache(sequence)
+    made.windows.leave(sequence, 12)
+    made.windows.hold([2])
+    made.windows.leave(sequence, 20)
+    assert made.windows.cached_blocks() == [0, 1]
+    made.windows.release([2])
+    made.windows.leave(sequence, 24)
+    assert made.windows.cached_blocks() == [0, 1, 3, 2]
+
+
+def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
+    made, told = Windows(num_blocks=2), []
+    made.windows._on_evict = lambda block, part: told.append((block.block_id, part, made.windows.part(block)))
+    sequence = made.start(2)
+    made.cache(sequence)
+    made.windows.clear(sequence)
+    made.start(1)
+    assert told == [(sequence.block_table[1], 1, 1)]
+    made.windows.block_forgotten(made.blocks(sequence)[0])
+    made.start(1)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(("num_window_blocks", "is_found_own", "num_new"), [(6, True, 3), (7, False, 5)])
+def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_much_beside_it(
+    num_window_blocks, is_found_own, num_new
+):
+    made = Windows(num_blocks=num_window_blocks)
+    first, other = made.start(3), Sequence([0] * 40, 40)
+    made.cache(first)
+    blocks = made.blocks(first)
+    made.windows.clear(first)
+    claim = made.windows.claim(other, blocks, 12, 4, 9)
+    assert (claim.is_own, claim.is_found_own) == (True, is_found_own)
+    assert (claim.num_new, claim.num_unheld) == (num_new, num_new + 2)
+    assert made.windows.most_needed(blocks, 12, 9) == 5  # it is admitted with the lesser of both
+    made.windows.hold(claim.found, is_own=claim.is_found_own)
+    other.block_table += [*first.block_table, *range(6, 12)]
+    made.windows.extend(other, claim)
+    assert (made.windows.part(blocks[1]) is None) is is_found_own
+    made.windows.leave(other, 20)  # all that it found
+    assert len(other.window_table) == 8
+    for num_tokens in range(21, 37):
+        made.windows.leave(other, num_tokens)
+    assert len(other.window_table) == 9
+
+
+def test_of_what_it_takes_for_the_end_of_its_blocks_there_is_no_more_than_they_need():
+    made = Windows(num_blocks=12)
+    first, other = made.start(3), Sequence([0] * 40, 40)
+    made.cache(first)
+    assert made.windows.claim(other, made.blocks(first), 12, 4, 5).num_new == 2
+
+
+def test_found_blocks_without_their_window_part_are_a_bug(made):
+    first = made.start(3)
+    blocks = made.blocks(first)
+    made.windows.block_forgotten(blocks[1])
+    with pytest.raises(AssertionError, match=r"found blocks without window part: \{1\}"):
+        made.windows.claim(Sequence([0] * 40, 40), blocks, 12, 4, 4)
+
+
+def test_what_fell_behind_a_window_is_held_renewed_forgotten_and_quarantined_like_all_that_is_cached():
+    made = Windows(num_blocks=9)
+    sequence = made.start(9)
+    made.cache(sequence)
+    made.windows.leave(sequence, 32)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([0, 1, 2, 3, 4, 5], 6)
+    made.windows.hold([4])
+    made.windows.release([4])
+    made.windows.renew(0)
+    assert made.windows.cached_blocks() == [1, 2, 3, 5, 4, 0]
+    made.windows.block_forgotten(made.blocks(sequence)[3])
+    assert (made.windows.free_blocks(), made.windows.num_free_blocks) == ([3], 6)
+    made.windows.quarantine(2)
+    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([1, 5, 4, 0], 5)
+    assert made.start(3).window_table == [3, 1, 5]

@@ -181,7 +181,7 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     core.add("a", list(range(16)), max_tokens=1)
     core.run()
     windows, table = windows_of(core), [0, 1, 2, 3]
-    windows.block_taken(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
+    windows.block_forgotten(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
     core.add("b", 34, max_tokens=1)
     copies = [core.step().copies for _ in range(5)]
     swapped = {block: host for each in copies for block, host in each.swap_out}
@@ -364,7 +364,7 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     manager = core.scheduler.kv_cache_manager
     core.step()
     core.step()
-    windows_of(core).block_taken(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
     assert (request.num_computed_tokens, request.sequence.num_behind_window) == (16, 2)
     assert [manager.windows.part_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
     store.wants = True
@@ -414,7 +414,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     core.scheduler.preempt_requests(["a"])
     core.step()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_taken(manager.pool.blocks[table[2]])  # as if it were evicted
+    manager.windows.block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
     core.step()
     assert request.num_computed_tokens == 17
     assert request.sequence.block_table[:2] == table[:2]
@@ -427,10 +427,162 @@ def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
     core.add("a", list(range(20)), max_tokens=1)
     core.run()
     manager = core.scheduler.kv_cache_manager
-    windows_of(core).block_taken(manager.pool.blocks[4])  # as if it were evicted
+    windows_of(core).block_forgotten(manager.pool.blocks[4])  # as if it were evicted
     core.add("b", 34, max_tokens=1)
     core.run()
     again = core.add("c", [*range(20), 99], max_tokens=5)
     copies = core.scheduler.schedule().copies
     assert again.sequence.num_cached_tokens == 16
     assert len(copies.swap_in) == 4
+
+
+@pytest.mark.parametrize("how", ["quarantine", "_orphan", "evict"])
+def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how):
+    core = make_windowed()
+    core.add("a", 8, max_tokens=1)
+    core.run()
+    pool, windows = core.scheduler.kv_cache_manager.pool, windows_of(core)
+    getattr(pool, how)(pool.blocks[1])
+    assert (windows.parts(), windows.cached_blocks(), windows.num_free_blocks) == ({0: 0}, [0], 12)
+    check(core)
+
+
+def found(core, request_id, prompt, max_tokens=3):
+    """Return how many tokens of a prompt were found, once it is answered."""
+    request = core.add(request_id, list(prompt), max_tokens=max_tokens)
+    core.run()
+    check(core)
+    return request.sequence.num_cached_tokens
+
+
+def test_conversations_find_their_last_turn_though_many_windows_went_by_meanwhile(make_windowed):
+    core = make_windowed(num_window_blocks=60)
+    conversations = [list(range(1000 * number, 1000 * number + 81)) for number in range(6)]  # 120 blocks and more
+    for turn in range(3):
+        for number, conversation in enumerate(conversations):
+            num_found = found(core, f"{turn}-{number}", conversation)
+            assert num_found == (0 if turn == 0 else len(conversation) // 4 * 4 - 4)
+            conversation.extend([9000 + turn] * 4)
+
+
+@pytest.mark.parametrize("num_tokens", [80, 81, 82, 83])
+def test_a_prompt_is_found_to_its_last_full_block_wherever_it_ends(make_windowed, num_tokens):
+    core = make_windowed(num_window_blocks=20)
+    found(core, "a", range(num_tokens), max_tokens=1)
+    found(core, "b", range(1000, 1080), max_tokens=1)
+    assert found(core, "c", [*range(num_tokens), 99, 98], max_tokens=1) == 80
+
+
+def test_a_common_beginning_stays_for_those_who_branch_from_it(make_windowed):
+    core, common = make_windowed(num_window_blocks=20), list(range(40))
+    found(core, "first", common, max_tokens=1)
+    for number in range(6):
+        branch = [*common, *range(1000 * number + 1000, 1000 * number + 1060)]  # 15 blocks behind it
+        assert found(core, str(number), branch, max_tokens=1) == 40
+
+
+def test_what_one_has_found_that_must_not_fall_is_found_by_others(make_windowed):
+    core, common = make_windowed(num_window_blocks=40, window=60, max_num_preemptions=0), list(range(25))
+    found(core, "first", common, max_tokens=1)
+    core.add("long", [*common, 1], max_tokens=150)
+    core.step()
+    others = [core.add(name, [*common, token], max_tokens=4) for name, token in (("a", 2), ("b", 3))]
+    for _ in range(20):
+        core.step()
+        check(core)
+    assert [request.sequence.num_cached_tokens for request in others] == [24, 24]
+    assert [core.finished.get(name) for name in ("long", "a", "b")] == [None, "length", "length"]
+    core.run()
+
+
+@pytest.mark.parametrize("num_window_blocks", [5, 6, 7, 8])
+def test_who_must_not_fall_and_found_its_beginning_runs_with_as_few_as_it_needs(make_windowed, num_window_blocks):
+    core = make_windowed(num_window_blocks=num_window_blocks, max_num_preemptions=0)
+    found(core, "first", range(25), max_tokens=1)
+    requests = [core.add(name, [*range(25), token], max_tokens=40) for name, token in (("a", 1), ("b", 2))]
+    while core.scheduler.has_work():
+        core.step()
+        check(core)
+    assert requests[0].sequence.num_cached_tokens == 24
+    assert [request.sequence.num_output_tokens for request in requests] == [40, 40]
+    assert [request.num_preemptions for request in requests] == [0, 0]
+
+
+def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(make_windowed):
+    core = make_windowed()
+    core.add("a", 8)
+    core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    assert core.scheduler._builder.num_records == 0
+    [new] = core.step().scheduled_new_reqs
+    assert len(new.window_block_ids) == 3
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_blocks", "num_window_blocks"), [(100, 100), (100, 30), (100, 12), (1000, 12)])
+def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_core, num_blocks, num_window_blocks):
+    core = make_core(
+        num_blocks=num_blocks,
+        num_window_blocks=num_window_blocks,
+        num_host_blocks=400,
+        window=20,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+    )
+    prompts = [list(range(1000 * number, 1000 * number + 101)) for number in range(8)]  # 208 blocks
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            assert found(core, f"{turn}-{number}", prompt, max_tokens=1) == 100 * turn
+    assert sum(event.num_tokens for event in core.log.of_type(events.HostBlocksFound)) > 0
+
+
+def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_windowed):
+    core = make_windowed(num_window_blocks=5, num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    core.add("b", 16, max_tokens=1)
+    copies = [core.step().copies for _ in range(2)]
+    whole = [(block, host) for each in copies for block, host in each.swap_out]
+    parts = [(part, host) for each in copies for part, host in each.window_swap_out]
+    assert [block for block, _ in whole] == [0, 1, 3]
+    assert [host for _, host in whole] == [host for _, host in parts]
+    manager = core.scheduler.kv_cache_manager
+    for block_id in range(4):
+        manager.pool.evict(manager.pool.blocks[block_id])
+    assert [block for block, _ in manager.take_copies().swap_out] == [2]
+    check(core)
+
+
+def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_windowed):
+    core = make_windowed(num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    blocks = manager.pool.blocks
+    for block in blocks[:4]:
+        manager.windows.block_forgotten(block)
+    manager.pool.evict(blocks[3])
+    assert manager.take_copies().swap_out == []
+    kept = [manager.host.keep(block, has_window_part=index == 2) for index, block in enumerate(blocks[1:3], 1)]
+    manager.host.drop(kept[0])
+    names = [block.name for block in blocks[1:3]]
+    manager.pool.evict(blocks[2])  # it is there with its window part
+    manager.pool.evict(blocks[1])
+    assert [block for block, _ in manager.take_copies().swap_out] == [1]
+    by_name = {block.name: block.has_window_part for block in manager.host.cached_blocks()}
+    assert by_name == {names[0]: False, names[1]: True}
+    assert manager.host.cached_blocks()[-1].name == names[0]
+
+
+def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
+    core = make_windowed(num_window_blocks=5, num_host_blocks=20)
+    core.add("a", list(range(16)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    manager.pool.quarantine(manager.pool.blocks[0])
+    core.add("b", 16, max_tokens=1)
+    copies = [core.step().copies for _ in range(2)]
+    assert [block for each in copies for block, _ in each.swap_out] == [3]

@@ -64,16 +64,23 @@ class Block:
 class BlockPool:
     """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
 
-    on_evict is told of each cached block that is given to new content, before it forgets what it holds.
+    on_evict is told of each cached block that is given to new content, before it forgets what it holds, and
+    on_forget of each block whose content is found no more, whatever the reason.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[Block], None] | None = None,
+        on_forget: Callable[[Block], None] | None = None,
+    ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = self.blocks[::-1]  # a stack: what was released last has its memory, and perhaps stands in a cache
         self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, Block] = {}
         self._names: set[BlockLink | None] = set()
         self._on_evict = on_evict or (lambda _block: None)
+        self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
 
     @property
@@ -246,6 +253,7 @@ class BlockPool:
         del self._index[block.hash]
         self._names.remove(block.name)
         block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
+        self._on_forget(block)
 
     def evict(self, block: Block) -> None:
         """Forget a cached block that nobody holds; it is free then."""
@@ -265,6 +273,7 @@ class BlockPool:
             self._index.pop(block.hash, None)
             self._names.discard(block.name)
             block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
+        self._on_forget(block)
         self._cached.pop(block.block_id, None)
         self._free = [other for other in self._free if other is not block]
         self.quarantined.add(block.block_id)

@@ -6,7 +6,7 @@ found by hash), or LENT (it is copied from in the next step, and must stay as it
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ class HostBlockPool:
         self._cached: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, HostBlock] = {}
         self._names: set[BlockLink] = set()
+        self._num_followers: Counter[BlockLink | None] = Counter()  # contents here that come next behind a name
         self._on_evict = on_evict or (lambda _block_id: None)
 
     @property
@@ -100,6 +101,10 @@ class HostBlockPool:
         """Whether the content of that name is here."""
         return name in self._names
 
+    def is_followed(self, name: BlockLink | None) -> bool:
+        """Whether any content that comes next behind that of this name is here."""
+        return name in self._num_followers
+
     def indexed(self, block_hash: BlockHash) -> HostBlock | None:
         """Return what stands under a hash, for tests and invariants."""
         return self._index.get(block_hash)
@@ -130,6 +135,7 @@ class HostBlockPool:
         )
         self._cached[block_id] = self._index[content.hash] = content
         self._names.add(content.name)
+        self._num_followers[content.parent] += 1
         return block_id
 
     def drop(self, block_id: int) -> None:
@@ -147,6 +153,9 @@ class HostBlockPool:
     def _forget(self, content: HostBlock) -> None:
         del self._index[content.hash]
         self._names.remove(content.name)
+        self._num_followers[content.parent] -= 1
+        if not self._num_followers[content.parent]:
+            del self._num_followers[content.parent]
 
     # --- until they are copied ----------------------------------------------------------------------------------------
 

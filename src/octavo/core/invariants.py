@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An invariant that does not hold, and the blocks whose books are wrong, if it is one of blocks."""
+    """An invariant that does not hold, and the blocks or window blocks whose books are wrong, if it is one of these."""
 
     invariant: int
     message: str
     block_ids: tuple[int, ...] = ()
+    window_block_ids: tuple[int, ...] = ()
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
@@ -47,11 +48,13 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Take a breach's blocks out of use; return those that were not before."""
+    """Take a breach's blocks and window blocks out of use; return the blocks that were not before."""
     pool = scheduler.kv_cache_manager.pool
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in pool.quarantined)
     for block_id in fresh:
         pool.quarantine(pool.blocks[block_id])
+    for part in breach.window_block_ids:
+        scheduler.kv_cache_manager.windows.quarantine(part)
     return fresh
 
 
@@ -123,17 +126,27 @@ def _check_windows(scheduler: Scheduler) -> Iterator[Breach]:
     for request in scheduler.requests.values():
         yield from _check_window(scheduler, request)
         holders.update(request.sequence.window_table[request.sequence.num_behind_window :])
-    if sorted([*free, *cached, *(part for part in every if windows.num_holders(part))]) != list(every):
-        yield Breach(1, "window blocks in no place or in several")
-    wrong = [part for part in every if windows.num_holders(part) != holders[part]]
+    usable = [part for part in every if part not in windows.quarantined]
+    places = Counter([*free, *cached, *filter(windows.num_holders, usable), *windows.quarantined])
+    wrong = tuple(part for part in every if places[part] != 1)
+    if wrong or sum(places.values()) != windows.num_blocks:
+        yield Breach(1, f"window blocks in no place or in several: {wrong}", window_block_ids=wrong)
+    wrong = tuple(part for part in usable if windows.num_holders(part) != holders[part])
     if wrong:
-        yield Breach(
-            2, f"(window block, holds): {[(part, windows.num_holders(part)) for part in wrong]}, not {holders}"
-        )
-    if {windows.block_of(part): part for part in every if windows.block_of(part) is not None} != parts:
-        yield Breach(5, "a window block is the part of another block than that says")
-    if any(windows.block_of(part) is not None for part in free) or any(part not in parts.values() for part in cached):
-        yield Breach(5, "a free window block is a part of a block, or a cached one is of none")
+        found = [(part, windows.num_holders(part), holders[part]) for part in wrong]
+        yield Breach(2, f"(window block, holds, holders): {found}", window_block_ids=wrong)
+    block_of = {part: block_id for part in every if (block_id := windows.block_of(part)) is not None}
+    unsaid = set(block_of.items()) ^ {(part, block_id) for block_id, part in parts.items()}
+    named = {part for part, _ in unsaid}
+    wrong = tuple(part for part in every if part in named)
+    if wrong:
+        message = f"window blocks that are the part of another block than that says: {wrong}"
+        yield Breach(5, message, window_block_ids=wrong)
+    findable = {part for part, block_id in block_of.items() if manager.pool.blocks[block_id].hash is not None}
+    wrong = (*(part for part in free if part in block_of), *(part for part in cached if part not in findable))
+    if wrong:
+        message = f"free window blocks that are a part, or cached ones that nobody finds: {wrong}"
+        yield Breach(5, message, window_block_ids=wrong)
 
 
 def _check_window(scheduler: Scheduler, request: Request) -> Iterator[Breach]:
@@ -230,8 +243,11 @@ def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
     held = tuple(b.block_id for b in manager.pool.blocks if b.ref_count and b.block_id not in manager.pool.quarantined)
     if held:
         yield Breach(18, f"blocks {held} are held by nobody", held)
-    if manager.windows.num_free_blocks != manager.windows.num_blocks:
-        yield Breach(18, "window blocks are held by nobody")
+    windows = manager.windows
+    parts = tuple(part for part in range(windows.num_blocks) if windows.num_holders(part))
+    held = tuple(part for part in parts if part not in windows.quarantined)
+    if held:
+        yield Breach(18, f"window blocks {held} are held by nobody", window_block_ids=held)
     kept = scheduler.num_kept_records
     if kept:
         yield Breach(18, f"{kept} records are kept of requests that are gone")

@@ -83,8 +83,8 @@ class KVCacheManager:
     extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
     num_host_blocks: room for the blocks of preempted requests, and for what the device has no room for.
     num_window_blocks, window, max_step_tokens: as in `WindowBlocks`.
-    on_evict is told of each cached block that loses its content, on_offload of each that goes to which host block, and
-    on_host_evict of each host block that loses its content.
+    on_evict is told of each cached block that loses its content, on_offload of each that is copied to which host block,
+    and on_host_evict of each host block that loses its content.
     """
 
     def __init__(
@@ -108,9 +108,11 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.cache_decoded_blocks = cache_decoded_blocks
-        self.pool = BlockPool(num_blocks, self._evicted)
+        self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
         self.host = HostBlockPool(num_host_blocks, on_host_evict)
-        self.windows = WindowBlocks(num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks)
+        self.windows = WindowBlocks(
+            num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks, self._keep_in_host
+        )
         self.history = CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED))
         self._extra_keys = extra_keys
         self._weights_epoch = 0
@@ -152,10 +154,8 @@ class KVCacheManager:
         Where there is more of it, what was saved of this request itself, or filled in part by another one.
         At most num_tokens - 1 tokens: one token is always computed, for its logits. Changes no block.
         """
-        found = self._find_full_blocks(request)
-        in_host = self._find_in_host(request, found)
         size, num_tokens = self.block_size, len(request.sequence.token_ids)
-        num_found = self.windows.num_usable(found, in_host, num_tokens)
+        found, in_host, num_found = self._find_usable(request)
         saved = self._saved.get(request.request_id)
         if saved is not None and saved.num_tokens > num_found * size:
             found = found[: self.windows.num_covered(found, saved.num_tokens)]
@@ -199,6 +199,21 @@ class KVCacheManager:
             found.append(block)
             name = block.name
         return found
+
+    def _find_usable(self, request: Request) -> tuple[list[Block], list[HostBlock], int]:
+        """Return blocks on the device, host blocks behind them, and how many of both can be gone on behind.
+
+        A block that has lost its window part, where that is seen, is taken from host memory if that gives more.
+        """
+        found, num_tokens = self._find_full_blocks(request), len(request.sequence.token_ids)
+        in_host = self._find_in_host(request, found)
+        num_usable = self.windows.num_usable(found, in_host, num_tokens)
+        if not self.host.num_cached_blocks or num_usable == len(found) + len(in_host):
+            return found, in_host, num_usable
+        covered = found[: self.windows.num_covered(found, min(len(found) * self.block_size, num_tokens - 1))]
+        behind = self._find_in_host(request, covered)
+        num_with_host = self.windows.num_usable(covered, behind, num_tokens)
+        return (covered, behind, num_with_host) if num_with_host > num_usable else (found, in_host, num_usable)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
         """Return the host blocks with what follows the blocks that were found on the device."""
@@ -326,7 +341,7 @@ class KVCacheManager:
         is_first = not sequence.block_table
         self.pool.touch(computed.blocks)
         if claim is not None:
-            windows.hold(claim.found, is_own=claim.is_own)
+            windows.hold(claim.found, is_own=claim.is_found_own)
         self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
         if computed.source is not None:
             self.pool.renew(computed.source.link)
@@ -337,8 +352,6 @@ class KVCacheManager:
         new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
         sequence.block_table.extend(new_ids)
         if claim is not None:
-            for block in new_blocks:
-                windows.block_taken(block)
             windows.extend(sequence, claim)
             self._copy_window(sequence, computed, claim, source_part)
         self._count_slots(sequence)
@@ -513,17 +526,31 @@ class KVCacheManager:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep in host memory what a cached block of the device holds, if lookups can reach it; it is copied first."""
+        """Keep in host memory what a cached block of the device holds, if lookups can use it.
+
+        Without its window part it is of use to those alone who find what comes behind it.
+        """
         self._on_evict(block.block_id)
+        part = self.windows.part(block)
+        if part is not None or not self.windows.num_blocks or self._is_used_in_host(block):
+            self._keep_in_host(block, part)
+
+    def _keep_in_host(self, block: Block, part: int | None) -> None:
+        """Keep a block, with its window part, in host memory if lookups can reach it; it is copied first."""
         if not self._is_reachable(block.parent):
             return
-        part = self.windows.part(block)
         host_block = self.host.keep(block, has_window_part=part is not None)
         if host_block is not None:
             self._copies.swap_out.append((block.block_id, host_block))
             if part is not None:
                 self._copies.window_swap_out.append((part, host_block))
             self._on_offload(block.block_id, host_block)
+
+    def _is_used_in_host(self, block: Block) -> bool:
+        return block.name is not None and (self.host.has_name(block.name) or self.host.is_followed(block.name))
+
+    def _forgotten(self, block: Block) -> None:
+        self.windows.block_forgotten(block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
         """Whether what stands behind this content may still be found: without its beginning a chain is of no use."""
@@ -584,7 +611,6 @@ class KVCacheManager:
         if not self.pool.reset():
             return False
         self.host.reset()
-        self.windows.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:

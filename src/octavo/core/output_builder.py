@@ -90,6 +90,7 @@ class OutputBuilder:
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""
         self._num_sent_tokens.pop(request_id, None)
+        self._num_sent_parts.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Tell with the next step that a request ended."""

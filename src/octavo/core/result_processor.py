@@ -148,10 +148,9 @@ class ResultProcessor:
             sequence.num_cached_tokens,
             request.num_computed_in_all,
             request.admitted_time,
-            None,
-            result.pooled.get(request_id) if result.pooled else None,
-            num_drafts,
-            num_sampled - 1 if num_drafts else 0,
+            pooled=result.pooled.get(request_id) if result.pooled else None,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_sampled - 1 if num_drafts else 0,
         )
 
     def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:

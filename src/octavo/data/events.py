@@ -228,7 +228,7 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """The content of an evicted block goes to host memory, where it can be found."""
+    """The content of a block that is evicted, or loses its window block, goes to host memory, where it can be found."""
 
     block_id: int
     host_block_id: int
