@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from kernels.kernel_backends import ISAS, compiled_kernels
+from kernel_backends import ISAS, compiled_kernels
 
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.kernels.reference import ReferenceKernels
