@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from stores import Store
 
+from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.scheduler import Scheduler
 from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
@@ -51,6 +54,12 @@ def test_the_worker_is_told_of_window_blocks_as_they_are_taken(make_windowed):
     told = [core.step().scheduled_cached_reqs.new_window_block_ids for _ in range(12)]
     assert [index for index, [parts] in enumerate(told) if parts] == [0, 3, 7, 11]
     assert all(len(parts) <= 1 for [parts] in told)
+
+
+def test_window_blocks_are_asked_for():
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(), num_blocks=9, max_model_len=99, clock=lambda: 0.0)
+    assert scheduler.kv_cache_manager.windows.num_blocks == 0
+    assert KVCacheManager(9, 4).windows.num_blocks == 0
 
 
 def test_without_windows_nothing_is_told(make_core):
@@ -318,8 +327,11 @@ def test_blocks_found_here_count_where_it_is_asked_once_more(make_windowed):
     [order] = scheduled.kv_transfers
     assert len(order.keys) == 5
     end(core, scheduled, order.transfer_id, 4)
-    [second] = core.scheduler.schedule().kv_transfers
+    scheduled = core.scheduler.schedule()
+    [second] = scheduled.kv_transfers
     assert second.keys == order.keys[:4] == request.block_hashes[2:6]
+    end(core, scheduled, second.transfer_id, 4)
+    assert core.scheduler.transfers._most_loaded == {}
 
 
 @pytest.mark.parametrize("num_loaded", [1, 2])

@@ -245,9 +245,8 @@ class KVCacheManager:
         name = found[-1].name if found else None
         content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
         blocks = [*found, partial.block]
-        if self.windows.num_covered(blocks, request.num_prompt_tokens - 1) < len(blocks):
-            return None
-        return partial.block if partial.content == content else None
+        is_covered = self.windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks)
+        return partial.block if is_covered and partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
         """Return the prompt's tokens behind its last full block."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks
+from octavo.core.kv_cache_manager import ComputedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,5 @@ def whole_hit(
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash in lacking and (index >= len(blocks) or windows.part(blocks[index]) is None):
             num_usable = windows.num_usable(blocks[:index], (), request.num_tokens)
-            if not num_usable:
-                return NO_COMPUTED_BLOCKS
             return ComputedBlocks(blocks[:num_usable], num_usable * manager.block_size)
     return computed
