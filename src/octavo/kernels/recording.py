@@ -179,24 +179,20 @@ def _copy(batch: AttentionBatch) -> AttentionBatch:
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
     """Return the arguments that csrc/program.h calls StepArgs."""
+    attention = outputs.attention
+    plain, wanted = _arrays(batch), _arrays(attention)
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
-        _rows(batch),
+        (plain, plain if batch.windowed is None else _arrays(batch.windowed)),
         outputs.rows.data_ptr(),
         outputs.rows.shape[0],
-        _rows(outputs.attention),
+        (wanted, wanted if attention.windowed is None else _arrays(attention.windowed)),
     )
 
 
-def _rows(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the arguments that csrc/program.h calls RowsArgs."""
-    plain = _arrays(batch)
-    return plain, plain if batch.windowed is None else _arrays(batch.windowed)
-
-
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
-    """Return the arguments that csrc/program.h calls BatchArgs."""
+    """Return the arguments that csrc/program.h calls BatchArgs; two of them, plain and windowed, are its RowsArgs."""
     return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),

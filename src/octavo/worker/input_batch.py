@@ -313,22 +313,20 @@ class InputBatch:
         """Return the batch of tokens, as their rows and positions, of rows whose tables are cut to `width` blocks."""
         row_of_token, positions = tokens
         indices, offsets = positions // self.block_size, positions % self.block_size
-
-        def slots(tables: NDArray[np.int32]) -> torch.Tensor:
-            return self._tensor(tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets)
-
+        slots = self.block_tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
         attention = AttentionBatch(
             query_start=self._tensor(query_start.astype(np.int32)),
             seq_lens=self._tensor(seq_lens.astype(np.int32)),
             block_tables=self._tensor(self.block_tables[rows, :width]),
             positions=self._tensor(positions),
-            slot_mapping=slots(self.block_tables),
+            slot_mapping=self._tensor(slots),
             block_size=self.block_size,
         )
         if not has_windows:
             return attention
         window_tables = self._tensor(self.window_tables[rows, :width])
-        windowed = replace(attention, block_tables=window_tables, slot_mapping=slots(self.window_tables))
+        slots = self.window_tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
+        windowed = replace(attention, block_tables=window_tables, slot_mapping=self._tensor(slots))
         return replace(attention, windowed=windowed)
 
 

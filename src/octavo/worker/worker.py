@@ -270,7 +270,8 @@ class Worker:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step, in any thread."""
-        use_device(self.device)
+        if self.device.index is not None:  # which a CPU has not, and most GPUs have not either
+            use_device(self.device)
         return self._alone(lambda: self.runner.execute(scheduled))
 
     def _alone(self, run: Callable[[], ResultT]) -> ResultT:
