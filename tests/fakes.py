@@ -193,10 +193,7 @@ class FakeExecutor:
         for data in scheduled.scheduled_new_reqs:
             self._rows[data.request_id] = _Row(data, list(data.token_ids), data.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
-        for request_id, new, num_computed in zip(
-            cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
-        ):
-            self._rows[request_id].token_ids.extend(new)
+        for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._rows[request_id].num_computed_tokens = num_computed
         self._result = ModelOutput(scheduled.step, {})
         self._num_tokens = sum(scheduled.num_scheduled_tokens.values())
@@ -220,6 +217,7 @@ class FakeExecutor:
             ]
             num_right = next((i for i, draft in enumerate(drafts) if draft != ahead[i]), len(drafts))
             sampled = result.sampled_token_ids[request_id] = ahead[: num_right + 1]
+            row.token_ids += sampled
             if params.logprobs is not None:
                 result.logprobs[request_id] = [_logprobs(token, params.logprobs) for token in sampled]
             if self.guesses:
@@ -245,6 +243,9 @@ class FakeExecutor:
         if self._result is None:
             raise AssertionError("nothing was submitted")
         return self._result
+
+    def abandon(self) -> None:
+        self._result = None
 
     def shutdown(self) -> None:
         self.is_shut_down = True

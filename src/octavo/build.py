@@ -98,7 +98,7 @@ def build_core(
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
-    speculative_config = _resolve_speculative(config.speculative, device_config)
+    speculative_config = _resolve_speculative(config, device_config)
     grammars = make_grammars(model_config, served)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     has_store = kv_store is not None or config.kv_transfer.names_store
@@ -131,7 +131,7 @@ def build_core(
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct)
-    executor = LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer))
+    executor = _make_executor(config, worker, store)
     connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
@@ -149,6 +149,11 @@ def build_core(
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
+    num_threads, in_background = num_load_threads(config.kv_transfer), config.scheduler.async_scheduling
+    return LocalExecutor(worker, store, num_threads=num_threads, in_background=in_background)
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
@@ -204,9 +209,11 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
     return tuple(keys)
 
 
-def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
+def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
     """Choose how tokens are guessed where that is left open; None for not at all."""
-    return config.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
+    if config.scheduler.async_scheduling:
+        return None
+    return config.speculative.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
 
 
 def _capacity(

@@ -96,6 +96,8 @@ class Core:
     def step(self) -> SchedulerOutput:
         """One whole step."""
         scheduled = self.scheduler.schedule()
+        if scheduled.is_empty:
+            return scheduled
         for output in self.scheduler.update_from_output(scheduled, self.compute(scheduled)):
             if output.finish_reason is not None:
                 if output.request_id in self.finished:

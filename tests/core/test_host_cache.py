@@ -343,11 +343,11 @@ def test_steps_tell_what_goes_out_what_is_found_and_what_makes_room(make_core):
 def test_a_step_that_only_copies_is_not_empty(make_core):
     core = make_core(num_blocks=5, num_host_blocks=4)
     run(core, "first", PROMPT)
-    while core.scheduler.schedule().finished_req_ids:
+    while core.step().finished_req_ids:
         pass
     pool = core.scheduler.kv_cache_manager.pool
     pool.evict(pool.cached_blocks()[0])
-    scheduled = core.scheduler.schedule()
+    scheduled = core.step()
     assert (len(scheduled.copies.swap_out), scheduled.is_empty) == (1, False)
     assert core.scheduler.schedule().is_empty
 

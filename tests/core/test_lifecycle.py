@@ -175,7 +175,7 @@ def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
     core.add("a", list(range(12)))
     core.step()
     core.scheduler.preempt_requests(["a"])
-    core.scheduler.schedule()
+    core.step()
     core.scheduler.kv_cache_manager.reset_prefix_cache()
     store.num_tokens = 8
     scheduled = core.scheduler.schedule()
@@ -193,9 +193,7 @@ def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
     core = make_core(connector=store, admission="reservation", policy="fair")
     request = core.add("a", 12, tenant="t")
     if state != "waiting":
-        scheduled = core.scheduler.schedule()
-        if state == "running":
-            core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+        core.step()
     request.spec_token_ids = [1]
     table = list(request.sequence.block_table)
     [output] = core.scheduler.finish_requests(["a", "unknown"], RequestStatus.FINISHED_ABORTED)

@@ -48,11 +48,11 @@ def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preem
     request.num_computed_tokens = 3
     output = made.build({"a": 2, "b": 3}, {"a": [5]})
     cached = output.scheduled_cached_reqs
-    assert (cached.req_ids, cached.new_token_ids, cached.new_block_ids) == (["a"], [[7, 8]], [[5]])
+    assert (cached.req_ids, cached.new_block_ids) == (["a"], [[5]])
     assert cached.num_computed_tokens == [3]
     assert [data.request_id for data in output.scheduled_new_reqs] == ["b"]
     assert output.total_num_scheduled_tokens == 5
-    assert made.build({"a": 1}).scheduled_cached_reqs.new_token_ids == [[]]
+    assert made.build({"a": 1}).scheduled_cached_reqs.req_ids == ["a"]
     assert made.builder.num_records == 2
     made.builder.preempted("a")
     made.builder.preempted("a")
@@ -123,19 +123,9 @@ def test_a_request_is_sent_whole_once_and_then_only_what_is_new(make_core):
     ]
     assert first.scheduled_cached_reqs.req_ids == []
     cached = core.step().scheduled_cached_reqs
-    assert (cached.req_ids, cached.new_token_ids, cached.num_computed_tokens) == (["a"], [[7]], [4])
+    assert (cached.req_ids, cached.num_computed_tokens) == (["a"], [4])
     assert cached.new_block_ids == [[1]]
     assert core.step().scheduled_cached_reqs.new_block_ids == [[]]
-
-
-def test_tokens_of_steps_in_which_it_got_nothing_are_sent_later(make_core):
-    core = make_core(batching="prefill_first")
-    core.add("a", 4)
-    core.step()
-    core.add("b", 4)
-    assert list(core.step().num_scheduled_tokens) == ["b"]
-    cached = core.step().scheduled_cached_reqs
-    assert (cached.req_ids, cached.new_token_ids) == (["a", "b"], [[7], [7]])
 
 
 def test_what_was_sent_is_a_copy(make_core):
@@ -156,7 +146,6 @@ def test_drafts_are_sent_as_far_as_the_step_has_room_for_them(make_core):
     scheduled = core.scheduler.schedule()
     assert scheduled.num_scheduled_tokens == {"a": 3, "b": 1}
     assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2]}
-    assert scheduled.scheduled_cached_reqs.new_token_ids == [[7], [7]]  # drafts are not known tokens
 
 
 def test_endings_are_told_once_and_again_when_the_step_failed(make_core):
@@ -168,7 +157,7 @@ def test_endings_are_told_once_and_again_when_the_step_failed(make_core):
     assert scheduled.finished_req_ids == {"a"}
     core.scheduler.fail_step(scheduled, "broken")
     assert core.scheduler.has_work()
-    assert core.scheduler.schedule().finished_req_ids == {"a"}
+    assert core.step().finished_req_ids == {"a"}
     assert core.scheduler.schedule().is_empty
     assert not core.scheduler.has_work()
 

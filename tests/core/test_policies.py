@@ -374,7 +374,7 @@ class WaitingFirst:
         plan.budget += len(running)
         grow(plan, running)
 
-    def learn(self, seconds):
+    def learn(self, plan, seconds):
         pass
 
 

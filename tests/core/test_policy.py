@@ -239,8 +239,8 @@ def learned(seconds, *, limit=40, running="ab", short=True, count=10):
     batching = MixedBatching(100, 8, 1.0)
     batching._limit = float(limit)
     running = [decoding(name) if name == "a" else make_request(name) for name in running]
-    fill(batching, running, Filler(count, short=short), budget=200)
-    batching.learn(seconds)
+    plan = fill(batching, running, Filler(count, short=short), budget=200)
+    batching.learn(plan, seconds)
     return batching.prefill_limit
 
 
@@ -261,11 +261,11 @@ def test_what_is_learned_and_of_which_steps():
     assert learned(2.0, running="a", count=2) == 20
     batching = MixedBatching(100, 8, 1.0)
     batching._limit = 40.0
-    batching.learn(2.0)
-    assert batching.prefill_limit == 40  # no step was filled yet
+    batching.learn(StepPlan(10), 2.0)
+    assert batching.prefill_limit == 40  # nobody computed anything
     batching = MixedBatching(100)
-    fill(batching, [decoding("a"), make_request("b")], Filler())
-    batching.learn(9.0)
+    plan = fill(batching, [decoding("a"), make_request("b")], Filler())
+    batching.learn(plan, 9.0)
     assert batching.prefill_limit == 100  # nothing is asked of time
 
 

@@ -53,7 +53,6 @@ def test_scheduler_schedule_multiple_requests(make_core):
     assert scheduled.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
     assert scheduled.scheduled_new_reqs == []
     assert scheduled.scheduled_cached_reqs.req_ids == ["a", "b", "c"]
-    assert scheduled.scheduled_cached_reqs.new_token_ids == [[7], [7], [7]]
     assert scheduled.scheduled_cached_reqs.num_computed_tokens == [5, 3, 9]
 
 
@@ -512,7 +511,7 @@ def test_finished_ids_are_delivered_even_when_nothing_is_scheduled(make_core):
     core.add("a", 4, max_tokens=1)
     core.step()
     assert core.scheduler.has_work()
-    scheduled = core.scheduler.schedule()
+    scheduled = core.step()
     assert scheduled.total_num_scheduled_tokens == 0
     assert scheduled.finished_req_ids == {"a"}
     assert not scheduled.is_empty

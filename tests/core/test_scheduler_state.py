@@ -142,7 +142,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
     assert scheduler.has_work() is False
     core = make_core(connector=Store(prefix="loads"))
     request = core.add("loads", 12)
-    core.scheduler.schedule()
+    core.step()
     core.scheduler.transfers.cancel(request, "cancelled")
     core.scheduler.requests.clear()
     assert core.scheduler.has_work() is True
@@ -172,7 +172,7 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert told(core, events.BlocksQuarantined) == [(tuple(sorted(ids)), messages[0]), ((), messages[1])]
     assert [event.time for event in core.log.of_type(events.BlocksQuarantined)] == [3.0, 3.0]
     assert pool.quarantined == set(ids)
-    core.scheduler._builder._num_sent_tokens["gone"] = 1
+    core.scheduler._builder._known.add("gone")
     clock.now = 12.9
     assert core.scheduler.check_when_idle() == []
     clock.now = 13.0
@@ -231,13 +231,13 @@ def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core)
     clock = Clock()
     core = make_core(clock=clock)
     learned = []
-    core.scheduler._batching.learn = learned.append
+    core.scheduler._batching.learn = lambda plan, seconds: learned.append((dict(plan.num_tokens), seconds))
     core.add("a", 3)
     clock.now = 5.0
     scheduled = core.scheduler.schedule()
     clock.now = 7.5
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
-    assert learned == [2.5]
+    assert learned == [({"a": 3}, 2.5)]
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,15 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simulation.campaign import RunFile, run_one, run_seed
-from simulation.world import FEATURES, Totals, WorldConfig, draw_config
+from simulation.world import FEATURES, Totals, WorldConfig, draw_async, draw_config, draw_windowed
+
+if TYPE_CHECKING:
+    from simulation.campaign import Draw
+
+DRAWS: dict[str, Draw] = {"all": draw_config, "windows": draw_windowed, "async": draw_async}
 
 
 def main() -> int:
@@ -25,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, one after the other, from --seed on")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the worlds")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what is done in FILE, and go on from there")
+    parser.add_argument("--kind", choices=sorted(DRAWS), default="all", help="which worlds (default all)")
     parser.add_argument("--world", help="run one world again, by its seed as a failure names it")
     parser.add_argument("--coverage", action="store_true", help="print how often features met in one request's life")
     parser.add_argument(
@@ -39,13 +46,13 @@ def main() -> int:
         print(json.dumps({"small_worlds": run_all(jobs=args.jobs)}))
         return 0
     if args.world:
-        error, totals, _ = run_one(args.world)
-        return report_failure(args.world, error, totals, shrinks=not args.no_shrink)
+        error, totals, _ = run_one(args.world, DRAWS[args.kind])
+        return report_failure(args.world, error, totals, draw=DRAWS[args.kind], shrinks=not args.no_shrink)
     file, all_totals = RunFile(args.resume), Totals()
     for seed in range(args.seed, args.seed + args.seeds):
-        run = run_seed(seed, args.steps, args.jobs, file)
+        run = run_seed(seed, args.steps, args.jobs, file, DRAWS[args.kind])
         if run.failed is not None:
-            return report_failure(*run.failed, run.totals, shrinks=not args.no_shrink)
+            return report_failure(*run.failed, run.totals, draw=DRAWS[args.kind], shrinks=not args.no_shrink)
         print(json.dumps(run.report()), flush=True)
         all_totals.add(run.totals)
     if args.coverage:
@@ -53,23 +60,23 @@ def main() -> int:
     return 0 if rarest(all_totals) >= args.min_coverage else 1
 
 
-def report_failure(name: str, error: str | None, totals: Totals, *, shrinks: bool) -> int:
+def report_failure(name: str, error: str | None, totals: Totals, *, draw: Draw, shrinks: bool) -> int:
     """Print what is wrong with a world, and the smallest one that shows it."""
     if error is None:
         print(totals)
         return 0
     print(json.dumps({"failed_world": name, "error": error, "steps": totals.steps}), flush=True)
     if shrinks:
-        config, error = shrunk(name)
+        config, error = shrunk(name, draw)
         print(json.dumps({"name": error, "seed": name, "config": dataclasses.asdict(config)}))
     return 1
 
 
-def shrunk(name: str) -> tuple[WorldConfig, str]:
+def shrunk(name: str, draw: Draw) -> tuple[WorldConfig, str]:
     """Make a failing world smaller."""
     from simulation.shrink import shrink
 
-    return shrink(name, draw_config(random.Random(name)))
+    return shrink(name, draw(random.Random(name)))
 
 
 def print_coverage(totals: Totals) -> None:

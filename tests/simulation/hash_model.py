@@ -128,7 +128,12 @@ class HashWorker:
             tokens = self._compute(self.rows[request_id], count, drafts.get(request_id, []))
             if tokens:
                 sampled[request_id] = tokens
+                self.rows[request_id].tokens += tokens
         return ModelOutput(scheduled.step, sampled)
+
+    def take_back(self, request_id: str, count: int) -> None:
+        """Know no more of so many tokens that were sampled last: they are postponed."""
+        del self.rows[request_id].tokens[-count:]
 
     def _copy(self, scheduled: SchedulerOutput) -> None:
         copies = scheduled.copies
@@ -158,11 +163,10 @@ class HashWorker:
                 list(data.window_block_ids),
             )
         cached = scheduled.scheduled_cached_reqs
-        for request_id, tokens, block_ids, computed in zip(
-            cached.req_ids, cached.new_token_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for request_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             row = self.rows[request_id]
-            row.tokens += tokens
             row.table += block_ids
             row.computed = computed
         if self.window:

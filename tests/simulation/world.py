@@ -17,11 +17,12 @@ from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
-from octavo.data.request import Request
+from octavo.data.request import Request, RequestStatus
 from octavo.data.scheduler_output import TransferDirection
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle
+from simulation.in_flight import Pipeline, Submitted
 from simulation.store import SimulatedStore
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class WorldConfig:
     remote_rate: float = 0.2
     neighbour_rate: float = 0.3
     pair_rate: float = 0.0
+    async_scheduling: bool = False
+    awaiting_rate: float = 0.15
     min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
     longest_prompt: int = 24
@@ -167,6 +170,20 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         pair_rate=rng.choice([0.0, 0.0, 0.3]),
         window=draw_window(rng, block_size) if rng.random() < 0.3 else 0,
         num_spare_window_blocks=rng.choice([0, 1, rng.randint(0, 6), 40]),
+        async_scheduling=rng.random() < 0.3,
+    )
+
+
+def draw_async(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw one whose steps are decided ahead where that can be: seldom with drafts, with which they are not."""
+    config = draw_config(rng, num_steps)
+    return replace(
+        config,
+        async_scheduling=True,
+        max_drafts=config.max_drafts if rng.random() < 0.3 else 0,
+        num_blocks=rng.choice([config.num_blocks, rng.randint(12, 60)]),
+        awaiting_rate=rng.choice([0.0, 0.0, 0.1, 0.5]),
+        postpone_rate=max(config.postpone_rate, 0.02),
     )
 
 
@@ -227,6 +244,10 @@ class Totals:
     window_swaps_in: int = 0
     window_loads: int = 0
     window_saves: int = 0
+    ahead: int = 0
+    ahead_with_newcomers: int = 0
+    in_vain: int = 0
+    given_back: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -250,13 +271,16 @@ class Sharing:
     is_short: bool
 
 
+NOTHING_SHARED = Sharing(0, may_be=False, must_be=False, is_short=False)
+
+
 class World:
     """The core, a hash model, and whatever can go wrong between them."""
 
     def __init__(self, seed: str, config: WorldConfig) -> None:
         self.rng = random.Random(seed)
         self.config = config
-        self.now = self.step_start = 0.0
+        self.now = self.last_result = 0.0
         self.totals = Totals()
         self.tracked: dict[str, Tracked] = {}
         self.healed = False
@@ -265,11 +289,15 @@ class World:
         self.worker = HashWorker(
             config.num_blocks, config.block_size, config.num_host_blocks, self.num_window_blocks, config.window
         )
-        self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
         # Keys that collide are no keys: what a store has under one is not compared token by token.
         rate = config.remote_rate if config.hash_bits is None else 0.0
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
+        self.async_rng = random.Random(seed + "async")
+        self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
+        self.free: tuple[list[int], list[int], list[int]] = [], [], []
+        self.is_giving_back = False
+        self.ending: set[str] = set()
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
@@ -414,31 +442,65 @@ class World:
     def _step(self) -> None:
         """One step of the engine, with what may happen while the worker computes."""
         self.now += self.rng.random() * 0.2
-        scheduler = self.scheduler
+        steps = self.pipeline.steps
+        if not steps:
+            self._decide()
+        if self.scheduler.may_look_ahead():
+            self.totals.ahead += 1
+            self._decide()
+        if steps:
+            self._collect(steps[0])
+        self._check()
+        if self.store.breaches:
+            raise SimulationError(f"the store saw: {self.store.breaches}")
+        if (self.scheduler.in_flight is None) != (not steps) or len(steps) > 1:
+            raise SimulationError(f"{len(steps)} steps are in flight, and the core has {self.scheduler.in_flight}")
+        self.free = self._find_free()
+
+    def _find_free(self) -> tuple[list[int], list[int], list[int]]:
+        """Return blocks, host blocks and window blocks that nobody holds, and that nothing is to be copied from.
+
+        What was forced out while a step was computed is copied with the next one.
+        """
+        manager = self.scheduler.kv_cache_manager
+        copied = {block for block, _ in manager._copies.swap_out}
+        parts = {part for part, _ in manager._copies.window_swap_out}
+        return (
+            [block for block in manager.pool.free_list() if block not in copied],
+            manager.host.free_block_ids(),
+            [part for part in manager.windows.free_blocks() if part not in parts],
+        )
+
+    def _decide(self) -> None:
+        """Have a step decided, look at it, and hand it over if there is anything to do."""
+        scheduler, steps = self.scheduler, self.pipeline.steps
         self.num_stalled = 0
         self.admitted.clear()
         self.had_seat = (
             len(scheduler.running) + len(scheduler.transfers) + scheduler.room.num_deferred < self.config.max_num_seqs
         )
-        self.step_start = self.now
+        start, is_ahead = self.now, bool(steps)
         scheduled = scheduler.schedule()
-        if self.config.mixed_step_ms:  # time passes while the worker computes
-            self.now += self.config.step_base_s + STEP_S * scheduled.total_num_scheduled_tokens
+        if is_ahead and self.preemption_step == scheduled.step:
+            raise SimulationError("somebody was preempted in a step that was decided ahead")
+        requests = {name: scheduler.requests[name] for name in scheduled.num_scheduled_tokens}
+        preempted = {name: (request, request.num_preemptions) for name, request in requests.items()}
+        step = Submitted(scheduled, start, NOTHING_SHARED, self.free, preempted)
+        self.free = [], [], []  # what the next one finds free was not, or was poisoned
+        steps.append(step)
+        with self.pipeline.expected() as self.ending:
+            self._check_output(scheduled)
+            self._check_order(scheduled)
+            step.sharing = self._look_at_sharing(scheduled)
+        steps.pop()
         self.forced.clear()
-        self._check_output(scheduled)
-        self._check_order(scheduled)
-        self.shared = self._look_at_sharing(scheduled)
         self.totals.copies += len(scheduled.copies.block_copies)
+        self.totals.ahead_with_newcomers += is_ahead and bool(scheduled.scheduled_new_reqs)
         self._count_windows(scheduled)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
         if not scheduled.is_empty:
-            self._execute(scheduled)
-        self._check()
-        if self.store.breaches:
-            raise SimulationError(f"the store saw: {self.store.breaches}")
-        manager = scheduler.kv_cache_manager
-        self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids(), manager.windows.free_blocks())
+            self.pipeline.submit(step)
 
     def _count_windows(self, scheduled: SchedulerOutput) -> None:
         """Count what is done with window blocks, and the requests of a step that have let any go."""
@@ -454,13 +516,16 @@ class World:
                 totals.window_saves += count
         totals.behind_window += sum(request.sequence.num_behind_window > 0 for request in self.scheduler.running)
 
-    def _execute(self, scheduled: SchedulerOutput) -> None:
+    def _collect(self, step: Submitted) -> None:
+        """Take in the result of the oldest step, or hear that it failed."""
+        scheduled = step.scheduled
+        if self.config.mixed_step_ms:  # time passes while the worker computes
+            self.now += self.config.step_base_s + STEP_S * scheduled.total_num_scheduled_tokens
         rate = self.config.step_failure_rate * (20 if scheduled.copies else 1)
         if not self.healed and self.rng.random() < rate:
-            self._fail_step(scheduled)
+            self._fail_step(step)
             return
-        result = self.worker.execute(scheduled)
-        result.kv_transfers.extend(self.store.run(scheduled))
+        result = self.pipeline.run(step)
         if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
             if self.rng.random() < 0.5:
                 self._replace(self.rng.choice(list(self.scheduler.requests)))
@@ -469,17 +534,29 @@ class World:
         if not self.healed and self.last is not None and self.rng.random() < self.config.stale_result_rate:
             self._count("stale result")
             self._take(self.scheduler.update_from_output(*self.last))
+        if not self.healed and len(self.pipeline.steps) > 1 and self.async_rng.random() < self.config.stale_result_rate:
+            self._count("result before its turn")
+            behind = self.pipeline.steps[1].scheduled
+            self._take(self.scheduler.update_from_output(behind, ModelOutput(behind.step, {})))
         if result.sampled_token_ids and not self.healed and self.rng.random() < self.config.error_rate:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         miscounted = self._miscount(scheduled, result)
-        places = self._postpone(result, miscounted)
+        places = self._postpone(step, result, miscounted)
         result = self._compute_drafts(scheduled, result)
+        step.sharing = replace(step.sharing, limit=self.scheduler.get_stats().prefill_limit)
+        alive = step.alive()
         outputs = self.scheduler.update_from_output(scheduled, result)
+        self.pipeline.steps.popleft()
         self._check_miscounted(miscounted, outputs)
         self._check_postponed(places, outputs)
         self._take(outputs)
-        self._check_learned(self.now - self.step_start)
+        self._check_learned(step.sharing, self.now - max(step.start, self.last_result))
+        self.last_result = self.now
+        for behind in self.pipeline.steps:
+            self.totals.in_vain += sum(
+                request.request_id in behind.requests and request.is_finished for request in alive
+            )
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
             self._count("double result")
             limit = self.scheduler.get_stats().prefill_limit
@@ -509,16 +586,21 @@ class World:
             sampled[request_id] = [0] * (len(drafts.get(request_id, ())) + 2)
         return request_id
 
-    def _postpone(self, result: ModelOutput, miscounted: str | None) -> dict[str, int]:
-        """Let some requests wait for their tokens; return how many each has, of those that run and do not fail."""
-        places = {}
+    def _postpone(self, step: Submitted, result: ModelOutput, miscounted: str | None) -> dict[str, int]:
+        """Let some requests wait for their tokens; return how many each has, of those that run and do not fail.
+
+        Where steps are decided ahead these are of those that wait for each result.
+        """
+        places, waiting = {}, [request.request_id for request in step.alive() if request.awaits_results]
         for request_id in list(result.sampled_token_ids):
             if self.healed or request_id == miscounted or self.sample_rng.random() >= self.config.postpone_rate:
                 continue
-            del result.sampled_token_ids[request_id]
+            if self.config.async_scheduling and request_id not in waiting:
+                continue
+            self.worker.take_back(request_id, len(result.sampled_token_ids.pop(request_id)))
             result.postponed.add(request_id)
             request = self.scheduler.requests.get(request_id)
-            if request in self.scheduler.running and request_id not in result.errors:
+            if request in step.alive() and request_id not in result.errors:
                 places[request_id] = len(request.sequence.token_ids)
         self.totals.postponed += len(places)
         return places
@@ -541,21 +623,33 @@ class World:
         if request_id is not None and [(each.finish_reason, each.new_token_ids) for each in told] != [("error", [])]:
             raise SimulationError(f"{request_id}: a wrong number of tokens is no error: {told}")
 
-    def _fail_step(self, scheduled: SchedulerOutput) -> None:
-        """The worker fails before it did anything, or after everything; what it was fetching is lost."""
+    def _fail_step(self, step: Submitted) -> None:
+        """The worker fails before it did anything, or after everything; what it was fetching is lost.
+
+        What was decided behind that step is not done: who is in it alone starts again.
+        """
         self._count("failed step")
+        scheduled, steps = step.scheduled, self.pipeline.steps
         if self.rng.random() < 0.5:
-            self.worker.execute(scheduled)
+            self.pipeline.run(steps[-1])
         self.store.moving = {}
         alive = [name for name in scheduled.num_scheduled_tokens if name in self.scheduler.requests]
         replaced = self.rng.choice(alive) if alive and self.rng.random() < 0.3 else None
         if replaced is not None:
             self._replace(replaced)
+        limit, ended = self.scheduler.get_stats().prefill_limit, set(step.alive())
+        behind = [request for each in list(steps)[1:] for request in each.alive() if request not in ended]
+        self.is_giving_back = True
         outputs = self.scheduler.fail_step(scheduled, "injected")
+        self.is_giving_back = False
+        steps.clear()
         if any(output.request_id == replaced for output in outputs):
             raise SimulationError(f"{replaced} was not in the step that failed, and ended with it")
+        if any(request.status is not RequestStatus.PREEMPTED for request in behind):
+            raise SimulationError(f"of the step behind one that failed these do not start again: {behind}")
+        self.totals.given_back += len(behind)
         self._take(outputs)
-        self._expect_limit(self.shared.limit, self.shared.limit, "after a step that failed")
+        self._expect_limit(limit, limit, "after a step that failed")
         if self.rng.random() < 0.5:
             self._take(self.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {})))
 
@@ -671,6 +765,7 @@ class World:
         oracle, size = Oracle(prompt, identity, config.window), config.block_size
         stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
         scored = 1 if rng.random() < config.scored_rate else None
+        awaits = config.async_scheduling and self.async_rng.random() < config.awaiting_rate
         request = Request(
             name,
             prompt,
@@ -683,6 +778,7 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
             kv_transfer_params=pair,
+            predicted_token_ids=[0] if awaits else None,
         )
         try:
             self.scheduler.add_request(request)
@@ -764,6 +860,8 @@ class World:
             totals.preemptions += 1
             totals.swaps += event.swapped
             self.tracked[event.request_id].features.add("swap" if event.swapped else "recompute")
+            if self.is_giving_back:
+                return
             self.preemption_step = event.step
             if self.admission_step == self.preemption_step:
                 raise SimulationError(f"{event.request_id}: preempted in a step that admitted")
@@ -859,6 +957,11 @@ class World:
         if scheduled.step != self.preemption_step:  # a victim had tokens of the budget
             self._check_cost(scheduled)
 
+    @property
+    def _going_on(self) -> list[Request]:
+        """Who runs, but for those who end with a result that is not in."""
+        return [request for request in self.scheduler.running if request.request_id not in self.ending]
+
     def _check_cost(self, scheduled: SchedulerOutput) -> None:
         """13: tokens cost no more than a step has, and nobody is cut short who could have had one more."""
         config, budget = self.config, self._budget()
@@ -873,7 +976,7 @@ class World:
             wanted = request.num_tokens - request.num_computed_tokens
             if count < min(wanted, config.long_prefill_token_threshold or wanted):
                 is_cut, cut_weight = True, max(weight, cut_weight)
-        older = {r.request_id for r in self.scheduler.running} - self.admitted
+        older = {r.request_id for r in self._going_on} - self.admitted
         left_out = older - set(scheduled.num_scheduled_tokens)
         if config.batching == "mixed" and len(left_out) > self.num_stalled:
             raise SimulationError(f"{left_out} got nothing, though everyone who runs gets a token")
@@ -886,7 +989,7 @@ class World:
     def _budget(self) -> int:
         """What the tokens of a step may cost: less for prompts beside answers."""
         limit, most = self._prefill_limit(), self.config.max_num_batched_tokens
-        older = [request for request in self.scheduler.running if request.request_id not in self.admitted]
+        older = [request for request in self._going_on if request.request_id not in self.admitted]
         answers = sum(request.num_tokens - request.num_computed_tokens for request in older if not is_prefill(request))
         prompts = sum(is_prefill(request) for request in older)
         is_limited = limit and answers and self.config.batching == "mixed"
@@ -908,7 +1011,7 @@ class World:
         requests, counts = self.scheduler.requests, scheduled.num_scheduled_tokens
         wanted = {name: requests[name].num_tokens - requests[name].num_computed_tokens for name in counts}
         prompts = [name for name in counts if name in self.admitted or is_prefill(requests[name])]
-        running = [each for each in self.scheduler.running if each.request_id not in self.admitted]
+        running = [each for each in self._going_on if each.request_id not in self.admitted]
         answers = [each.request_id for each in running if not is_prefill(each)]
         given_whole = [name for name in answers if counts.get(name, 0) == wanted.get(name)]
         return Sharing(
@@ -918,10 +1021,10 @@ class World:
             is_short=any(count < wanted[name] for name, count in counts.items()) or bool(self.scheduler.waiting),
         )
 
-    def _check_learned(self, seconds: float) -> None:
+    def _check_learned(self, shared: Sharing, seconds: float) -> None:
         """A step that prompts and answers share, and no other, changes what prompts get beside answers, as far as it may."""
-        config, before, step_s = self.config, self.shared.limit, (self.config.mixed_step_ms or 0.0) / 1000
-        if not step_s or not self.shared.may_be or config.batching != "mixed":
+        config, before, step_s = self.config, shared.limit, (self.config.mixed_step_ms or 0.0) / 1000
+        if not step_s or not shared.may_be or config.batching != "mixed":
             self._expect_limit(before, before, "though no step was shared")
             return
         whole = config.max_num_batched_tokens
@@ -933,8 +1036,8 @@ class World:
         least = largest = float(before)
         if factor < 1:
             least = factor * before
-            largest = factor * (before + 1) if self.shared.must_be else before
-        elif self.shared.is_short:
+            largest = factor * (before + 1) if shared.must_be else before
+        elif shared.is_short:
             largest = factor * (before + 1)
         self._expect_limit(min(max(int(least), fewest), most), min(max(largest, fewest), most), f"after {seconds} s")
 

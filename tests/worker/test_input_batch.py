@@ -22,6 +22,12 @@ def new_data(
     return NewRequestData(request_id, token_ids, len(token_ids), params, 0, 0, frozenset(), block_ids, num_computed)
 
 
+def told(batch, req_ids, sampled, new_block_ids, num_computed, *new_window_block_ids):
+    """What is new of requests once the batch knows what was sampled of them."""
+    batch.append_sampled(dict(zip(req_ids, sampled, strict=True)))
+    return CachedRequestData(req_ids, new_block_ids, num_computed, *new_window_block_ids)
+
+
 def make_output(new=(), cached=None, counts=None, finished=(), preempted=()) -> SchedulerOutput:
     counts = counts or {}
     return SchedulerOutput(
@@ -103,7 +109,7 @@ def test_a_step_of_which_nothing_is_sampled_has_no_outputs(batch):
 
 def test_prepare_inputs_cached_requests(batch):
     batch.update(make_output([new_data("a", [10, 11, 12], [2])], counts={"a": 3}))
-    cached = CachedRequestData(["a"], [[13]], [[]], [3])
+    cached = told(batch, ["a"], [[13]], [[]], [3])
     scheduled = make_output(cached=cached, counts={"a": 1})
     batch.update(scheduled)
     inputs = batch.prepare_inputs(scheduled)
@@ -112,7 +118,7 @@ def test_prepare_inputs_cached_requests(batch):
     assert inputs.attention.slot_mapping.tolist() == [11]
     assert inputs.attention.seq_lens.tolist() == [4]
     assert inputs.attention.outputs is None, "all rows"
-    cached = CachedRequestData(["a"], [[14]], [[7]], [4])
+    cached = told(batch, ["a"], [[14]], [[7]], [4])
     scheduled = make_output(cached=cached, counts={"a": 1})
     batch.update(scheduled)
     assert batch.prepare_inputs(scheduled).attention.slot_mapping.tolist() == [28]
@@ -122,7 +128,7 @@ def test_prepare_inputs_mixed(batch):
     batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
     scheduled = make_output(
         [new_data("b", list(range(30, 39)), [4, 5, 6], num_computed=4)],
-        CachedRequestData(["a"], [[12]], [[]], [2]),
+        told(batch, ["a"], [[12]], [[]], [2]),
         {"a": 1, "b": 3},
     )
     batch.update(scheduled)
@@ -142,7 +148,7 @@ def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
     new = [new_data("a", [10, 11], [1]), new_data("b", [20, 21, 22], [2]), new_data("c", [30], [3])]
     batch.update(make_output(new, counts={"a": 2, "b": 3, "c": 1}))
     scored = new_data("d", [40, 41, 42], [4], params=SamplingParams(prompt_logprobs=0))
-    cached = CachedRequestData(["a", "b", "c"], [[12], [23], [31]], [[], [5], []], [2, 3, 1])
+    cached = told(batch, ["a", "b", "c"], [[12], [23], [31]], [[], [5], []], [2, 3, 1])
     scheduled = make_output([scored], cached, {"a": 1, "b": 3, "c": 2, "d": 3})
     scheduled.scheduled_spec_decode_tokens.update(b=[24, 25], c=[32])
     batch.update(scheduled)
@@ -196,7 +202,7 @@ def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
 def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
     batch = windowed
     batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
-    cached = CachedRequestData(["a"], [[13, 14]], [[]], [3], [[5]])
+    cached = told(batch, ["a"], [[13, 14]], [[]], [3], [[5]])
     scheduled = make_output(cached=cached, counts={"a": 2})
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
@@ -213,7 +219,7 @@ def test_window_blocks_of_too_few_requests_are_an_error(windowed):
     batch = windowed
     new = [replace(new_data(name, [10, 11, 12], [2 + row]), window_block_ids=[row]) for row, name in enumerate("ab")]
     batch.update(make_output(new, counts={"a": 3, "b": 3}))
-    cached = CachedRequestData(["a", "b"], [[13], [14]], [[], []], [3, 3], [[5]])
+    cached = told(batch, ["a", "b"], [[13], [14]], [[], []], [3, 3], [[5]])
     with pytest.raises(ValueError, match="zip"):
         batch.update(make_output(cached=cached, counts={"a": 1, "b": 1}))
 
@@ -245,11 +251,11 @@ def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
 
 def test_a_rejected_draft_is_forgotten(batch):
     batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
-    scheduled = make_output(cached=CachedRequestData(["a"], [[12]], [[2]], [2]), counts={"a": 4})
+    scheduled = make_output(cached=told(batch, ["a"], [[12]], [[2]], [2]), counts={"a": 4})
     scheduled.scheduled_spec_decode_tokens["a"] = [13, 99, 98]
     batch.update(scheduled)
     batch.prepare_inputs(scheduled)
-    scheduled = make_output(cached=CachedRequestData(["a"], [[13, 14]], [[]], [4]), counts={"a": 1})
+    scheduled = make_output(cached=told(batch, ["a"], [[13, 14]], [[]], [4]), counts={"a": 1})
     batch.update(scheduled)
     inputs = batch.prepare_inputs(scheduled)
     assert (inputs.token_ids.tolist(), inputs.attention.positions.tolist()) == ([14], [4])
@@ -272,10 +278,10 @@ def test_last_prompt_token_is_fed_once(batch):
     scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
     batch.update(scheduled)
     fed = batch.prepare_inputs(scheduled).token_ids.tolist()
-    scheduled = make_output(cached=CachedRequestData(["a"], [[]], [[]], [4]), counts={"a": 2})
+    scheduled = make_output(cached=told(batch, ["a"], [[]], [[]], [4]), counts={"a": 2})
     batch.update(scheduled)
     fed += batch.prepare_inputs(scheduled).token_ids.tolist()
-    scheduled = make_output(cached=CachedRequestData(["a"], [[50]], [[]], [6]), counts={"a": 1})
+    scheduled = make_output(cached=told(batch, ["a"], [[50]], [[]], [6]), counts={"a": 1})
     batch.update(scheduled)
     fed += batch.prepare_inputs(scheduled).token_ids.tolist()
     assert fed == [0, 1, 2, 3, 4, 5, 50]

@@ -85,16 +85,14 @@ class Steps:
 
     def step(self, new=(), **counts):
         """Compute so many tokens of each; return hidden states and what is sampled."""
-        cached = CachedRequestData([], [], [], [])
+        cached = CachedRequestData.make_empty()
         for name, count in counts.items():
             request = self.requests[name]
             num_missing = -(-(request.num_computed + count) // BLOCK_SIZE) - len(request.window_ids)
             taken = [self.free.pop(self.num_steps % len(self.free)) for _ in range(num_missing)]
             request.window_ids += taken
             if name not in new:
-                num_told = int(self.runner.batch.num_tokens[self.runner.batch.requests[name].row])
                 cached.req_ids.append(name)
-                cached.new_token_ids.append(request.tokens[num_told:])
                 cached.new_block_ids.append([])
                 cached.new_window_block_ids.append(taken)
                 cached.num_computed_tokens.append(request.num_computed)

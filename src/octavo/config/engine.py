@@ -214,6 +214,7 @@ class SchedulerConfig:
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: None under `priority`: strict classes; under `deadline`: only deadlines count.
     max_num_waiting, max_num_waiting_tokens: None for no limit (an offline batch is known whole).
+    async_scheduling: nothing is decided ahead where drafts are verified or a grammar is followed.
     swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each, cost less than
     computing its tokens again.
     max_num_preemptions: who was preempted so often starts again only with all the blocks it may ever need, and stays.
@@ -301,6 +302,11 @@ class SchedulerConfig:
         None,
         f"Tokens of the requests that may wait. Default: {DEFAULT_MAX_NUM_WAITING_TOKENS} for a server, else no limit.",
         unit="TOKENS",
+    )
+    async_scheduling: bool = option(
+        False,
+        "Decide each step while the one before is computed, where what that brings can be foreseen. It never changes a "
+        "token. Worth while where deciding takes long beside computing, as on a GPU.",
     )
     preemption: PreemptionMode = option(
         PreemptionMode.AUTO,
@@ -423,6 +429,12 @@ class EngineConfig:
             raise ConfigError(
                 "kv_disk_dir, kv_mooncake and kv_direct keep and hand over what the prefix cache shares, and "
                 "enable_prefix_caching is off: leave it on, or name none of them"
+            )
+        asks_for_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
+        if self.scheduler.async_scheduling and asks_for_drafts:
+            raise ConfigError(
+                f"async_scheduling decides a step before the tokens are known that drafts follow: leave it off, or "
+                f"speculative_method {self.speculative.method} out"
             )
 
 

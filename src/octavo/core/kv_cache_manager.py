@@ -146,6 +146,11 @@ class KVCacheManager:
         """Blocks that so many tokens fill."""
         return -(-num_tokens // self.block_size)
 
+    def has_free(self, num_blocks: int) -> bool:
+        """Whether so many blocks could be taken now, and as many window blocks where there are any."""
+        has_parts = not self.windows.num_blocks or self.windows.num_free_blocks >= num_blocks
+        return has_parts and self.pool.num_free_blocks >= num_blocks
+
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:

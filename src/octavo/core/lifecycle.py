@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.output_builder import OutputBuilder
     from octavo.core.policy import Policy
+    from octavo.core.steps_in_flight import StepsInFlight
     from octavo.data.request import Request
 
 
@@ -40,6 +41,7 @@ class RequestLifecycle:
         kv_cache_manager: KVCacheManager,
         transfers: KVTransfers,
         builder: OutputBuilder,
+        in_flight: StepsInFlight,
         emitter: EventEmitter,
     ) -> None:
         self.requests: dict[str, Request] = {}
@@ -50,6 +52,7 @@ class RequestLifecycle:
         self._manager = kv_cache_manager
         self._transfers = transfers
         self._builder = builder
+        self._in_flight = in_flight
         self._emitter = emitter
         self._num_arrivals = 0
         self._deadlines: list[tuple[float, int, str]] = []
@@ -161,6 +164,7 @@ class RequestLifecycle:
         victim.spec_token_ids = []
         victim.num_preemptions += 1
         self._builder.preempted(victim.request_id)
+        self._in_flight.leave(victim.request_id)
         self.room.put_back(victim)
 
     # --- it ends ------------------------------------------------------------------------------------------------------
@@ -182,6 +186,7 @@ class RequestLifecycle:
         self._manager.free(request)
         del self.requests[request_id]
         self._builder.finished(request_id)
+        self._in_flight.leave(request_id)
         if not self.requests:
             self._policy.counters.forget_all()
         reason = status.finish_reason or ""

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class OutputBuilder:
-    """Knows what the worker was sent: how many tokens of each request, and who ended since."""
+    """Knows what the worker was sent: which requests it knows, and who ended since. It keeps what it samples."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        self._num_sent_tokens: dict[str, int] = {}
+        self._known: set[str] = set()
         self._num_sent_parts: dict[str, int] = {}  # entries of tables of window blocks
         self._finished_req_ids: set[str] = set()
 
@@ -31,7 +31,7 @@ class OutputBuilder:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._num_sent_tokens.keys() | self._num_sent_parts.keys())
+        return len(self._known | self._num_sent_parts.keys())
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
@@ -40,22 +40,19 @@ class OutputBuilder:
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
         drafts: dict[str, list[int]] = {}
-        num_sent_tokens, new_block_ids = self._num_sent_tokens, plan.new_block_ids
+        known, new_block_ids = self._known, plan.new_block_ids
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
-            token_ids = request.sequence.token_ids
-            num_sent = num_sent_tokens.get(request_id)
-            num_sent_tokens[request_id] = len(token_ids)
-            if num_sent is None:
-                new.append(NewRequestData.from_request(request))
-            else:
+            if request_id in known:
                 cached.req_ids.append(request_id)
-                cached.new_token_ids.append(token_ids[num_sent:])
                 cached.new_block_ids.append(new_block_ids[request_id])
                 cached.num_computed_tokens.append(request.num_computed_tokens)
+            else:
+                known.add(request_id)
+                new.append(NewRequestData.from_request(request))
             if not request.spec_token_ids:
                 continue
-            num_drafts = request.num_computed_tokens + count - len(token_ids)
+            num_drafts = request.num_computed_tokens + count - len(request.sequence.token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
         if self._manager.windows.num_blocks:
@@ -89,15 +86,16 @@ class OutputBuilder:
 
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""
-        self._num_sent_tokens.pop(request_id, None)
+        self._known.discard(request_id)
         self._num_sent_parts.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Tell with the next step that a request ended."""
-        self._num_sent_tokens.pop(request_id, None)
+        self._known.discard(request_id)
         self._num_sent_parts.pop(request_id, None)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Tell again who left: whether the worker heard it is unknown."""
+        """Tell again who left, and that nothing is to be kept of whom it computed: what the worker heard is unknown."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
+        self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()

@@ -186,8 +186,8 @@ class Batching(Protocol):
         """
         ...
 
-    def learn(self, seconds: float) -> None:
-        """Take in how long the step took that was filled last."""
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long a step took that was filled."""
         ...
 
 
@@ -204,8 +204,6 @@ class MixedBatching:
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
         self._limit = self._least if step_s else self._most
-        self._taken = 0  # by prompts, of the step that was filled last, if others decode in it
-        self._was_short = False
 
     @property
     def prefill_limit(self) -> int:
@@ -222,15 +220,14 @@ class MixedBatching:
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
-        self._taken = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
-        self._was_short = plan.is_short
+        plan.beside_answers = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, plan: StepPlan, seconds: float) -> None:
         """Follow steps that prompts and answers share; only one that was too short for its prompts lets them grow."""
-        if not self._step_s or self._taken <= 0:
+        if not self._step_s or plan.beside_answers <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
-        if change < 1 or self._was_short:
+        if change < 1 or plan.is_short:
             self._limit = min(max(change * self._limit, self._least), self._most)
 
 
@@ -246,7 +243,7 @@ class PrefillFirstBatching:
         if not (plan.num_tokens or plan.has_admitted):
             grow(plan, [request for request in running if is_decode(request)])
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, plan: StepPlan, seconds: float) -> None:
         """Nobody who decodes waits for a prompt of the same step."""
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from octavo.core.policy import is_decode
 from octavo.core.stop import check_stop
 from octavo.data import events
-from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
@@ -21,9 +20,12 @@ if TYPE_CHECKING:
     from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
+    from octavo.core.output_builder import OutputBuilder
+    from octavo.core.policy import Batching
+    from octavo.core.steps_in_flight import StepInFlight, StepsInFlight
     from octavo.data.kv_tiers import TierMove
     from octavo.data.model_output import ModelOutput, TokenLogprobs
-    from octavo.data.request import Request
+    from octavo.data.request import Request, RequestStatus
     from octavo.data.scheduler_output import SchedulerOutput
 
 
@@ -33,22 +35,46 @@ class ResultProcessor:
     def __init__(
         self,
         lifecycle: RequestLifecycle,
+        builder: OutputBuilder,
+        in_flight: StepsInFlight,
         kv_cache_manager: KVCacheManager,
         transfers: KVTransfers,
         counters: ServiceCounters,
+        batching: Batching,
         draft_policy: DraftPolicy,
         emitter: EventEmitter,
     ) -> None:
         self._lifecycle = lifecycle
+        self._builder = builder
+        self._in_flight = in_flight
         self._manager = kv_cache_manager
         self._transfers = transfers
         self._counters = counters
+        self._batching = batching
         self._draft_policy = draft_policy
         self._emitter = emitter
+        self._last_result = 0.0
 
-    def process(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take the result of a step in; return the news of its requests."""
-        lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, []
+    def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
+        """Take the result of a step in, and learn from how long it took; return the news of its requests.
+
+        A step that was decided ahead began when the one before it was done.
+        """
+        now = self._emitter.now
+        seconds = now - max(step.start, self._last_result)
+        self._last_result = now
+        self._batching.learn(step.plan, seconds)
+        if self._transfers.learns_steps:
+            self._transfers.learn_step(step.scheduled, seconds)
+        outputs = self._advance(step, result)
+        timed = self._draft_policy.learn(step.scheduled, result, seconds)
+        if timed is not None:
+            self._emitter.emit(events.DraftsTimed, *timed)
+        return outputs
+
+    def _advance(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
+        lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, list[EngineCoreOutput]()
+        scheduled, left = step.scheduled, step.left
         self._transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
             self._end_transfer(*ended)
@@ -57,11 +83,11 @@ class ResultProcessor:
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
-        num_requests, running = len(requests), RequestStatus.RUNNING
+        num_requests = len(requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            request = requests.get(request_id)
-            if request is None or request.status is not running:
+            if request_id in left:
                 continue  # aborted while the step ran
+            request = requests[request_id]
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
                 continue
@@ -153,31 +179,47 @@ class ResultProcessor:
             num_accepted_tokens=num_sampled - 1 if num_drafts else 0,
         )
 
-    def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not do, and return the news of them; the others go on."""
-        lifecycle = self._lifecycle
+    def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
+        """End every request of a step that the worker could not do, and return the news of them; the others go on.
+
+        What is still in flight was decided behind it, and is not done, either.
+        """
+        self._emitter.emit(events.StepFailed, message)
+        self._undo(step.scheduled)
+        outputs = [self._lifecycle.fail(request, message) for request in step.requests(self._lifecycle.requests)]
+        self._lifecycle.drop_finished()
+        for each in self._in_flight.take_all():
+            self._emitter.step = each.scheduled.step
+            self._emitter.emit(events.StepFailed, message)
+            self._give_back(each)
+        return outputs
+
+    def _give_back(self, step: StepInFlight) -> None:
+        """Let the requests of a step that was not done start again."""
+        self._undo(step.scheduled)
+        for request in step.requests(self._lifecycle.requests):
+            num_lost = request.num_computed_tokens
+            self._lifecycle.preempt(request)
+            self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
+
+    def _undo(self, scheduled: SchedulerOutput) -> None:
+        """Believe nothing of what a step was to copy or to move, and tell again what was told with it."""
+        self._builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
             self._manager.drop_saved(request_id)  # nobody knows whether it was copied
         self._manager.fail_copies(scheduled.copies)
         for loading in self._transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
-            lifecycle.give_up_loading(loading)
-        outputs = []
-        for request_id in scheduled.num_scheduled_tokens:
-            request = lifecycle.requests.get(request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                outputs.append(lifecycle.fail(request, message))
-        lifecycle.drop_finished()
-        return outputs
+            self._lifecycle.give_up_loading(loading)
 
     def update_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Set what a proposer guesses to follow, as far as it is worth a row of a step.
 
-        Drafts of requests that do not decode are dropped.
+        Drafts of requests that do not decode are dropped, and those that come too late for the next token.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._lifecycle.requests.get(request_id)
-            if request is None or not is_decode(request):
+            if request is None or not is_decode(request) or self._in_flight.has(request_id):
                 continue  # who does not run is no decode: nothing is computed of it
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))

@@ -3,21 +3,21 @@
 A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`; a step gives it some more. A decode is
 a chunk of one, a prefix hit a head start, a preemption a step back.
 
-Here it is decided who gets what. How a request starts, gives way and ends: `lifecycle`. What becomes of a step's
-result: `result_processor`. KV from outside: `kv_transfers`.
+Here it is decided who gets what; who of the waiting starts: `admitter`. How a request starts, gives way and ends:
+`lifecycle`. What becomes of a step's result: `result_processor`. KV from outside: `kv_transfers`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.core import invariants
 from octavo.core.admission import create_admission
+from octavo.core.admitter import Admitter
 from octavo.core.draft_policy import DraftPolicy
 from octavo.core.event_emitter import EventEmitter
-from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.core.lifecycle import RequestLifecycle
@@ -35,6 +35,7 @@ from octavo.core.policy import (
 from octavo.core.result_processor import ResultProcessor
 from octavo.core.scheduler_interface import SchedulerStats, map_blocks
 from octavo.core.step_plan import StepPlan
+from octavo.core.steps_in_flight import StepInFlight, StepsInFlight
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.request import Request, RequestStatus
@@ -83,11 +84,9 @@ class Scheduler:
         self.counters = events.EventCounters()
         self.policy = create_policy(scheduler_config)
         self._clock = clock
-        self._step_start = 0.0
-        self._open_step: int | None = None
-        self._num_busy_steps = 0
+        self._num_steps = 0
+        self._in_flight = StepsInFlight()
         self._news: list[EngineCoreOutput] = []
-        self._blocked: tuple[str, WaitReason] | None = None
         self._to_preempt: list[str] = []
         self._next_check = 0.0
         self._emitter = emitter = EventEmitter(events.FanOut([self.counters, sink or events.NullSink()]))
@@ -112,11 +111,31 @@ class Scheduler:
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
         self.admission = create_admission(scheduler_config, manager, self.transfers.most_saved_blocks)
         self._builder = OutputBuilder(manager, self.transfers)
-        self._lifecycle = RequestLifecycle(self.policy, self.admission, manager, self.transfers, self._builder, emitter)
+        self._lifecycle = RequestLifecycle(
+            self.policy, self.admission, manager, self.transfers, self._builder, self._in_flight, emitter
+        )
+        self._admitter = Admitter(
+            scheduler_config,
+            self.policy,
+            self.admission,
+            manager,
+            self.transfers,
+            self._lifecycle,
+            self._prompt_cost,
+            emitter,
+        )
         self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
         self._draft_policy = DraftPolicy()
         self._results = ResultProcessor(
-            self._lifecycle, manager, self.transfers, self.policy.counters, self._draft_policy, emitter
+            self._lifecycle,
+            self._builder,
+            self._in_flight,
+            manager,
+            self.transfers,
+            self.policy.counters,
+            self._batching,
+            self._draft_policy,
+            emitter,
         )
 
     @property
@@ -179,23 +198,55 @@ class Scheduler:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
 
         Only a prompt that runs gives way to a more important newcomer, where ranks are fixed.
-        Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody.
+        Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody, nor
+        in one that is decided ahead of a result. Call it for such a one only if `may_look_ahead`.
         """
-        self._emitter.step = step = self._emitter.step + 1
-        self._open_step = step
-        self._emitter.now = self._step_start = self._clock()
+        assert self.config.async_scheduling or not self._in_flight, "the result of the last step is not in"
+        self._num_steps += 1
+        self._emitter.step = self._num_steps
+        self._emitter.now = self._clock()
         self._expire()
-        for request, timed_out in self.room.resume_deferred(self._num_busy_steps):
-            self._emit(events.RequestUnparked, request.request_id, timed_out)
+        self._admitter.resume_deferred()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        self._preempt_as_told(plan)
+        if not self._in_flight:
+            self._preempt_as_told(plan)
+            output = self._decide(plan, list(self.running))
+        else:
+            ending = self._in_flight.expect(self.requests)
+            try:
+                running = [request for request in self.running if request.request_id not in ending]
+                output = self._decide(plan, running)
+            finally:
+                self._in_flight.forget(self.requests)
+        if not output.is_empty:
+            self._in_flight.add(StepInFlight(output, plan, self._emitter.now))
+        return output
+
+    @property
+    def in_flight(self) -> SchedulerOutput | None:
+        """The oldest step whose result is not in."""
+        return self._in_flight.oldest
+
+    def may_look_ahead(self) -> bool:
+        """Whether a step can be decided behind one that is still computed: nobody must wait for what that brings.
+
+        All that a step may take there have to be blocks for, as nobody is preempted in it.
+        """
+        if not self.config.async_scheduling or self._to_preempt or not self._in_flight.is_foreseeable(self.requests):
+            return False
+        manager = self.kv_cache_manager
+        num_blocks = len(self.running) + manager.num_blocks_for(self.config.max_num_batched_tokens)
+        return manager.has_free(num_blocks)
+
+    def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
+        """Fill the plan of a step; return what the worker has to do. running: without those who are about to end."""
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
-        self._batching.fill(plan, list(self.running), outranked, self._grow_running, self._admit_waiting)
+        self._batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
         self._record_outranked(plan, outranked)
         max_drafts = self._draft_policy.bound(plan.num_tokens, self.requests)
-        output = self._builder.build(step, plan, self.requests, max_drafts)
-        self._num_busy_steps += bool(plan.num_tokens)
+        output = self._builder.build(self._num_steps, plan, self.requests, max_drafts)
+        self._admitter.num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
 
@@ -216,12 +267,9 @@ class Scheduler:
                 self._preempt(request, request, plan, forced=True)
         self._to_preempt = []
 
-    def _has_seat(self) -> bool:
-        return len(self.running) + len(self.transfers) + self.room.num_deferred < self.config.max_num_seqs
-
     def _outranked(self) -> list[Request]:
         """Return the running prompts that give way to the more important head of the queue, in order of rank."""
-        if not self.policy.ranks_are_fixed or not self.waiting or not self._has_seat():
+        if not self.policy.ranks_are_fixed or not self.waiting or not self._admitter.has_seat():
             return []
         rank = self.policy.rank
         first = bisect(self.running, rank(self.waiting.peek_request()), key=rank)
@@ -262,6 +310,9 @@ class Scheduler:
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
+            if self._in_flight:
+                self._note_stalled(request, plan)
+                return
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
             if victim is None:
                 self._stall(request, plan)
@@ -286,109 +337,14 @@ class Scheduler:
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
-        plan.held_up = WaitReason.NO_BLOCKS
-        self._emit(events.RequestStalled, request.request_id)
+        self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
             self._lifecycle.drop_finished()
 
-    def _admit_waiting(self, plan: StepPlan, before: Request | None) -> None:
-        """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there.
-
-        before: admit only those who are more important than this running request.
-        """
-        reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
-        rank = self.policy.rank
-        while self.waiting and reason is None:
-            if before is not None and rank(self.waiting.peek_request()) > rank(before):
-                return
-            if not self._has_seat():
-                reason = WaitReason.NO_SEAT
-            elif plan.budget <= 0:
-                reason, plan.is_short = WaitReason.NO_BUDGET, True
-            else:
-                reason = self._admit_next(plan)
-        plan.held_up = reason
-        if self.waiting and reason is not None:
-            self._note_blocked(self.waiting.peek_request(), reason)
-
-    def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
-        request = self.waiting.peek_request()
-        computed = self.transfers.hand_over_hit(request, self.kv_cache_manager.get_computed_blocks(request))
-        awaited = self.kv_cache_manager.awaited_block(request, computed)
-        if awaited is not None and self.room.may_defer(request) and self._may_wait_for(awaited[1], request):
-            self._park(partial(self.kv_cache_manager.is_being_computed, awaited[0]), awaited[1])
-            return None
-        reason = self.admission.refusal(request, computed, len(self.running))
-        if reason is not None:
-            return reason
-        may_wait = request.expects_kv or self.room.may_defer(request)
-        num_external = self.transfers.num_external_tokens(request, computed, may_wait=may_wait)
-        if num_external is None:
-            self._park(partial(self.transfers.is_looking_up, request), None)
-            return None
-        if num_external:
-            return self._start_load(request, computed, num_external, plan)
-        return self._start_computing(request, computed, plan)
-
-    def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
-        """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
-        admission, cost, budget = self.admission, self._prompt_cost, plan.budget
-        num_remaining, threshold = request.num_tokens - computed.num_tokens, self.config.long_prefill_token_threshold
-        room = cost.num_tokens_within(budget, computed.num_tokens)
-        count = num_tokens_to_schedule(
-            num_remaining,
-            int(min(room, admission.prefill_room)),
-            threshold=threshold,
-            may_be_cut=self.config.enable_chunked_prefill,
-            whole_budget=int(min(self.config.max_num_batched_tokens, admission.largest_prefill)),
-        )
-        if count <= 0:
-            return WaitReason.NO_BUDGET
-        block_ids = self.kv_cache_manager.allocate_slots(
-            request, count, computed, num_reserved_tokens=admission.num_reserved_tokens(request)
-        )
-        if block_ids is None:
-            return WaitReason.NO_BLOCKS
-        self._blocked = None
-        self._lifecycle.admit(request, computed, count)
-        plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
-        plan.is_short |= room < min(num_remaining, threshold or num_remaining)
-        plan.has_admitted = True
-        return None
-
-    def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Let the head of the queue wait beside it, as long as something is pending; nobody is held up by it."""
-        request = self.room.defer(is_pending, self._num_busy_steps)
-        self._blocked = None
-        self._emit(events.RequestParked, request.request_id, owner)
-
-    def _start_load(
-        self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
-    ) -> WaitReason | None:
-        """Give the head of the queue its blocks and let it wait for KV from outside; return why not, or None."""
-        num_reserved = self.admission.num_reserved_tokens(request)
-        block_ids = self.kv_cache_manager.allocate_slots(
-            request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
-        )
-        if block_ids is None:
-            return WaitReason.NO_BLOCKS
-        self._blocked = None
-        self._lifecycle.start_loading(request, computed)
-        self.transfers.start_load(request, computed, num_external, block_ids)
-        plan.has_admitted = True
-        return None
-
-    def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Whether a request may wait for what another one computes: not if that one is less important than itself."""
-        rank = self.policy.rank
-        return not self.policy.ranks_are_fixed or rank(self.requests[owner_id]) < rank(request)
-
-    def _note_blocked(self, request: Request, reason: WaitReason) -> None:
-        if self._blocked != (request.request_id, reason):
-            self._blocked = (request.request_id, reason)
-            self._emit(events.RequestBlocked, request.request_id, reason)
+    def _note_stalled(self, request: Request, plan: StepPlan) -> None:
+        plan.held_up = WaitReason.NO_BLOCKS
+        self._emit(events.RequestStalled, request.request_id)
 
     def _record_outranked(self, plan: StepPlan, outranked: list[Request]) -> None:
         for request in outranked:
@@ -414,34 +370,28 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Append sampled tokens, check stops, share what is computed, free what ended; return the news.
 
-        A result of another step than `scheduled` changes nothing (it came late or twice).
-        """
-        self._emitter.now = now = self._clock()
-        if result.step != scheduled.step or scheduled.step != self._open_step:
-            self._emit(events.StaleResultDropped, f"result of step {result.step} in step {self._emitter.step}")
-            return []
-        self._open_step = None
-        self._batching.learn(now - self._step_start)
-        if self.transfers.learns_steps:
-            self.transfers.learn_step(scheduled, now - self._step_start)
-        outputs = self._take_news() + self._results.process(scheduled, result)
-        timed = self._draft_policy.learn(scheduled, result, now - self._step_start)
-        if timed is not None:
-            self._emit(events.DraftsTimed, *timed)
-        return outputs
-
-    def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not do; the others go on.
-
-        Whether the worker heard who ended before is unknown, so it is told again with the next step.
+        A result of another step than the oldest in flight changes nothing (it came late or twice).
         """
         self._emitter.now = self._clock()
-        if scheduled.step != self._open_step:
+        step = self._in_flight.take(scheduled.step) if result.step == scheduled.step else None
+        if step is None:
+            self._emit(events.StaleResultDropped, f"result of step {result.step} in step {self._num_steps}")
             return []
-        self._open_step = None
-        self._emit(events.StepFailed, message)
-        self._builder.fail_step(scheduled)
-        return self._take_news() + self._results.fail(scheduled, message)
+        self._emitter.step = scheduled.step
+        return self._take_news() + self._results.process(step, result)
+
+    def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """End every request of the oldest step in flight, which the worker could not do; the others go on.
+
+        Whether the worker heard who ended before is unknown: it is told again with the next step. A step behind it is
+        not done: who is in that one alone starts again.
+        """
+        self._emitter.now = self._clock()
+        step = self._in_flight.take(scheduled.step)
+        if step is None:
+            return []
+        self._emitter.step = scheduled.step
+        return self._take_news() + self._results.fail(step, message)
 
     def _take_news(self) -> list[EngineCoreOutput]:
         """Return who ended while the step was decided."""
@@ -456,7 +406,8 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""
-        return bool(self.requests or self._builder.has_endings or self._news or self.transfers.has_work)
+        is_awaited = self.requests or self._in_flight or self._builder.has_endings or self._news
+        return bool(is_awaited or self.transfers.has_work)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""

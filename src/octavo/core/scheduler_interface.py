@@ -25,6 +25,15 @@ class SchedulerInterface(Protocol):
         """Decide the next step."""
         ...
 
+    @property
+    def in_flight(self) -> SchedulerOutput | None:
+        """The oldest step whose result is not in."""
+        ...
+
+    def may_look_ahead(self) -> bool:
+        """Whether one more step can be decided before the result of the one in flight is in."""
+        ...
+
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Take a step's result in; return the news of its requests."""
         ...
@@ -34,7 +43,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of a step that failed."""
+        """End the requests of the oldest step in flight, which failed; give up those behind it."""
         ...
 
     def add_request(self, request: Request) -> None:

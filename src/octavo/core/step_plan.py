@@ -16,6 +16,7 @@ class StepPlan:
 
     surcharge: what prompts took of the budget beyond their number of tokens.
     is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
+    beside_answers: what prompts took of the budget, if others decode in the step.
     held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
     """
 
@@ -28,6 +29,7 @@ class StepPlan:
     held_up: WaitReason | None = None
     has_admitted: bool = False
     is_short: bool = False
+    beside_answers: int = 0
 
     def __post_init__(self) -> None:
         self.budget = self.whole_budget

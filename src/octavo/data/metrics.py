@@ -160,7 +160,7 @@ class EngineMetrics:
         self._tiers = KVTierCounter(self.stats.tiers)
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
-        self._is_in_step = False
+        self._num_open_steps = 0  # two while one is decided ahead
 
     def emit(self, event: Event) -> None:
         """Count it."""
@@ -170,7 +170,7 @@ class EngineMetrics:
                 self._take_tokens(event)
                 self._end_step()
             case events.StepScheduled():
-                self._is_in_step = True
+                self._num_open_steps += 1
                 stats.num_steps += 1
                 stats.scheduled_tokens += event.num_tokens
                 stats.iteration_tokens.observe(event.num_tokens)
@@ -178,6 +178,7 @@ class EngineMetrics:
                 stats.window_usage = event.window_usage
                 stats.prefill_limit = event.prefill_limit
             case events.RequestQueued():
+                self._settle()  # the id may be that of one who ended
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
                 stats.num_requests_waiting += 1
             case events.RequestAdmitted():
@@ -190,7 +191,7 @@ class EngineMetrics:
                 self._move(self._lives[event.request_id], runs=False)
                 stats.num_requests_waiting -= 1
                 self._ended.append((event.request_id, event))
-                if not self._is_in_step:
+                if not self._num_open_steps:
                     self._settle()
             case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
@@ -258,7 +259,7 @@ class EngineMetrics:
             self.stats.prefill_time.observe(now - life.admitted)
 
     def _end_step(self) -> None:
-        self._is_in_step = False
+        self._num_open_steps = max(self._num_open_steps - 1, 0)
         self._settle()
 
     def _settle(self) -> None:

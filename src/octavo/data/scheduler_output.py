@@ -59,13 +59,13 @@ class NewRequestData:
 class CachedRequestData:
     """Only what is new of the requests that the worker knows already; parallel lists.
 
-    new_token_ids: tokens accepted since the request was last scheduled. new_block_ids: to append to its block table.
+    What was sampled of them the worker knows by itself, and nobody else adds tokens. new_block_ids: to append to each
+    one's block table. num_computed_tokens: when the steps before are done.
     new_window_block_ids: to append to its table of window blocks, perhaps in another step than the blocks themselves;
     what has fallen behind the window stays in that table and is never read. No lists where no layer has a window.
     """
 
     req_ids: list[str]
-    new_token_ids: list[list[int]]
     new_block_ids: list[list[int]]
     num_computed_tokens: list[int]
     new_window_block_ids: list[list[int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class CachedRequestData:
     @classmethod
     def make_empty(cls) -> CachedRequestData:
         """No request at all."""
-        return cls([], [], [], [])
+        return cls([], [], [])
 
 
 @dataclass(frozen=True, slots=True)

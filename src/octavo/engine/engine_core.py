@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """A scheduler and an executor, one step at a time.
+    """A scheduler and an executor: one step at a time, or the next one decided while one is computed.
 
     metrics, recent: what reads the scheduler's events. capacity: what both were found to have room for.
     """
@@ -37,25 +37,41 @@ class EngineCore:
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, compute, take the result in; return the news of every request that has any.
+        """Schedule, compute, take the oldest result in; return the news of every request that has any.
 
         A step that the executor could not do ends its requests with an error, frees their blocks and leaves the rest.
         """
-        scheduled = self.scheduler.schedule()
-        if scheduled.is_empty:
-            return self._take_undelivered()
+        scheduler = self.scheduler
         try:
-            self.executor.submit(scheduled)
+            if scheduler.in_flight is None:
+                self._submit_next()
+            if scheduler.may_look_ahead():
+                self._submit_next()
+            scheduled = scheduler.in_flight
+            if scheduled is None:
+                return self._take_undelivered()
             result = self.executor.collect()
         except ExecutionError as error:
-            return self._take_undelivered() + self.scheduler.fail_step(scheduled, str(error))
+            return self._take_undelivered() + self._fail(str(error))
         except BaseException:  # an interrupt: nobody knows how far the worker came
-            self._undelivered += self.scheduler.fail_step(scheduled, "the step was interrupted")
+            self._undelivered += self._fail("the step was interrupted")
             raise
-        outputs = self._take_undelivered() + self.scheduler.update_from_output(scheduled, result)
+        outputs = self._take_undelivered() + scheduler.update_from_output(scheduled, result)
         if result.draft_token_ids:
-            self.scheduler.update_draft_token_ids(result.draft_token_ids)
+            scheduler.update_draft_token_ids(result.draft_token_ids)
         return outputs
+
+    def _submit_next(self) -> None:
+        """Decide a step and hand it over, if there is anything to do."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled.is_empty:
+            self.executor.submit(scheduled)
+
+    def _fail(self, message: str) -> list[EngineCoreOutput]:
+        """Give up what was submitted; return the news of the requests that end with the oldest of it."""
+        self.executor.abandon()
+        scheduled = self.scheduler.in_flight
+        return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
 
     def has_work(self) -> bool:
         """Whether another step is needed."""

@@ -13,19 +13,24 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Computes steps, one at a time: `submit` hands one over, `collect` waits for its result.
+    """Computes steps in the order in which they come: `submit` hands one over, `collect` waits for the oldest result.
 
     Everything a step must do besides computing rides inside these two. `collect` raises `ExecutionError` when the step
-    failed; the executor is then ready for the next one. A step that `only_waits_for_transfers` ends when one has
-    ended, or after a few milliseconds: it must neither spin nor keep the engine from those who arrive.
+    failed. Then, and after anything else that it or `submit` raised, call `abandon` before the next one. A step that
+    `only_waits_for_transfers` ends when one has ended, or after a few milliseconds: it must neither spin nor keep the
+    engine from those who arrive.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Start a step."""
+        """Start a step; another one may be submitted before its result is collected."""
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the step that was submitted."""
+        """Wait for the oldest step that was submitted and not collected."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up all steps that were not collected: none of them is under way when this returns."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:

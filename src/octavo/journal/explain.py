@@ -211,8 +211,11 @@ class _Teller:
                 self.found_in_host = event
                 reasons.append(_what_was_copied(event))
             return
-        found, self.found_in_host = self.found_in_host, None
-        if found is not None and found.step == event.step:
+        found = self.found_in_host
+        if found is None or found.step > event.step:
+            return
+        self.found_in_host = None
+        if found.step == event.step:
             took_s = event.loaded.seconds * found.num_blocks / event.loaded.num_blocks
             reasons[reasons.index(_what_was_copied(found))] = _what_was_copied(found, took_s)
 

@@ -150,8 +150,9 @@ class RecordingScheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Take a step's result in."""
+        is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
-        if result.step != scheduled.step:
+        if not is_taken:
             return outputs  # it changed nothing
         start = time.thread_time()
         self._note_answers()
@@ -182,7 +183,10 @@ class RecordingScheduler:
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End the requests of a step that failed."""
+        is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
+        if not is_taken:
+            return outputs
         start = time.thread_time()
         self._write(["x", self._elapsed(), message])
         self._note_endings(outputs, of_step=True)

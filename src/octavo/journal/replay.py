@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from octavo.data.scheduler_output import SchedulerOutput
 
 STOP_TOKEN = -1  # stands for whatever token ended a request
 
@@ -55,7 +54,6 @@ class _Player:
         self.names: dict[int, str] = {}
         self.mismatches: list[Mismatch] = []
         self.num_steps = 0
-        self.scheduled: SchedulerOutput | None = None
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
             raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
@@ -100,10 +98,10 @@ class _Player:
         self.scheduler.finish_requests([self.names[number] for number in numbers], RequestStatus[status])
 
     def _play_s(self, recorded: int) -> None:
-        self.scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule()
         self.num_steps += 1
-        if checksum(self.scheduled) != recorded:
-            self.mismatches.append(Mismatch(self.scheduled.step, self.scheduled.num_scheduled_tokens))
+        if checksum(scheduled) != recorded:
+            self.mismatches.append(Mismatch(scheduled.step, scheduled.num_scheduled_tokens))
 
     def _play_u(
         self,
@@ -114,7 +112,7 @@ class _Player:
         computed_drafts: Sequence[int] = (),
         host_moves: Sequence[list[Any]] = (),
     ) -> None:
-        scheduled = self.scheduled
+        scheduled = self.scheduler.in_flight
         assert scheduled is not None
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
         sampled_ids: dict[str, list[int]] = {}
@@ -158,8 +156,9 @@ class _Player:
             self.store.answers = answers
 
     def _play_x(self, message: str) -> None:
-        assert self.scheduled is not None
-        self.scheduler.fail_step(self.scheduled, message)
+        scheduled = self.scheduler.in_flight
+        assert scheduled is not None
+        self.scheduler.fail_step(scheduled, message)
 
     def _play_d(self, counts: dict[str, int]) -> None:
         self.scheduler.update_draft_token_ids({self.names[int(n)]: [0] * count for n, count in counts.items()})

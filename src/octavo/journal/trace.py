@@ -41,18 +41,20 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
         for pid, name in ((_BATCH, "batch"), (_REQUESTS, "requests"))
     ]
     out.append({"ph": "M", "pid": _BATCH, "tid": _BATCH, "name": "thread_name", "args": {"name": "steps"}})
-    begun: events.StepScheduled | None = None
+    open_steps: dict[int, events.StepScheduled] = {}
+    last_end = 0.0
     for event in stream:
         if isinstance(event, events.StepScheduled):
-            begun = event
+            open_steps[event.step] = event
             counts = {"running": event.num_running, "waiting": event.num_waiting}
             out.append({"ph": "C", "pid": _BATCH, "name": "requests", "ts": microseconds(event.time), "args": counts})
             use = {"percent": round(100 * event.kv_cache_usage, 1)}
             out.append({"ph": "C", "pid": _BATCH, "name": "KV cache", "ts": microseconds(event.time), "args": use})
-        elif isinstance(event, (events.StepCompleted, events.StepFailed)) and begun is not None:
-            name = f"step {begun.step}: {begun.num_tokens} tokens"
-            out.append(span(_BATCH, _BATCH, name, begun.time, event.time, tokens=dict(begun.num_scheduled_tokens)))
-            begun = None
+        elif isinstance(event, (events.StepCompleted, events.StepFailed)) and event.step in open_steps:
+            begun = open_steps.pop(event.step)
+            name, start = f"step {begun.step}: {begun.num_tokens} tokens", max(begun.time, last_end)
+            out.append(span(_BATCH, _BATCH, name, start, event.time, tokens=dict(begun.num_scheduled_tokens)))
+            last_end = event.time
     for lane, (request_id, life) in enumerate(lives.items(), _FIRST_LANE):
         label = {"name": f"request {request_id}"}
         out.append({"ph": "M", "pid": _REQUESTS, "tid": lane, "name": "thread_name", "args": label})

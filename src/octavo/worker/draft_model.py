@@ -132,7 +132,7 @@ class DraftRunner:
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
-        self._num_known = np.array([request.num_tokens for request in requests])
+        self._num_known = self._batch.num_tokens[rows]
         self._num_tokens = self._num_known.copy()  # with what is guessed
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows], self._scratch_window_blocks[rows])

@@ -37,7 +37,6 @@ class Drafting:
         self.num_passes = 0
         self.computed: AbstractSet[str] = frozenset()
         self.draft_probs: dict[str, Tensor] = {}
-        self._unwritten: Mapping[str, list[int]] = {}  # what the newest step sampled, where nothing was guessed
         self._batch = batch
         self._tasks = tasks
 
@@ -58,11 +57,8 @@ class Drafting:
             return
         self._drop_probs(request_ids)
         requests = [each for name in request_ids if (each := self._batch.requests.get(name)) is not None]
-        for request in requests:
-            if request.request_id in self._unwritten:
-                self._batch.write_sampled(request, self._unwritten[request.request_id])
         ended = [
-            EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
+            EndedRequest(each.request_id, self._batch.known_tokens(each), each.num_prompt_tokens, each.cache_salt)
             for each in requests
         ]
         if not ended:
@@ -85,10 +81,9 @@ class Drafting:
         """
         if not self.proposer.num_speculative_tokens:
             return {}
-        self._unwritten, self.num_passes, self.computed = {}, 0, frozenset()
+        self.num_passes, self.computed = 0, frozenset()
         is_bounded = max_drafts and not self.proposer.computes  # else what is looked up has no bound
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
-            self._unwritten = sampled_token_ids  # until they end: a step without a guess should cost nothing
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
             return {}
@@ -103,7 +98,7 @@ class Drafting:
         tasks: list[DraftTask] = []
         for request_id, token_ids in sampled_token_ids.items():
             request = self._batch.requests[request_id]
-            known = self._batch.write_sampled(request, token_ids)
+            known = self._batch.known_tokens(request)
             most = self._max_drafts(request, len(known), token_ids)
             worth = min(most, max_drafts.get(request_id, most)) if max_drafts else most
             if not self.proposer.computes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,8 @@ from octavo.kernels.interface import AttentionBatch, OutputRows
 from octavo.worker.sampler import SamplingColumns, on_device
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from numpy.typing import NDArray
 
@@ -28,8 +31,7 @@ if TYPE_CHECKING:
 class RequestRow:
     """What does not fit into the arrays. `row` is its place in them.
 
-    num_tokens: prompt and output, what the last step sampled included. predicted_token_ids: int32, what its client
-    expects as its output.
+    predicted_token_ids: int32, what its client expects as its output.
     """
 
     row: int
@@ -39,7 +41,6 @@ class RequestRow:
     stop_token_ids: frozenset[int]
     cache_salt: str | None = None
     predicted_token_ids: NDArray[np.int32] | None = None
-    num_tokens: int = 0
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
     walk: Walk | None = None  # the last one there
 
@@ -80,7 +81,8 @@ class ModelInputs:
 class InputBatch:
     """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
 
-    Behind the known tokens of a row there may stand others: drafts of the step, or what it sampled.
+    What is sampled becomes known with `append_sampled`: nobody else adds tokens. Behind the known tokens of a row there
+    may stand others, drafts of the step.
     num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind its own. has_windows: there are layers
     whose keys and values stand in window blocks. Their tables hold anything behind the window.
     """
@@ -113,7 +115,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Forget who ended or was preempted, learn who is new, append what is new of the others."""
+        """Forget who ended or was preempted, learn who is new, append blocks that are new of the others."""
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
             self.remove_request(request_id)
         for data in scheduled.scheduled_new_reqs:
@@ -133,11 +135,12 @@ class InputBatch:
             None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
-        self.num_tokens[row] = self.num_blocks[row] = self.num_window_blocks[row] = 0
+        self.num_tokens[row], self.num_blocks[row], self.num_window_blocks[row] = len(data.token_ids), 0, 0
+        self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
         self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
-        self._append(row, data.token_ids, data.block_ids)
+        self._append_blocks(row, data.block_ids)
         self._append_window_blocks(row, data.window_block_ids)
 
     def remove_request(self, request_id: str) -> None:
@@ -149,25 +152,28 @@ class InputBatch:
                 request.walk.result.cancel()
 
     def _update_cached(self, cached: CachedRequestData) -> None:
-        for request_id, token_ids, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_token_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.requests[request_id].row
-            self._append(row, token_ids, block_ids)
-            self.num_computed_tokens[row] = num_computed
+        rows = [self.requests[request_id].row for request_id in cached.req_ids]
+        self.num_computed_tokens[rows] = cached.num_computed_tokens
+        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+            if block_ids:
+                self._append_blocks(row, block_ids)
         if self.has_windows:
-            for request_id, window_block_ids in zip(cached.req_ids, cached.new_window_block_ids, strict=True):
-                self._append_window_blocks(self.requests[request_id].row, window_block_ids)
+            for row, window_block_ids in zip(rows, cached.new_window_block_ids, strict=True):
+                self._append_window_blocks(row, window_block_ids)
 
-    def _append(self, row: int, token_ids: list[int], block_ids: list[int]) -> None:
-        if token_ids:
-            start = self.num_tokens[row]
-            self.token_ids[row, start : start + len(token_ids)] = token_ids
-            self.num_tokens[row] += len(token_ids)
-        if block_ids:
-            start = self.num_blocks[row]
-            self.block_tables[row, start : start + len(block_ids)] = block_ids
-            self.num_blocks[row] += len(block_ids)
+    def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
+        """Take in what a step chose: it is known from now on."""
+        token_ids = list(sampled_token_ids.values())
+        rows = np.array([self.requests[request_id].row for request_id in sampled_token_ids], dtype=np.int64)
+        counts = np.array([len(each) for each in token_ids], dtype=np.int64)
+        first = self.num_tokens[rows]
+        self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = list(chain.from_iterable(token_ids))
+        self.num_tokens[rows] = first + counts
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_tables[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] += len(block_ids)
 
     def _append_window_blocks(self, row: int, block_ids: list[int]) -> None:
         if block_ids:
@@ -180,20 +186,10 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens behind those that are known, until others are; return both: a view."""
+        """Write tokens behind those that are known, until others are sampled; return both: a view."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
-
-    def write_sampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write what a step sampled, which the scheduler tells with the next one; return all tokens: a view."""
-        written = self.write_behind(request, token_ids)
-        request.num_tokens = len(written)
-        return written
-
-    def all_tokens(self, request: RequestRow) -> NDArray[np.int32]:
-        """Prompt and output of a request, what the last step sampled included: a view."""
-        return self.token_ids[request.row, : max(request.num_tokens, self.num_tokens[request.row])]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
         """Return what each row of logits had as its input: [num_logits]."""

@@ -135,6 +135,8 @@ class ModelRunner:
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
+        if output.sampled_token_ids:
+            self.batch.append_sampled(output.sampled_token_ids)
         drafting = self.drafting
         drafts = drafting.propose(output.sampled_token_ids, scheduled.max_drafts)
         if not (pooled or drafting.seconds):

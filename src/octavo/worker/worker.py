@@ -6,7 +6,9 @@ import contextlib
 import logging
 import queue
 import weakref
-from dataclasses import replace
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,7 +39,6 @@ from octavo.worker.verification import create_verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.kv_tiers import EndedTransfer
@@ -326,23 +327,35 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A step that was handed over. only_waits: it has nothing to compute, and KV is on its way."""
+
+    result: Future[ModelOutput | ExecutionError]
+    only_waits: bool
+
+
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
+    With in_background a thread computes, and `submit` returns at once.
     ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
     it is closed with the executor. num_threads: for loads from it.
     """
 
-    def __init__(self, worker: Worker, store: TieredStore | None = None, *, num_threads: int = 1) -> None:
+    def __init__(
+        self, worker: Worker, store: TieredStore | None = None, *, num_threads: int = 1, in_background: bool = False
+    ) -> None:
         self.worker = worker
+        self._thread = ThreadPoolExecutor(1, "octavo-worker") if in_background else None
+        self._steps: deque[_Submitted] = deque()
+        self._has_failed = False  # what is submitted until that is heard is not computed
         self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
         if store is not None:
             self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
                 worker.kv_cache, store, self.ended_transfers.put, num_threads=num_threads
             )
-        self._only_waits = False
-        self._result: ModelOutput | ExecutionError | None = None
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Compile the grammar that a request asks for, in the background."""
@@ -352,35 +365,56 @@ class LocalExecutor:
         return grammars.prepare(wanted, tenant)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute a step now; a failure is kept for `collect`."""
-        self._only_waits = scheduled.only_waits_for_transfers
+        """Compute a step; a failure is kept for `collect`."""
+        result: Future[ModelOutput | ExecutionError]
+        if self._thread is None:
+            result = Future()
+            result.set_result(self._run(scheduled))
+        else:
+            result = self._thread.submit(self._run, scheduled)
+        self._steps.append(_Submitted(result, scheduled.only_waits_for_transfers))
+
+    def _run(self, scheduled: SchedulerOutput) -> ModelOutput | ExecutionError:
+        if self._has_failed:
+            return ExecutionError("the step before failed")
         try:
-            self._result = self.worker.execute(scheduled)
+            return self.worker.execute(scheduled)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
+            self._has_failed = True
             logger.exception("step %d failed", scheduled.step)
-            self._result = ExecutionError(f"the model failed in this step: {type(error).__name__}")
+            return ExecutionError(f"the model failed in this step: {type(error).__name__}")
 
     def collect(self) -> ModelOutput:
-        """Return the result of the step that was submitted, or raise its `ExecutionError`.
+        """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
 
         A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
         """
-        result, self._result = self._result, None
+        assert self._steps, "collect without submit"
+        result = self._steps[0].result.result()
+        only_waits = self._steps.popleft().only_waits
         if isinstance(result, ExecutionError):
             raise result
-        assert result is not None, "collect without submit"
-        if self._only_waits or not self.ended_transfers.empty():
-            result.kv_transfers.extend(self._take_ended_transfers())
+        if only_waits or not self.ended_transfers.empty():
+            result.kv_transfers.extend(self._take_ended_transfers(only_waits=only_waits))
         return result
+
+    def abandon(self) -> None:
+        """Give up all steps that were not collected; one that is computed just now is waited for."""
+        self._has_failed = True
+        for step in self._steps:
+            if not step.result.cancel():
+                step.result.result()
+        self._steps.clear()
+        self._has_failed = False
 
     def wake(self) -> None:
         """End a step that only waits for KV, from any thread: there is something new to decide."""
         self.ended_transfers.put(None)
 
-    def _take_ended_transfers(self) -> list[EndedTransfer]:
+    def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
         ended: list[EndedTransfer | None] = []
         with contextlib.suppress(queue.Empty):
-            if self._only_waits:
+            if only_waits:
                 ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))
             while True:
                 ended.append(self.ended_transfers.get_nowait())
@@ -388,6 +422,8 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Close the store, and drop the references to weights and KV; a second call changes nothing."""
+        if self._thread is not None:
+            self._thread.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()
         self.__dict__.pop("worker", None)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HISTORY_S = 600
 _RECENT_S = 10  # what the figures of the moment are taken over
+_MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
@@ -161,7 +162,8 @@ class LiveView:
         self._shown: dict[str, Shown] = {}
         self._ended: deque[str] = deque()
         self._num_requests = 0
-        self._step: tuple[events.StepScheduled, list[tuple[int, int, bool]]] | None = None
+        self._open_steps: dict[int, tuple[events.StepScheduled, list[tuple[int, int, bool]]]] = {}
+        self._last_end = 0.0
         self._drafts: list[tuple[int, int, int]] = []
         self._draft_stats = DraftStats()
 
@@ -292,10 +294,10 @@ class LiveView:
             case events.StepScheduled():
                 self._open_step(event)
             case events.StepCompleted():
-                self._close_step(event.time)
+                self._close_step(event)
                 self._take_tokens(event)
             case events.StepFailed():
-                self._close_step(event.time)
+                self._close_step(event)
             case events.RequestQueued():
                 self._num_requests += 1
                 self._shown[event.request_id] = Shown(
@@ -355,18 +357,23 @@ class LiveView:
             is_prompt = shown.num_left > 0
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
-        self._step = event, parts
+        self._open_steps[event.step] = event, parts
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # how one ended was missed
+            del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
         second.prefill += sum(count for _, count, is_prompt in parts if is_prompt)
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
-    def _close_step(self, time: float) -> None:
-        if self._step is not None:
-            event, parts = self._step
-            self.steps.append(Step(event.step, event.time, time - event.time, parts, self._drafts))
+    def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
+        """Take note of a step; one that was decided ahead begins with the end of the one before."""
+        opened = self._open_steps.pop(end.step, None)
+        if opened is not None:
+            event, parts = opened
+            start = max(event.time, self._last_end)
+            self.steps.append(Step(event.step, start, end.time - start, parts, self._drafts))
             self.num_steps += 1
-            self._step = None
+        self._last_end = end.time
         self._drafts = []
 
     def _take_tokens(self, event: events.StepCompleted) -> None:

@@ -1,0 +1,161 @@
+"""Who waits starts: with what is found of it, with what comes from outside, or not yet.
+
+Whether one may start is asked of `admission`; in which order they wait is the queue's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.core.policy import PromptCost, num_tokens_to_schedule
+from octavo.data import events
+from octavo.data.events import WaitReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.config import SchedulerConfig
+    from octavo.core.admission import Admission
+    from octavo.core.event_emitter import EventEmitter
+    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.lifecycle import RequestLifecycle
+    from octavo.core.policy import Policy
+    from octavo.core.step_plan import StepPlan
+    from octavo.data.request import Request
+
+
+class Admitter:
+    """Admits from the queue into a step. num_busy_steps: steps so far in which anybody was given tokens."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        admission: Admission,
+        kv_cache_manager: KVCacheManager,
+        transfers: KVTransfers,
+        lifecycle: RequestLifecycle,
+        prompt_cost: PromptCost,
+        emitter: EventEmitter,
+    ) -> None:
+        self.num_busy_steps = 0
+        self._config = config
+        self._policy = policy
+        self._admission = admission
+        self._manager = kv_cache_manager
+        self._transfers = transfers
+        self._lifecycle = lifecycle
+        self._room = lifecycle.room
+        self._prompt_cost = prompt_cost
+        self._emitter = emitter
+        self._blocked: tuple[str, WaitReason] | None = None
+
+    def resume_deferred(self) -> None:
+        """Put those back into the queue who wait beside it for nothing any more, or for too long."""
+        for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
+            self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
+
+    def has_seat(self) -> bool:
+        """Whether one more may run. Who waits for KV or for a block has a seat, too."""
+        num_seated = len(self._lifecycle.running) + len(self._transfers) + self._room.num_deferred
+        return num_seated < self._config.max_num_seqs
+
+    def admit(self, plan: StepPlan, before: Request | None) -> None:
+        """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there.
+
+        before: admit only those who are more important than this running request.
+        """
+        reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
+        rank = self._policy.rank
+        while self._room.queue and reason is None:
+            if before is not None and rank(self._room.queue.peek_request()) > rank(before):
+                return
+            if not self.has_seat():
+                reason = WaitReason.NO_SEAT
+            elif plan.budget <= 0:
+                reason, plan.is_short = WaitReason.NO_BUDGET, True
+            else:
+                reason = self._admit_next(plan)
+        plan.held_up = reason
+        if self._room.queue and reason is not None:
+            self._note_blocked(self._room.queue.peek_request(), reason)
+
+    def _admit_next(self, plan: StepPlan) -> WaitReason | None:
+        """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
+        request = self._room.queue.peek_request()
+        computed = self._transfers.hand_over_hit(request, self._manager.get_computed_blocks(request))
+        awaited = self._manager.awaited_block(request, computed)
+        if awaited is not None and self._room.may_defer(request) and self._may_wait_for(awaited[1], request):
+            self._park(partial(self._manager.is_being_computed, awaited[0]), awaited[1])
+            return None
+        reason = self._admission.refusal(request, computed, len(self._lifecycle.running))
+        if reason is not None:
+            return reason
+        may_wait = request.expects_kv or self._room.may_defer(request)
+        num_external = self._transfers.num_external_tokens(request, computed, may_wait=may_wait)
+        if num_external is None:
+            self._park(partial(self._transfers.is_looking_up, request), None)
+            return None
+        if num_external:
+            return self._start_load(request, computed, num_external, plan)
+        return self._start_computing(request, computed, plan)
+
+    def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
+        """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
+        admission, cost, budget = self._admission, self._prompt_cost, plan.budget
+        num_remaining, threshold = request.num_tokens - computed.num_tokens, self._config.long_prefill_token_threshold
+        room = cost.num_tokens_within(budget, computed.num_tokens)
+        count = num_tokens_to_schedule(
+            num_remaining,
+            int(min(room, admission.prefill_room)),
+            threshold=threshold,
+            may_be_cut=self._config.enable_chunked_prefill,
+            whole_budget=int(min(self._config.max_num_batched_tokens, admission.largest_prefill)),
+        )
+        if count <= 0:
+            return WaitReason.NO_BUDGET
+        block_ids = self._manager.allocate_slots(
+            request, count, computed, num_reserved_tokens=admission.num_reserved_tokens(request)
+        )
+        if block_ids is None:
+            return WaitReason.NO_BLOCKS
+        self._blocked = None
+        self._lifecycle.admit(request, computed, count)
+        plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
+        plan.is_short |= room < min(num_remaining, threshold or num_remaining)
+        plan.has_admitted = True
+        return None
+
+    def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
+        """Let the head of the queue wait beside it, as long as something is pending; nobody is held up by it."""
+        request = self._room.defer(is_pending, self.num_busy_steps)
+        self._blocked = None
+        self._emitter.emit(events.RequestParked, request.request_id, owner)
+
+    def _start_load(
+        self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
+    ) -> WaitReason | None:
+        """Give the head of the queue its blocks and let it wait for KV from outside; return why not, or None."""
+        num_reserved = self._admission.num_reserved_tokens(request)
+        block_ids = self._manager.allocate_slots(
+            request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
+        )
+        if block_ids is None:
+            return WaitReason.NO_BLOCKS
+        self._blocked = None
+        self._lifecycle.start_loading(request, computed)
+        self._transfers.start_load(request, computed, num_external, block_ids)
+        plan.has_admitted = True
+        return None
+
+    def _may_wait_for(self, owner_id: str, request: Request) -> bool:
+        """Whether a request may wait for what another one computes: not if that one is less important than itself."""
+        rank = self._policy.rank
+        return not self._policy.ranks_are_fixed or rank(self._lifecycle.requests[owner_id]) < rank(request)
+
+    def _note_blocked(self, request: Request, reason: WaitReason) -> None:
+        if self._blocked != (request.request_id, reason):
+            self._blocked = (request.request_id, reason)
+            self._emitter.emit(events.RequestBlocked, request.request_id, reason)

@@ -1,0 +1,128 @@
+"""Steps that were decided and whose results are not in yet.
+
+The worker computes them in the order in which they were decided. So what a later one reads or writes in blocks stands
+behind what an earlier one does, even where these blocks had another owner in between.
+
+Usually there is one. With `async_scheduling` the next is decided while that one computes: it is taken as it is expected
+to come, each request that is due a token having got one that is not known yet. Only what can be foreseen is decided so:
+nobody loses blocks, and nobody goes on who may get no token, or more than one. Who ends by a token that nobody foresaw
+has one row computed in vain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from octavo.core.step_plan import StepPlan
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
+
+UNKNOWN_TOKEN = -1
+MOST_AHEAD = 1  # steps that are decided while another one computes
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was decided. start: when, in seconds of the core's clock.
+
+    left: ids of requests that ended or gave way since: what comes of them is for nobody, even if others have the ids.
+    """
+
+    scheduled: SchedulerOutput
+    plan: StepPlan
+    start: float
+    left: set[str] = field(default_factory=set)
+
+    def requests(self, requests: Mapping[str, Request]) -> list[Request]:
+        """Return those of the requests that are still to get what was computed."""
+        return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
+
+    def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
+        """Whether what comes of it is known but for the tokens, and each request that is due one gets just one.
+
+        Drafts that it had no room for are of no use behind a token that is not known.
+        """
+        if not self.scheduled.num_scheduled_tokens:
+            return False
+        return not any(request.awaits_results or request.spec_token_ids for request in self.requests(requests))
+
+
+class StepsInFlight:
+    """At most `MOST_AHEAD` + 1, the oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps)
+
+    @property
+    def oldest(self) -> SchedulerOutput | None:
+        """The one that is computed first."""
+        return self._steps[0].scheduled if self._steps else None
+
+    def add(self, step: StepInFlight) -> None:
+        """Take note of a step that the worker is given."""
+        self._steps.append(step)
+
+    def take(self, number: int) -> StepInFlight | None:
+        """Take out the oldest step, if this is its number; else None: a result of it is late, or came twice."""
+        if self._steps and self._steps[0].scheduled.step == number:
+            return self._steps.popleft()
+        return None
+
+    def take_all(self) -> list[StepInFlight]:
+        """Take out all: they are not done."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def leave(self, request_id: str) -> None:
+        """Take note that a request ended or gave way."""
+        for step in self._steps:
+            step.left.add(request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request is still to get what a step computes."""
+        return any(
+            request_id in step.scheduled.num_scheduled_tokens and request_id not in step.left for step in self._steps
+        )
+
+    def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
+        """Whether there is one more step to be decided behind those in flight, and these can be foreseen."""
+        return 0 < len(self._steps) <= MOST_AHEAD and all(step.is_foreseeable(requests) for step in self._steps)
+
+    def expect(self, requests: Mapping[str, Request]) -> set[str]:
+        """Let requests look as if all results were in; return who has ended then. `forget` takes it back.
+
+        Mutates their numbers of computed tokens and their tokens: one that is to come is `UNKNOWN_TOKEN`.
+        """
+        ending: set[str] = set()
+        for step in self._steps:
+            counts = step.scheduled.num_scheduled_tokens
+            for request in step.requests(requests):
+                token_ids = request.sequence.token_ids
+                request.num_computed_tokens += counts[request.request_id]
+                if request.num_computed_tokens >= len(token_ids):
+                    token_ids.append(UNKNOWN_TOKEN)
+                    if len(token_ids) >= request.max_total_tokens:
+                        ending.add(request.request_id)
+        return ending
+
+    def forget(self, requests: Mapping[str, Request]) -> None:
+        """Let requests look again as they do by the results that are in."""
+        for step in self._steps:
+            counts = step.scheduled.num_scheduled_tokens
+            for request in step.requests(requests):
+                token_ids = request.sequence.token_ids
+                request.num_computed_tokens -= counts[request.request_id]
+                if token_ids[-1] == UNKNOWN_TOKEN:
+                    token_ids.pop()

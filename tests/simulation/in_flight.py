@@ -1,0 +1,96 @@
+"""Steps that were decided and are not collected yet, as a world sees them: in order, computed early or late."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.data.request import RequestStatus
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
+    from simulation.hash_model import HashWorker
+    from simulation.store import SimulatedStore
+    from simulation.world import Sharing
+
+EXPECTED_TOKEN = -7
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A step. free: blocks, host blocks and window blocks that nobody held before it was decided.
+
+    requests: who is computed in it, and how often each had been preempted.
+    """
+
+    scheduled: SchedulerOutput
+    start: float
+    sharing: Sharing
+    free: tuple[list[int], list[int], list[int]]
+    requests: dict[str, tuple[Request, int]]
+    result: ModelOutput | None = None
+
+    def alive(self) -> list[Request]:
+        """Return who still waits for what is computed."""
+        return [
+            request
+            for request, num_preemptions in self.requests.values()
+            if request.status is RequestStatus.RUNNING and request.num_preemptions == num_preemptions
+        ]
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Hands steps to a worker and to a store, at once or when their results are asked for."""
+
+    worker: HashWorker
+    store: SimulatedStore
+    rng: random.Random
+    steps: deque[Submitted] = field(default_factory=deque)
+
+    def submit(self, step: Submitted) -> None:
+        """Take a step; half of them are computed before anything else is decided."""
+        self.steps.append(step)
+        if self.rng.random() < 0.5:
+            self.run(step)
+
+    def run(self, last: Submitted) -> ModelOutput:
+        """Compute all steps up to this one; return its result."""
+        for step in self.steps:
+            if step.result is None:
+                self.worker.poison(*step.free)
+                step.result = self.worker.execute(step.scheduled)
+                step.result.kv_transfers.extend(self.store.run(step.scheduled))
+            if step is last:
+                break
+        assert last.result is not None
+        return last.result
+
+    @contextmanager
+    def expected(self) -> Iterator[set[str]]:
+        """Let requests look as they will when all steps but the newest are collected; yield who has ended then."""
+        ending, changed = set(), []
+        for step in list(self.steps)[:-1]:
+            counts = step.scheduled.num_scheduled_tokens
+            for request in step.alive():
+                request.num_computed_tokens += counts[request.request_id]
+                is_due = request.num_computed_tokens >= len(request.sequence.token_ids)
+                changed.append((request, counts[request.request_id], is_due))
+                if is_due:
+                    request.sequence.token_ids.append(EXPECTED_TOKEN)
+                    if len(request.sequence.token_ids) >= request.max_total_tokens:
+                        ending.add(request.request_id)
+        try:
+            yield ending
+        finally:
+            for request, count, is_due in changed:
+                request.num_computed_tokens -= count
+                if is_due:
+                    request.sequence.token_ids.pop()
