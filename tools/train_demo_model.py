@@ -58,7 +58,6 @@ class Shape:
     rate: float = 1.0  # of the peak learning rate
     batch_tokens: int = 3072
     row_tokens: int = 256
-    bfloat16: bool = False  # products in bfloat16
     rope_theta: float = 10000.0
     eps: float = 1e-6
 
@@ -78,7 +77,7 @@ def shape_of(name: str) -> Shape:
     if name == "main":
         return main
     if name == "tools":
-        return replace(main, steps=5000, rate=0.5, batch_tokens=1536, row_tokens=384, bfloat16=True)
+        return replace(main, steps=6000, rate=0.5, batch_tokens=1536, row_tokens=384)
     return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600)
 
 
@@ -347,11 +346,10 @@ class Trainer:
         shape = self.shape
         batch = training_batch(self.tokenizer, self.args.seed, self.step, self.name, shape)
         factor = shape.rate * schedule(self.step, shape.steps)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.bfloat16):
-            hidden = self.trunk(batch.inputs)[batch.counted]
-            loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
-            torch.autograd.backward(loss)
-            self.muon.step(self.args.rate * factor)
+        hidden = self.trunk(batch.inputs)[batch.counted]
+        loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
+        torch.autograd.backward(loss)
+        self.muon.step(self.args.rate * factor)
         for group in self.adam.param_groups:
             group["lr"] = 3e-3 * factor
         self.adam.step()
