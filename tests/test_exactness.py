@@ -70,6 +70,9 @@ SCHEDULES = [
     Schedule("timed", budget=64, options=(("mixed_step_ms", 5.0),)),
     Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
     Schedule("prefill_first", options=(("batching", "prefill_first"),)),
+    Schedule("ahead", options=(("async_scheduling", True),)),
+    Schedule("ahead_chunks_of_7", threshold=7, options=(("async_scheduling", True),)),
+    Schedule("ahead_few_blocks", **FEW_BLOCKS, swap_space_bytes=1 << 22, options=(("async_scheduling", True),)),
     Schedule("one_thread", num_threads=1),
     Schedule("two_threads", num_threads=2),
 ]

@@ -1,4 +1,4 @@
-"""How the executor of this process waits for KV from a store outside; the worker is a stand-in that samples token 7."""
+"""How the executor of this process computes steps, and waits for KV from a store outside; its worker is a stand-in."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
 from core.conftest import Core
 from stores import Store
 
 from octavo.config import CacheConfig
 from octavo.data.capacity import EngineCapacity
 from octavo.data.metrics import EngineMetrics
+from octavo.data.model_output import ModelOutput
 from octavo.data.recent_events import RecentEvents
 from octavo.data.request import RequestStatus
+from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput
 from octavo.engine.engine_core import EngineCore
+from octavo.errors import ExecutionError
 from octavo.worker import worker
 from octavo.worker.worker import LocalExecutor
 
@@ -97,3 +101,85 @@ def test_what_ended_in_a_step_that_failed_is_told_with_the_next(monkeypatch):
     monkeypatch.setattr(loading.worker, "execute", execute)
     loading.engine.step()
     assert loading.request.status is RequestStatus.RUNNING
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step(number):
+    return SchedulerOutput(number, [], CachedRequestData.make_empty(), {"a": 1}, 1)
+
+
+class Gate:
+    """A worker that computes a step once it is let; computed: which it began, in order. fails: at which it breaks."""
+
+    def __init__(self, fails=None):
+        self.gate, self.begun, self.computed, self.fails = threading.Event(), threading.Event(), [], fails
+
+    def execute(self, scheduled):
+        self.computed.append(scheduled.step)
+        self.begun.set()
+        assert self.gate.wait(10)
+        if scheduled.step == self.fails:
+            raise ValueError("broken")
+        return ModelOutput(scheduled.step, {})
+
+
+@pytest.fixture
+def in_background():
+    """Make an executor with a thread of its own, around a worker; it is shut down behind the test."""
+    executors = []
+
+    def make(worker):
+        executors.append(LocalExecutor(worker, in_background=True))
+        return executors[-1]
+
+    yield make
+    for executor in executors:
+        executor.shutdown()
+
+
+def test_in_background_steps_are_computed_in_turn_while_others_are_submitted(in_background):
+    worker = Gate()
+    executor = in_background(worker)
+    for number in (1, 2):
+        executor.submit(step(number))
+    assert worker.begun.wait(10)
+    assert worker.computed == [1]
+    worker.gate.set()
+    assert [executor.collect().step, executor.collect().step] == [1, 2]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_behind_a_step_that_failed_nothing_is_computed_until_that_is_heard(background, in_background):
+    worker = Gate(fails=1)
+    worker.gate.set()
+    executor = in_background(worker) if background else LocalExecutor(worker)
+    for number in (1, 2):
+        executor.submit(step(number))
+    with pytest.raises(ExecutionError, match="ValueError"):
+        executor.collect()
+    executor.abandon()
+    executor.submit(step(3))
+    assert executor.collect().step == 3
+    assert worker.computed == [1, 3]
+
+
+def test_who_gives_up_waits_for_the_step_that_is_computed_and_none_begins(in_background):
+    worker = Gate()
+    executor = in_background(worker)
+    for number in (1, 2):
+        executor.submit(step(number))
+    assert worker.begun.wait(10)
+    opener = threading.Timer(0.05, worker.gate.set)
+    opener.start()
+    executor.abandon()
+    assert worker.gate.is_set()
+    executor.submit(step(3))
+    assert executor.collect().step == 3
+    assert worker.computed == [1, 3]
+
+
+def test_a_result_of_nothing_is_an_error():
+    with pytest.raises(AssertionError, match="without submit"):
+        LocalExecutor(Gate()).collect()

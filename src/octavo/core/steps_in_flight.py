@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
 UNKNOWN_TOKEN = -1
-MOST_AHEAD = 1  # steps that are decided while another one computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +52,13 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most `MOST_AHEAD` + 1, the oldest first."""
+    """At most two, the oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
-
-    def __iter__(self) -> Iterator[StepInFlight]:
-        return iter(self._steps)
 
     @property
     def oldest(self) -> SchedulerOutput | None:
@@ -91,14 +87,12 @@ class StepsInFlight:
             step.left.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Whether a request is still to get what a step computes."""
-        return any(
-            request_id in step.scheduled.num_scheduled_tokens and request_id not in step.left for step in self._steps
-        )
+        """Whether a step computes a request of this id."""
+        return any(request_id in step.scheduled.num_scheduled_tokens for step in self._steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Whether there is one more step to be decided behind those in flight, and these can be foreseen."""
-        return 0 < len(self._steps) <= MOST_AHEAD and all(step.is_foreseeable(requests) for step in self._steps)
+        """Whether there is just one, and what comes of it can be foreseen: so the next one may be decided."""
+        return len(self._steps) == 1 and self._steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
         """Let requests look as if all results were in; return who has ended then. `forget` takes it back.

@@ -1,0 +1,120 @@
+"""In which order the engine core decides, hands over and takes in; and what becomes of steps that are given up."""
+
+from __future__ import annotations
+
+import pytest
+from core.conftest import Core
+
+from octavo.config import CacheConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.metrics import EngineMetrics
+from octavo.data.recent_events import RecentEvents
+from octavo.engine.engine_core import EngineCore
+from octavo.errors import ExecutionError
+
+
+class Executor:
+    """Computes when it is asked for a result, and notes every call. fails: what `collect` raises, once."""
+
+    def __init__(self, core):
+        self.core = core
+        self.calls = []
+        self.steps = []
+        self.fails = None
+
+    def submit(self, scheduled):
+        self.calls.append(("submit", scheduled.step))
+        self.steps.append(scheduled)
+
+    def collect(self):
+        error, self.fails = self.fails, None
+        if error is not None:
+            raise error
+        scheduled = self.steps.pop(0)
+        self.calls.append(("collect", scheduled.step))
+        return self.core.compute(scheduled)
+
+    def abandon(self):
+        self.calls.append(("abandon", len(self.steps)))
+        self.steps.clear()
+
+
+def make_engine(*, ahead):
+    core = Core(async_scheduling=ahead)
+    executor = Executor(core)
+    capacity = EngineCapacity.of(core.scheduler.config, CacheConfig(block_size=4), num_blocks=1000)
+    return EngineCore(core.scheduler, executor, EngineMetrics(), RecentEvents(10), capacity), core, executor
+
+
+def run(engine):
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    return [(each.request_id, tuple(each.new_token_ids), each.finish_reason) for each in outputs]
+
+
+def test_one_step_after_the_other():
+    engine, core, executor = make_engine(ahead=False)
+    core.add("a", 3, max_tokens=2)
+    assert run(engine) == [("a", (7,), None), ("a", (7,), "length")]
+    assert executor.calls == [(what, step) for step in (1, 2, 3) for what in ("submit", "collect")]
+
+
+def test_the_next_step_is_submitted_before_the_result_of_the_last_is_asked_for():
+    engine, core, executor = make_engine(ahead=True)
+    core.add("a", 3, max_tokens=3)
+    assert run(engine) == [("a", (7,), None), ("a", (7,), None), ("a", (7,), "length")]
+    assert executor.calls == [
+        ("submit", 1),
+        ("submit", 2),
+        ("collect", 1),
+        ("submit", 3),
+        ("collect", 2),
+        ("collect", 3),  # of step 4 there was nothing to do
+        ("submit", 5),  # tells who ended
+        ("collect", 5),
+    ]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(ahead):
+    engine, core, executor = make_engine(ahead=ahead)
+    core.add("a", 3)
+    executor.fails = ExecutionError("broken")
+    [output] = engine.step()
+    assert (output.request_id, output.finish_reason, output.error) == ("a", "error", "broken")
+    assert executor.calls[-1] == ("abandon", 1 + ahead)
+    core.add("b", 3, max_tokens=2)
+    assert run(engine) == [("b", (7,), None), ("b", (7,), "length")]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_an_interrupt_ends_is_told_with_the_next_step(ahead):
+    engine, core, executor = make_engine(ahead=ahead)
+    core.add("a", 3)
+    executor.fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert executor.calls[-1] == ("abandon", 1 + ahead)
+    assert engine.has_work()
+    core.add("b", 3, max_tokens=1)
+    assert run(engine) == [("a", (), "error"), ("b", (7,), "length")]
+
+
+def test_an_interrupt_while_the_next_step_is_decided_gives_up_the_one_that_is_computed(monkeypatch):
+    engine, core, executor = make_engine(ahead=True)
+    request = core.add("a", 3)
+    schedule, bound = core.scheduler.schedule, core.scheduler._draft_policy.bound
+
+    def interrupted(*args):
+        if core.scheduler.in_flight is not None:
+            raise KeyboardInterrupt
+        return bound(*args)
+
+    monkeypatch.setattr(core.scheduler._draft_policy, "bound", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert request.sequence.output_token_ids == []
+    assert executor.calls == [("submit", 1), ("abandon", 1)]
+    assert run(engine) == [("a", (), "error")]
+    assert schedule().is_empty
