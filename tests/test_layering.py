@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import tomllib
 from pathlib import Path
@@ -16,9 +17,14 @@ def modules() -> list[tuple[str, Path]]:
     return [(path.relative_to(SOURCE).with_suffix("").parts[0], path) for path in sorted(SOURCE.rglob("*.py"))]
 
 
+@functools.lru_cache(maxsize=1)  # all of them would be 200 MB
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -47,12 +53,16 @@ def test_every_room_has_a_layer():
 def test_no_code_runs_data():
     forbidden = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     for _, path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not {name.split(".")[0] for name in imports(path)} & forbidden, path
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                called = ast.unparse(node.func) if last_name(node.func) in {"eval", "exec", "load"} else ""
                 assert called not in {"eval", "exec", "torch.load"}, f"{path}: {called}"
+
+
+def last_name(function: ast.Name | ast.Attribute) -> str:
+    """Return what stands behind the last dot: to write all calls out takes seconds."""
+    return function.id if isinstance(function, ast.Name) else function.attr
 
 
 def test_the_step_reads_in_one_look():
@@ -70,7 +80,7 @@ def test_the_step_reads_in_one_look():
 
 def test_no_function_over_60_lines():
     for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 signature = node.body[0].lineno - node.lineno
@@ -84,7 +94,7 @@ def test_settings_are_read_from_the_environment_in_one_place():
     readers = {
         str(path.relative_to(SOURCE))
         for _, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
     }
     assert readers == {"config/environment.py", "engine/remote_engine.py"}

@@ -762,27 +762,6 @@ def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_pat
     assert loads == [signal.SIG_IGN, signal.SIG_IGN]
 
 
-def test_serve_ends_by_itself_when_it_is_interrupted() -> None:
-    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            lines = iter(process.stderr.readline, "")  # settings that are no defaults come first
-            url = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+/v1", line) for line in lines)), None)
-            assert url
-            body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{url[0]}/completions", json=body, timeout=20, trust_env=False) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                process.send_signal(signal.SIGINT)
-                rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_closing"
-            assert process.wait(20) == 0
-            assert process.stderr.read().count("Traceback") == 0
-        finally:
-            process.kill()
-
-
 def test_the_fake_text_has_what_the_tests_need() -> None:
     assert len(TEXT) < len(TEXT.encode())
 

@@ -59,11 +59,11 @@ def test_the_blocks_of_a_gguf_file_are_examined(doctor, tmp_path):
     config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
     folder = write_checkpoint(tmp_path / "folder", config)
     path = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1", kinds={"attn_v": "F16", "ffn_up": "Q8_0"})
-    status, text, _ = doctor("--json", "--isa", "portable", str(path))
+    status, text, _ = doctor("--json", str(path))
     checks = json.loads(text)["checks"]
     assert (status, {check["precision"] for check in checks}) == (0, {"Q4_1", "Q8_0", "int8"})
     assert all(0 < check["error"] < 0.02 for check in checks)
-    _, text, _ = doctor("--json", "--isa", "portable", "--precision", "Q6_K", str(path))
+    _, text, _ = doctor("--json", "--precision", "Q6_K", str(path))
     assert {check["name"] for check in json.loads(text)["checks"]} == {"down"}
     status, text, _ = doctor("--isa", "portable", "--precision", "Q6_K", str(path))
     assert "activations are rounded" in text

@@ -51,7 +51,7 @@ def test_the_bits_are_those_of_the_two_apart(kernels, generator, activation, dep
     assert not torch.equal(result, kernels.gated_linear(x, packed, other))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
 def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored):

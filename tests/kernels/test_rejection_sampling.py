@@ -167,7 +167,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_versions_are_seen(mutant):
     assert min(p_values(CASES["8"], rewritten(*MUTANTS[mutant])).values()) < LEAST_P
@@ -178,6 +178,7 @@ def test_a_found_draft_that_is_resampled_is_seen():
     assert min(p_values(CASES["found"], verify).values()) < LEAST_P
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("wrong", ["stale q", "top_p of the target alone", "top_p of the draft alone"])
 def test_wrong_distributions_of_drafts_are_seen(wrong):
     plain, filtered = CASES["8"], Chain.make(8, top_p=0.8)

@@ -219,7 +219,7 @@ def status(key):
 llm = LLM(sys.argv[1], quantization=json.loads(sys.argv[2]), dtype="bfloat16", skip_tokenizer_init=True,
           max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, packed_cache_bytes=0)
 peak, loaded = status("VmHWM:"), status("VmRSS:")
-prompts = [[i % 500 + 1] * 200 for i in range(16)]
+prompts = [[i % 500 + 1] * 130 for i in range(16)]  # which fill a step
 llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False), use_tqdm=False)
 print(json.dumps([peak, loaded, status("VmRSS:")]))
 """

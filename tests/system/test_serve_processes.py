@@ -66,9 +66,11 @@ def test_f25_a_killed_server_leaves_no_engine_behind(served):
     engine.wait(5)
 
 
-def test_f26_a_server_that_is_told_to_end_ends_its_streams_and_its_engine(served):
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
+def test_f26_a_server_that_is_told_to_end_ends_its_streams_and_its_engine(served, kind):
     stream, engine = Stream(served), served.engine
-    served.process.send_signal(signal.SIGTERM)
+    served.process.send_signal(kind)
     stream.ended_within(15)
     assert stream.events[-1] == "[DONE]"
     assert json.loads(stream.events[-2])["error"]["code"] == "server_closing"

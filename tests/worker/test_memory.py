@@ -37,12 +37,12 @@ def status_bytes(key):
 
 before = status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
-                   cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
+                   cache_config=CacheConfig(num_gpu_blocks=128, enable_prefix_caching=False),
                    speculative_config=SpeculativeConfig(method="none"),
                    scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
 open("/proc/self/clear_refs", "w").write("5")  # a new measurement of the peak
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-engine.generate_batch([{"prompt_token_ids": list(range(2, 250))} for _ in range(16)], params)
+engine.generate_batch([{"prompt_token_ids": list(range(2, 122))} for _ in range(16)], params)
 # Pages of files come and go as the system likes; they are no allocation.
 print(json.dumps(status_bytes("VmHWM:") - status_bytes("RssFile:") - before))
 """
@@ -87,7 +87,7 @@ def measure(program, *arguments):
 def test_bytes_computed_are_the_peak_measured(checkpoint):
     architecture = read_architecture(checkpoint)
     weights = architecture.weight_bytes("float32")
-    kv = 256 * block_bytes(architecture, 16, "float32")
+    kv = 128 * block_bytes(architecture, 16, "float32")
     computed = weights + kv + activation_bytes(architecture, 1024, 16, "float32")
     measured = measure(MEASURE, checkpoint)
     # Above: what the first step imports and builds. Below: the bound is a bound.

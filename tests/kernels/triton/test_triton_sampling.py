@@ -14,9 +14,9 @@ from test_sampling import (
     one_by_one,
     rows_of,
     test_greedy_takes_the_lowest_of_equals,
-    test_rows_that_name_no_token,
     test_top_tokens_of_a_row_with_nan_still_ends,
 )
+from test_sampling import test_rows_that_name_no_token as of_rows_that_name_no_token
 
 from octavo.kernels import SamplingRows
 from octavo.kernels.noise import gumbel_noise
@@ -26,7 +26,6 @@ __all__ = [
     "test_greedy_takes_the_lowest_of_equals",
     "test_it_is_what_the_definition_says",
     "test_requests_have_drafts_of_their_own",
-    "test_rows_that_name_no_token",
     "test_the_target_stands_where_it_differs_first",
     "test_top_tokens_of_a_row_with_nan_still_ends",
 ]
@@ -40,6 +39,13 @@ def on_the_cpu(sample, logits, rows):
     """Return what a definition in plain torch says, on the CPU, whose bits are to be those of every device."""
     with torch.device("cpu"):
         return sample(logits.cpu(), SamplingRows(*(getattr(rows, each.name).cpu() for each in fields(rows))))
+
+
+@pytest.mark.sweep(4)  # the interpreter takes a second each
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
+def test_rows_that_name_no_token(kernels, temperature, filters):
+    of_rows_that_name_no_token(kernels, temperature, filters)
 
 
 @pytest.mark.sweep(12)
@@ -111,6 +117,7 @@ def test_top_tokens(kernels, generator, vocab, k):
     assert torch.equal(alone_ids, order[1:2])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [

@@ -70,7 +70,7 @@ def valued(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 @each_format
-def test_what_a_family_writes_is_read_however_it_is_cut(family: type[ToolFormat]) -> None:
+def test_what_a_family_writes_is_read_whole_and_in_single_characters(family: type[ToolFormat]) -> None:
     form = family()
     for before in ("", "I look.\n"):
         if before and form.name in ALONE:
@@ -81,12 +81,20 @@ def test_what_a_family_writes_is_read_however_it_is_cut(family: type[ToolFormat]
         assert content.rstrip() == before.rstrip()
         assert valued(calls) == CALLS
         assert read(form, list(text)) == whole
-        for cut in range(1, len(text)) if not before else ():
-            assert read(form, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
         assert valued(told(read(form, [text], only_one=True))[1]) == CALLS[:1]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
+@each_format
+def test_it_is_read_in_two_pieces_wherever_it_is_cut(family: type[ToolFormat]) -> None:
+    form = family()
+    text = form.write(CALLS)
+    whole = read(form, [text])
+    for cut in range(1, len(text)):
+        assert read(form, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
+
+
+@pytest.mark.sweep(6)
 @each_format
 def test_nothing_of_a_call_that_was_cut_off_is_content(family: type[ToolFormat]) -> None:
     form = family()
@@ -120,7 +128,7 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
         assert read(form, list(text)) == read(form, [text])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @each_format
 def test_garbage_is_read_the_same_way_however_it_is_cut(family: type[ToolFormat]) -> None:
     form, rng = family(), random.Random(7)
