@@ -18,7 +18,7 @@ def kernels_device():
 def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
     """Return the product of two tiles and a third one, each sum in the order of k wherever its row stands.
 
-    So it is on a GPU. The interpreter's own asks numpy, whose library sums one row otherwise than another, on Zen 3 say.
+    So it is on a GPU. The interpreter's own asks numpy, whose library sums rows in orders of their own, on Zen 3 say.
     """
     from triton.runtime.interpreter import TensorHandle
 

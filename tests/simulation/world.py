@@ -541,7 +541,7 @@ class World:
         if result.sampled_token_ids and not self.healed and self.rng.random() < self.config.error_rate:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
-        miscounted = self._miscount(scheduled, result)
+        miscounted = self._miscount(step, result)
         places = self._postpone(step, result, miscounted)
         result = self._compute_drafts(scheduled, result)
         step.sharing = replace(step.sharing, limit=self.scheduler.get_stats().prefill_limit)
@@ -565,13 +565,14 @@ class World:
         self.last = scheduled, replace(result, kv_transfers=[])
         self._draft(scheduled)
 
-    def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
+    def _miscount(self, step: Submitted, result: ModelOutput) -> str | None:
         """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
-        drafts, sampled, rng = scheduled.scheduled_spec_decode_tokens, result.sampled_token_ids, self.sample_rng
+        drafts, sampled = step.scheduled.scheduled_spec_decode_tokens, result.sampled_token_ids
+        rng, alive = self.sample_rng, step.alive()
         due = [
             request.request_id
             for request in self.scheduler.running
-            if request.request_id in sampled and request.request_id not in result.errors
+            if request in alive and request.request_id in sampled and request.request_id not in result.errors
         ]
         due = [request_id for request_id in due if request_id in drafts] or due
         if self.healed or not due or rng.random() >= self.config.lost_sample_rate:
