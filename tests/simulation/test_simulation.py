@@ -14,7 +14,15 @@ from mutation.mutator import Module
 from simulation import exhaustive
 from simulation.campaign import Run, RunFile, run_seed
 from simulation.shrink import shrink
-from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config, draw_windowed, run_world
+from simulation.world import (
+    FEATURES,
+    SimulationError,
+    WorldConfig,
+    draw_async,
+    draw_config,
+    draw_windowed,
+    run_world,
+)
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
@@ -45,6 +53,17 @@ def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
     assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
     assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_world_whose_steps_are_decided_ahead_has_a_wrong_token_or_a_leak(seed):
+    run = run_seed(f"async {seed}", 2500, 1, RunFile(None), draw_async)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert totals.ahead > 500
+    assert min(totals.ahead_with_newcomers, totals.in_vain, totals.given_back, totals.preemptions, totals.swaps) > 0
 
 
 def draw_crowded(rng):
@@ -118,24 +137,45 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def fails(name):
-    """Run a world of short prompts and of blocks that have one of two names."""
-    config = replace(draw_config(random.Random(name), 100), block_size=7, hash_bits=1, short_prompt_rate=0.7)
+FAULTS_AHEAD = [
+    ("steps_in_flight", "StepsInFlight.leave", "step.left.add(request_id)", "pass"),
+    ("steps_in_flight", "StepsInFlight.forget", "token_ids.pop()", "pass"),
+    ("steps_in_flight", "StepsInFlight.expect", "token_ids.append(UNKNOWN_TOKEN)", "pass"),
+    ("steps_in_flight", "StepsInFlight.expect", "ending.add(request.request_id)", "pass"),
+    ("steps_in_flight", "StepInFlight.is_foreseeable", "return not any((request.awaits_results or request.spec_token_ids for request in self.requests(requests)))", "return not any((request.spec_token_ids for request in self.requests(requests)))"),
+    ("result_processor", "ResultProcessor.fail", "self._give_back(each)", "pass"),
+]  # fmt: skip
+
+
+def draw_short(rng):
+    """Draw a world of short prompts and of blocks that have one of two names."""
+    return replace(draw_config(rng, 100), block_size=7, hash_bits=1, short_prompt_rate=0.7)
+
+
+def draw_short_async(rng):
+    return draw_async(rng, 100)
+
+
+def fails(name, draw):
     try:
-        run_world(name, config)
+        run_world(name, draw(random.Random(name)))
     except SimulationError:
         return True
     return False
 
 
-@pytest.mark.parametrize(("module", "function", "before", "after"), FAULTS, ids=lambda text: text[:20])
-def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, module, function, before, after):
+@pytest.mark.parametrize(
+    ("draw", "module", "function", "before", "after"),
+    [*((draw_short, *each) for each in FAULTS), *((draw_short_async, *each) for each in FAULTS_AHEAD)],
+    ids=lambda value: value[:20] if isinstance(value, str) else value.__name__,
+)
+def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, function, before, after):
     mutants = Module(f"octavo.core.{module}").mutants()
     mutant = next(each for each in mutants if (each.function, each.before, each.after) == (function, before, after))
     original = mutant.function_object()
     monkeypatch.setattr(original, "__code__", original.__code__)  # put back behind the test
     mutant.patch()
-    assert any(map(fails, map("fault:{}".format, range(40))))
+    assert any(fails(f"fault:{index}", draw) for index in range(40))
 
 
 def test_a_failing_world_shrinks(monkeypatch):
