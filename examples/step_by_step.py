@@ -11,6 +11,7 @@ import argparse
 import torch
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.data.model_output import ModelOutput
 from octavo.worker.worker import LocalExecutor
 
 PROMPTS = ["What is 12 + 30?", "Sort these words: pear, apple, fig"]
@@ -30,6 +31,7 @@ def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model
     runner.batch.update(scheduled)
     if not scheduled.num_scheduled_tokens:
         print("                nothing to compute: the worker only hears who has ended")
+        scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {}))
         return
     inputs = runner.batch.prepare_inputs(scheduled)
     print(f"  2 inputs      token ids {inputs.token_ids.tolist()}")
@@ -41,6 +43,7 @@ def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model
     print(f"  3 execute     one forward for all: hidden states {list(hidden.shape)}, KV written to the slots")
 
     result = runner.sample(scheduled.step, inputs, hidden)
+    runner.batch.append_sampled(result.sampled_token_ids)
     print(f"  4 sample      {result.sampled_token_ids}")
 
     core_outputs = scheduler.update_from_output(scheduled, result)
