@@ -219,8 +219,10 @@ class ResultProcessor:
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._lifecycle.requests.get(request_id)
-            if request is None or not is_decode(request) or self._in_flight.has(request_id):
+            if request is None or not is_decode(request):
                 continue  # who does not run is no decode: nothing is computed of it
+            if self._in_flight.steps and self._in_flight.has(request_id):
+                continue
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._lifecycle.running))

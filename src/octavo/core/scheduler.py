@@ -201,14 +201,14 @@ class Scheduler:
         Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody, nor
         in one that is decided ahead of a result. Call it for such a one only if `may_look_ahead`.
         """
-        assert self.config.async_scheduling or not self._in_flight, "the result of the last step is not in"
+        assert self.config.async_scheduling or not self._in_flight.steps, "the result of the last step is not in"
         self._num_steps += 1
         self._emitter.step = self._num_steps
         self._emitter.now = self._clock()
         self._expire()
         self._admitter.resume_deferred()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        if not self._in_flight:
+        if not self._in_flight.steps:
             self._preempt_as_told(plan)
             output = self._decide(plan, list(self.running))
         else:
@@ -219,13 +219,14 @@ class Scheduler:
             finally:
                 self._in_flight.forget(self.requests)
         if not output.is_empty:
-            self._in_flight.add(StepInFlight(output, plan, self._emitter.now))
+            self._in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
         return output
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
         """The oldest step whose result is not in."""
-        return self._in_flight.oldest
+        steps = self._in_flight.steps
+        return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
         """Whether a step can be decided behind one that is still computed: nobody must wait for what that brings.
@@ -310,7 +311,7 @@ class Scheduler:
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
-            if self._in_flight:
+            if self._in_flight.steps:
                 self._note_stalled(request, plan)
                 return
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
@@ -406,7 +407,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""
-        is_awaited = self.requests or self._in_flight or self._builder.has_endings or self._news
+        is_awaited = self.requests or self._in_flight.steps or self._builder.has_endings or self._news
         return bool(is_awaited or self.transfers.has_work)
 
     def get_num_unfinished_requests(self) -> int:

@@ -52,47 +52,35 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two, the oldest first."""
+    """At most two, the oldest first. `steps` is for others to read."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepInFlight] = deque()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def oldest(self) -> SchedulerOutput | None:
-        """The one that is computed first."""
-        return self._steps[0].scheduled if self._steps else None
-
-    def add(self, step: StepInFlight) -> None:
-        """Take note of a step that the worker is given."""
-        self._steps.append(step)
+        self.steps: deque[StepInFlight] = deque()
 
     def take(self, number: int) -> StepInFlight | None:
         """Take out the oldest step, if this is its number; else None: a result of it is late, or came twice."""
-        if self._steps and self._steps[0].scheduled.step == number:
-            return self._steps.popleft()
+        if self.steps and self.steps[0].scheduled.step == number:
+            return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
         """Take out all: they are not done."""
-        steps = list(self._steps)
-        self._steps.clear()
+        steps = list(self.steps)
+        self.steps.clear()
         return steps
 
     def leave(self, request_id: str) -> None:
         """Take note that a request ended or gave way."""
-        for step in self._steps:
+        for step in self.steps:
             step.left.add(request_id)
 
     def has(self, request_id: str) -> bool:
         """Whether a step computes a request of this id."""
-        return any(request_id in step.scheduled.num_scheduled_tokens for step in self._steps)
+        return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
         """Whether there is just one, and what comes of it can be foreseen: so the next one may be decided."""
-        return len(self._steps) == 1 and self._steps[0].is_foreseeable(requests)
+        return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
         """Let requests look as if all results were in; return who has ended then. `forget` takes it back.
@@ -100,7 +88,7 @@ class StepsInFlight:
         Mutates their numbers of computed tokens and their tokens: one that is to come is `UNKNOWN_TOKEN`.
         """
         ending: set[str] = set()
-        for step in self._steps:
+        for step in self.steps:
             counts = step.scheduled.num_scheduled_tokens
             for request in step.requests(requests):
                 token_ids = request.sequence.token_ids
@@ -113,7 +101,7 @@ class StepsInFlight:
 
     def forget(self, requests: Mapping[str, Request]) -> None:
         """Let requests look again as they do by the results that are in."""
-        for step in self._steps:
+        for step in self.steps:
             counts = step.scheduled.num_scheduled_tokens
             for request in step.requests(requests):
                 token_ids = request.sequence.token_ids

@@ -163,11 +163,14 @@ class InputBatch:
 
     def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take in what a step chose: it is known from now on."""
-        token_ids = list(sampled_token_ids.values())
         rows = np.array([self.requests[request_id].row for request_id in sampled_token_ids], dtype=np.int64)
-        counts = np.array([len(each) for each in token_ids], dtype=np.int64)
+        counts = np.array(list(map(len, sampled_token_ids.values())), dtype=np.int64)
+        token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
-        self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = list(chain.from_iterable(token_ids))
+        if len(token_ids) == len(rows):
+            self.token_ids[rows, first] = token_ids  # the usual case: one for each
+        else:
+            self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:

@@ -8,7 +8,7 @@ import queue
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
     from octavo.worker.kv_transfers import KVMover
+
+    _Result = ModelOutput | ExecutionError
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
@@ -327,14 +329,6 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A step that was handed over. only_waits: it has nothing to compute, and KV is on its way."""
-
-    result: Future[ModelOutput | ExecutionError]
-    only_waits: bool
-
-
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
@@ -348,7 +342,7 @@ class LocalExecutor:
     ) -> None:
         self.worker = worker
         self._thread = ThreadPoolExecutor(1, "octavo-worker") if in_background else None
-        self._steps: deque[_Submitted] = deque()
+        self._steps: deque[tuple[_Result | Future[_Result], bool]] = deque()  # bool: it only waits for transfers
         self._has_failed = False  # what is submitted until that is heard is not computed
         self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
@@ -366,15 +360,10 @@ class LocalExecutor:
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step; a failure is kept for `collect`."""
-        result: Future[ModelOutput | ExecutionError]
-        if self._thread is None:
-            result = Future()
-            result.set_result(self._run(scheduled))
-        else:
-            result = self._thread.submit(self._run, scheduled)
-        self._steps.append(_Submitted(result, scheduled.only_waits_for_transfers))
+        result = self._run(scheduled) if self._thread is None else self._thread.submit(self._run, scheduled)
+        self._steps.append((result, scheduled.only_waits_for_transfers))
 
-    def _run(self, scheduled: SchedulerOutput) -> ModelOutput | ExecutionError:
+    def _run(self, scheduled: SchedulerOutput) -> _Result:
         if self._has_failed:
             return ExecutionError("the step before failed")
         try:
@@ -390,8 +379,10 @@ class LocalExecutor:
         A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
         """
         assert self._steps, "collect without submit"
-        result = self._steps[0].result.result()
-        only_waits = self._steps.popleft().only_waits
+        result, only_waits = self._steps[0]
+        if isinstance(result, Future):
+            result = result.result()
+        self._steps.popleft()
         if isinstance(result, ExecutionError):
             raise result
         if only_waits or not self.ended_transfers.empty():
@@ -401,9 +392,9 @@ class LocalExecutor:
     def abandon(self) -> None:
         """Give up all steps that were not collected; one that is computed just now is waited for."""
         self._has_failed = True
-        for step in self._steps:
-            if not step.result.cancel():
-                step.result.result()
+        for result, _ in self._steps:
+            if isinstance(result, Future) and not result.cancel():
+                result.result()
         self._steps.clear()
         self._has_failed = False
 
