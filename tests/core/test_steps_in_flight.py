@@ -173,13 +173,11 @@ def test_nothing_is_decided_ahead_of_a_step_that_computes_nothing(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
-@pytest.mark.parametrize("what", ["grammar", "prediction", "drafts"])
+@pytest.mark.parametrize("what", ["grammar", "drafts"])
 def test_nothing_is_decided_ahead_of_a_result_that_cannot_be_foreseen(make_ahead, what):
     core = make_ahead()
     options = {"structured_outputs": StructuredOutputsParams(regex="a+")} if what == "grammar" else {}
-    request = core.add("a", 5, **options)
-    if what == "prediction":
-        request.awaits_results = True
+    core.add("a", 5, **options)
     core.add("b", 5)
     first = decided(core)
     if what == "drafts":

@@ -779,8 +779,8 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
             kv_transfer_params=pair,
-            predicted_token_ids=[0] if awaits else None,
         )
+        request.awaits_results = awaits
         try:
             self.scheduler.add_request(request)
         except RequestError:

@@ -180,6 +180,24 @@ def test_who_gives_up_waits_for_the_step_that_is_computed_and_none_begins(in_bac
     assert worker.computed == [1, 3]
 
 
+def test_whatever_else_ends_a_step_ends_no_other(in_background):
+    worker = Gate()
+    worker.gate.set()
+    executor = in_background(worker)
+
+    def leave(_scheduled):
+        raise SystemExit
+
+    execute, worker.execute = worker.execute, leave
+    executor.submit(step(1))
+    with pytest.raises(SystemExit):
+        executor.collect()
+    executor.abandon()
+    worker.execute = execute
+    executor.submit(step(2))
+    assert executor.collect().step == 2
+
+
 def test_a_result_of_nothing_is_an_error():
     with pytest.raises(AssertionError, match="without submit"):
         LocalExecutor(Gate()).collect()

@@ -93,8 +93,7 @@ class Request:
     num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
-    awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token, and of
-    what its client expects drafts are made.
+    awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
     tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
@@ -185,7 +184,7 @@ class Request:
         self.acceptance: AcceptanceRates | None = None
         self.computed_acceptance: AcceptanceRates | None = None
         self.block_hashes: list[bytes] = []
-        self.awaits_results = sampling_params.structured_outputs is not None or predicted_token_ids is not None
+        self.awaits_results = sampling_params.structured_outputs is not None
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 
     @property

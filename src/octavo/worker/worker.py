@@ -7,7 +7,7 @@ import logging
 import queue
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -392,9 +392,7 @@ class LocalExecutor:
     def abandon(self) -> None:
         """Give up all steps that were not collected; one that is computed just now is waited for."""
         self._has_failed = True
-        for result, _ in self._steps:
-            if isinstance(result, Future) and not result.cancel():
-                result.result()
+        wait([result for result, _ in self._steps if isinstance(result, Future) and not result.cancel()])
         self._steps.clear()
         self._has_failed = False
 
@@ -414,7 +412,7 @@ class LocalExecutor:
     def shutdown(self) -> None:
         """Close the store, and drop the references to weights and KV; a second call changes nothing."""
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.shutdown(cancel_futures=True)
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()
         self.__dict__.pop("worker", None)
