@@ -106,6 +106,10 @@ class CountedPasses:
         """What is computed together."""
         yield scheduled
 
+    def abandon(self) -> None:
+        """Give up what was submitted."""
+        self.executor.abandon()
+
     def collect(self) -> ModelOutput:
         """Return the step's result."""
         sampled = {id_: tokens for result in self.results for id_, tokens in result.sampled_token_ids.items()}

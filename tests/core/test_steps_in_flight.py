@@ -78,8 +78,7 @@ def test_who_ends_by_length_is_not_computed_in_vain(make_ahead):
     assert (third.num_scheduled_tokens, third.finished_req_ids) == ({"long": 1}, {"short"})
     answer(core, second)
     assert core.scheduler.in_flight is third
-    fourth = decided(core)
-    assert fourth.is_empty, "and nothing is in flight of it"
+    assert not core.scheduler.may_look_ahead(), "nobody goes on"
     answer(core, third)
     assert core.scheduler.in_flight is None
     assert [event.request_id for event in core.log.of_type(events.RequestFinished)] == ["short", "long"]
@@ -104,16 +103,15 @@ def test_a_token_that_ends_a_request_costs_one_row_and_no_token(make_ahead):
 def test_an_id_that_is_given_away_gets_nothing_of_who_had_it(make_ahead):
     core = make_ahead()
     core.add("a", 5)
+    core.add("b", 5)
     first, second = decided(core), decided(core)
     core.scheduler.abort_request("a")
-    request = core.add("a", 6)
-    third_allowed = core.scheduler.may_look_ahead()
-    assert not third_allowed, "two are in flight"
-    assert answer(core, first, {"a": [3]}) == []
+    request = core.add("a", list(range(6)))
+    assert [each.request_id for each in answer(core, first, {"a": [3], "b": [7]})] == ["b"]
     third = decided(core)
-    assert (third.finished_req_ids, third.num_scheduled_tokens) == ({"a"}, {"a": 6})
-    assert answer(core, second, {"a": [4]}) == []
-    [output] = answer(core, third, {"a": [5]})
+    assert (third.finished_req_ids, third.num_scheduled_tokens) == ({"a"}, {"b": 1, "a": 6})
+    assert [each.request_id for each in answer(core, second, {"a": [4], "b": [7]})] == ["b"]
+    [_, output] = answer(core, third, {"a": [5], "b": [7]})
     assert (output.new_token_ids, request.sequence.output_token_ids) == ([5], [5])
 
 
@@ -130,7 +128,7 @@ def test_newcomers_start_in_a_step_that_is_decided_ahead(make_ahead):
     assert (of_a.request_id, of_b.request_id) == ("a", "b")
 
 
-@pytest.mark.parametrize("token", [0, 1])
+@pytest.mark.parametrize("token", [0, 1, UNKNOWN_TOKEN])
 def test_no_token_that_is_known_is_taken_for_one_that_is_to_come(make_ahead, token):
     core = make_ahead(max_num_batched_tokens=4, max_num_seqs=2)
     request = core.add("a", [5, 5, 5, 5, 5, token])
@@ -171,6 +169,13 @@ def test_nothing_is_decided_ahead_of_a_step_that_computes_nothing(make_ahead):
     assert decided(core).finished_req_ids == {"a", "b"}
     core.add("c", 5)
     assert not core.scheduler.may_look_ahead()
+
+
+def test_a_prompt_goes_on_though_one_token_is_all_that_it_is_to_give(make_ahead):
+    core = make_ahead(max_num_batched_tokens=4, max_num_seqs=2)
+    core.add("a", 6, max_tokens=1)
+    decided(core)
+    assert decided(core).num_scheduled_tokens == {"a": 2}
 
 
 @pytest.mark.parametrize("what", ["grammar", "drafts"])
@@ -248,8 +253,8 @@ def test_nobody_loses_blocks_in_a_step_that_is_decided_ahead(make_ahead):
 
 def test_the_blocks_that_a_step_may_take_are_counted(make_ahead):
     """Of a step of 8 tokens 4 blocks, and one for each who runs."""
-    core = make_ahead(num_blocks=20, block_size=2, max_num_batched_tokens=8, enable_prefix_caching=False)
-    core.add("a", 2, max_tokens=20)
+    core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, enable_prefix_caching=False)
+    core.add("a", 30, max_tokens=20)
     decided(core)
     pool = core.scheduler.kv_cache_manager.pool
     pool.take(pool.num_free_blocks - 5)
@@ -258,9 +263,22 @@ def test_the_blocks_that_a_step_may_take_are_counted(make_ahead):
     assert not core.scheduler.may_look_ahead()
 
 
+def test_who_only_decodes_takes_less_than_a_step_has_room_for(make_ahead):
+    core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=64, enable_prefix_caching=False)
+    core.add("a", 2, max_tokens=20)
+    core.add("b", 2, max_tokens=20)
+    answer(core, decided(core))
+    decided(core)
+    pool = core.scheduler.kv_cache_manager.pool
+    pool.take(pool.num_free_blocks - 4)  # two requests, and their two tokens and two more
+    assert core.scheduler.may_look_ahead()
+    pool.take(1)
+    assert not core.scheduler.may_look_ahead()
+
+
 def test_so_are_window_blocks(make_ahead):
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, window=4, num_window_blocks=20)
-    core.add("a", 2, max_tokens=20)
+    core.add("a", 30, max_tokens=20)
     decided(core)
     windows = core.scheduler.kv_cache_manager.windows
     assert core.scheduler.may_look_ahead()
@@ -389,9 +407,8 @@ def test_there_is_work_as_long_as_a_step_is_in_flight(make_ahead):
     first, second = decided(core), decided(core)
     core.scheduler.abort_request("a")
     answer(core, first)
-    third = decided(core)
-    assert third.finished_req_ids == {"a"}
-    answer(core, second)
+    assert not core.scheduler.may_look_ahead(), "nobody goes on"
+    core.scheduler._builder._finished_req_ids.clear()
     assert core.scheduler.has_work()
-    answer(core, third)
+    answer(core, second)
     assert not core.scheduler.has_work()

@@ -70,9 +70,9 @@ def test_the_next_step_is_submitted_before_the_result_of_the_last_is_asked_for()
         ("collect", 1),
         ("submit", 3),
         ("collect", 2),
-        ("collect", 3),  # of step 4 there was nothing to do
-        ("submit", 5),  # tells who ended
-        ("collect", 5),
+        ("collect", 3),  # behind which nobody goes on
+        ("submit", 4),  # tells who ended
+        ("collect", 4),
     ]
 
 

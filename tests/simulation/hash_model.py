@@ -154,6 +154,8 @@ class HashWorker:
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
             self.rows.pop(request_id, None)
         for data in scheduled.scheduled_new_reqs:
+            if data.request_id in self.rows:
+                raise LookupError(f"{data.request_id} is sent whole, and is known")
             identity = self.identities[data.request_id]
             self.rows[data.request_id] = Row(
                 list(data.token_ids),

@@ -71,6 +71,10 @@ class Pipeline:
             if step is last:
                 break
         assert last.result is not None
+        for step in self.steps:  # what moves KV waits for nobody: what ended meanwhile is told with the oldest result
+            if step.result is not None and step is not last:
+                last.result.kv_transfers.extend(step.result.kv_transfers)
+                step.result.kv_transfers.clear()
         return last.result
 
     @contextmanager

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits from the queue into a step. num_busy_steps: steps so far in which anybody was given tokens."""
+    """Admits from the queue into a step.
+
+    num_busy_steps: steps so far in which anybody was given tokens, as who decides them counts.
+    """
 
     def __init__(
         self,

@@ -217,7 +217,7 @@ class Scheduler:
                 running = [request for request in self.running if request.request_id not in ending]
                 output = self._decide(plan, running)
             finally:
-                self._in_flight.forget(self.requests)
+                self._in_flight.forget()
         if not output.is_empty:
             self._in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
         return output
@@ -231,13 +231,14 @@ class Scheduler:
     def may_look_ahead(self) -> bool:
         """Whether a step can be decided behind one that is still computed: nobody must wait for what that brings.
 
-        All that a step may take there have to be blocks for, as nobody is preempted in it.
+        For all that those who run may take in it there have to be blocks, as nobody is preempted in it.
         """
         if not self.config.async_scheduling or self._to_preempt or not self._in_flight.is_foreseeable(self.requests):
             return False
-        manager = self.kv_cache_manager
-        num_blocks = len(self.running) + manager.num_blocks_for(self.config.max_num_batched_tokens)
-        return manager.has_free(num_blocks)
+        manager, running = self.kv_cache_manager, self.running
+        num_left = sum(request.num_tokens + 1 - request.num_computed_tokens for request in running)
+        num_tokens = min(self.config.max_num_batched_tokens, num_left)
+        return manager.has_free(len(running) + manager.num_blocks_for(num_tokens))
 
     def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
         """Fill the plan of a step; return what the worker has to do. running: without those who are about to end."""

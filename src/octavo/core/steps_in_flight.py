@@ -42,13 +42,18 @@ class StepInFlight:
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Whether what comes of it is known but for the tokens, and each request that is due one gets just one.
+        """Whether what comes of it is known but for the tokens, one for each who is due any, and somebody goes on.
 
         Drafts that it had no room for are of no use behind a token that is not known.
         """
-        if not self.scheduled.num_scheduled_tokens:
-            return False
-        return not any(request.awaits_results or request.spec_token_ids for request in self.requests(requests))
+        goes_on, counts = False, self.scheduled.num_scheduled_tokens
+        for request in self.requests(requests):
+            if request.awaits_results or request.spec_token_ids:
+                return False
+            num_known = len(request.sequence.token_ids)
+            is_due = request.num_computed_tokens + counts[request.request_id] >= num_known
+            goes_on = goes_on or not is_due or num_known + 1 < request.max_total_tokens
+        return goes_on
 
 
 class StepsInFlight:
@@ -56,6 +61,7 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
+        self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
         """Take out the oldest step, if this is its number; else None: a result of it is late, or came twice."""
@@ -89,22 +95,21 @@ class StepsInFlight:
         """
         ending: set[str] = set()
         for step in self.steps:
-            counts = step.scheduled.num_scheduled_tokens
             for request in step.requests(requests):
-                token_ids = request.sequence.token_ids
-                request.num_computed_tokens += counts[request.request_id]
-                if request.num_computed_tokens >= len(token_ids):
+                count, token_ids = step.scheduled.num_scheduled_tokens[request.request_id], request.sequence.token_ids
+                request.num_computed_tokens += count
+                is_due = request.num_computed_tokens >= len(token_ids)
+                self._expected.append((request, count, is_due))
+                if is_due:
                     token_ids.append(UNKNOWN_TOKEN)
                     if len(token_ids) >= request.max_total_tokens:
                         ending.add(request.request_id)
         return ending
 
-    def forget(self, requests: Mapping[str, Request]) -> None:
+    def forget(self) -> None:
         """Let requests look again as they do by the results that are in."""
-        for step in self.steps:
-            counts = step.scheduled.num_scheduled_tokens
-            for request in step.requests(requests):
-                token_ids = request.sequence.token_ids
-                request.num_computed_tokens -= counts[request.request_id]
-                if token_ids[-1] == UNKNOWN_TOKEN:
-                    token_ids.pop()
+        for request, count, is_due in self._expected:
+            request.num_computed_tokens -= count
+            if is_due:
+                request.sequence.token_ids.pop()
+        self._expected.clear()

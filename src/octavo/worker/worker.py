@@ -332,7 +332,7 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    With in_background a thread computes, and `submit` returns at once.
+    in_background: a thread computes, and `submit` returns at once.
     ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
     it is closed with the executor. num_threads: for loads from it.
     """
@@ -372,6 +372,9 @@ class LocalExecutor:
             self._has_failed = True
             logger.exception("step %d failed", scheduled.step)
             return ExecutionError(f"the model failed in this step: {type(error).__name__}")
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def collect(self) -> ModelOutput:
         """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
@@ -392,9 +395,11 @@ class LocalExecutor:
     def abandon(self) -> None:
         """Give up all steps that were not collected; one that is computed just now is waited for."""
         self._has_failed = True
-        wait([result for result, _ in self._steps if isinstance(result, Future) and not result.cancel()])
-        self._steps.clear()
-        self._has_failed = False
+        try:
+            wait([result for result, _ in self._steps if isinstance(result, Future) and not result.cancel()])
+        finally:
+            self._steps.clear()
+            self._has_failed = False
 
     def wake(self) -> None:
         """End a step that only waits for KV, from any thread: there is something new to decide."""
