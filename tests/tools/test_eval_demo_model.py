@@ -50,7 +50,9 @@ def plain_share(examples):
 @pytest.mark.skipif(not evaluation.knows_tools(MODEL), reason="the packaged model was not trained to call tools")
 def test_calls_of_tools_are_right(examples):
     asked = [example for example in examples if example.tools]
-    assert min(evaluation.grade_calls(asked, evaluation.answer_with_octavo(str(MODEL), asked)).values()) >= 0.9
+    shares = evaluation.grade_calls(asked, evaluation.answer_with_octavo(str(MODEL), asked))
+    assert shares["decision"] >= 0.9
+    assert min(shares.values()) >= 0.8
 
 
 def test_calls_are_graded_by_decision_names_and_arguments():
