@@ -41,16 +41,16 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same_with_a_prediction(kind):
-    """Without one 138 drafts come true, a share of 0.39."""
+    """Without one 92 drafts come true, a share of 0.28."""
     share, num_accepted = run_predicted(kind, "ngram", Run("plain", num_drafts=8))
     if kind == "wrong":
-        assert num_accepted < 160
+        assert num_accepted < 110
     else:
         assert num_accepted > 220
         assert share > 0.6
 
 
-@pytest.mark.parametrize(("method", "without"), [("suffix", 95), ("draft_model", 92), ("quantized", 315)])
+@pytest.mark.parametrize(("method", "without"), [("suffix", 61), ("draft_model", 90), ("quantized", 299)])
 def test_every_method_takes_predictions(method, without):
     """The third choice of three, say, was not predicted."""
     _, num_accepted = run_predicted("right", method, Run("plain", num_drafts=4))
@@ -81,7 +81,7 @@ def test_from_the_first_token_on_a_step_takes_as_many_as_are_drafted():
     tokens, num_steps = steps("ngram", None)
     again, num_fewer = steps("ngram", tokens)
     assert tokens == again
-    assert num_steps > 10
+    assert num_steps > 20
     assert num_fewer == 1 + 3 + 1  # a token of the prompt's, three times 9, and one that tells of the end
 
 

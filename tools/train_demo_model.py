@@ -498,7 +498,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=20, help="held-out questions per task while training")
     parser.add_argument("--report-every", type=float, default=180, help="seconds between held-out reports")
     parser.add_argument("--work", default="build/demo_model", help="folder of checkpoints and logs")
-    parser.add_argument("--output", default="src/octavo/assets", help="folder to write demo/ and demo-draft/ into")
+    parser.add_argument(
+        "--output", default="src/octavo/assets", help="folder to write demo-tools/ and demo-draft/ into"
+    )
     return parser.parse_args()
 
 
@@ -514,7 +516,7 @@ def main() -> None:
     tokenizer = load_tokenizer(work / "tokenizer.json")
     outputs = {
         "main": work / "main" / "model",
-        "tools": Path(args.output) / "demo",
+        "tools": Path(args.output) / "demo-tools",
         "draft": Path(args.output) / "demo-draft",
     }
     for name in outputs if args.model == "all" else (args.model,):
@@ -528,8 +530,6 @@ def main() -> None:
             trainer.resume()
         if trainer.run(deadline):
             export(trainer, outputs[name])
-            if name == "tools" and outputs["draft"].exists():
-                write_tokenizer(tokenizer, outputs["draft"])  # the draft reads the same template
             trainer.report(100)
         else:
             print(f"{name}: stopped at step {trainer.step} of {shape.steps}, nothing exported; go on with --resume")

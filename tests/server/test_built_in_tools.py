@@ -13,19 +13,13 @@ import running
 from kernels_available import COMPILED
 from running import DEADLINE_S, run_server
 
-from octavo import LLMEngine
-from octavo.assets import built_in_model_path
+from octavo import LLMEngine, ModelConfig
+from octavo.assets import BUILT_IN_TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [
-    pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels"),
-    pytest.mark.skipif(
-        "tools" not in (built_in_model_path() / "chat_template.jinja").read_text(),
-        reason="the packaged model was not trained to call tools",
-    ),
-]
+pytestmark = pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels")
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -49,7 +43,7 @@ GREEDY: dict[str, Any] = {"model": "octavo-demo", "temperature": 0.0}
 @pytest.fixture(scope="module")
 def server() -> Iterator[running.Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "make_engine", lambda executor: LLMEngine())
+        patch.setattr(running, "make_engine", lambda executor: LLMEngine(ModelConfig(model=BUILT_IN_TOOLS)))
         with run_server(served_model_names=["octavo-demo"]) as server:
             yield server
 

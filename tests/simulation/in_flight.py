@@ -70,7 +70,8 @@ class Pipeline:
                 step.result.kv_transfers.extend(self.store.run(step.scheduled))
             if step is last:
                 break
-        assert last.result is not None
+        if last.result is None:
+            raise LookupError(f"step {last.scheduled.step} was not submitted")
         for step in self.steps:  # what moves KV waits for nobody: what ended meanwhile is told with the oldest result
             if step.result is not None and step is not last:
                 last.result.kv_transfers.extend(step.result.kv_transfers)
