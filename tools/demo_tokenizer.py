@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PLAIN_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 CHAT_TEMPLATE = """\
 {%- macro type_of(schema) %}
     {%- if schema is not mapping %}
@@ -117,8 +125,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, knows_tools: bool) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja: one without tools for who knows none."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -131,4 +139,4 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": 2048,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE if knows_tools else PLAIN_TEMPLATE)

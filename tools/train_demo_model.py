@@ -468,7 +468,7 @@ def export(trainer: Trainer, folder: Path) -> None:
         "generation_config.json": generation,
     }.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    write_tokenizer(tokenizer, folder)
+    write_tokenizer(tokenizer, folder, knows_tools=trainer.name == "tools")
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(weight.numel() for weight in weights.values())
     trainer.log(f"wrote {folder}: {count:,} parameters, {size:,} bytes")

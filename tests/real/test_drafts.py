@@ -1,9 +1,11 @@
-"""Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
+"""Answers of a real model are the same with speculation and with steps decided ahead: SmolLM2, copying and telling."""
 
+import pytest
 from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams
 from octavo.data.events import DraftsVerified
+from octavo.sampling_params import StructuredOutputsParams
 
 TEXT = "The quick brown fox jumps over the lazy dog. The lazy dog sleeps in the warm sun. The quick brown fox is tired."
 CHATS = [
@@ -31,6 +33,46 @@ def test_answers_are_the_same_with_and_without(real_model):
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
         assert answers[-1] == answers[0]
         assert least is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ([{}, {"stop": ["."]}], 40),
+        ([{}, {"structured_outputs": StructuredOutputsParams(regex=r"[A-Z][a-z ]{20,60}\.")}], 1),
+    ],
+    ids=["some stop early", "some follow a grammar, which all wait for"],
+)
+def test_answers_are_the_same_with_steps_decided_ahead(real_model, options, least):
+    """A crowd whose prompts come in pieces."""
+    params = [
+        SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=40, logprobs=2, **options[index % 2])
+        for index in range(2 * len(CHATS))
+    ]
+    answers, num_ahead = [], 0
+    for ahead in (False, True):
+        llm = LLM(
+            str(real_model("smollm2")),
+            speculative_config={"method": "none"},
+            async_scheduling=ahead,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes=256 << 20,
+            max_num_seqs=8,
+        )
+        core = llm.llm_engine.core
+        decide = core.scheduler.schedule
+
+        def counted(decide=decide, core=core):
+            nonlocal num_ahead
+            num_ahead += core.scheduler.in_flight is not None
+            return decide()
+
+        core.scheduler.schedule = counted
+        outputs = [output.outputs[0] for output in llm.chat(CHATS * 2, params, use_tqdm=False)]
+        answers.append([(each.token_ids, each.logprobs, each.text, each.finish_reason) for each in outputs])
+        core.executor.shutdown()
+    assert answers[1] == answers[0]
+    assert num_ahead >= least
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(real_model):

@@ -31,7 +31,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, one after the other, from --seed on")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the worlds")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what is done in FILE, and go on from there")
-    parser.add_argument("--kind", choices=sorted(DRAWS), default="all", help="which worlds (default all)")
+    parser.add_argument(
+        "--kind",
+        choices=sorted(DRAWS),
+        default="all",
+        help="which worlds (default all); --resume wants a file for each",
+    )
     parser.add_argument("--world", help="run one world again, by its seed as a failure names it")
     parser.add_argument("--coverage", action="store_true", help="print how often features met in one request's life")
     parser.add_argument(

@@ -55,7 +55,7 @@ def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
     assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_whose_steps_are_decided_ahead_has_a_wrong_token_or_a_leak(seed):
     run = run_seed(f"async {seed}", 2500, 1, RunFile(None), draw_async)
@@ -119,7 +119,7 @@ def test_same_seed_same_trace():
     assert first == second
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
 def test_small_worlds_are_all_right(config):
     assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2, configs=[config]) == 1110

@@ -44,6 +44,14 @@ def rendered(config: ModelConfig) -> str:
     return prompt
 
 
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [(None, "demo"), ("octavo-demo", "demo"), ("octavo-demo-tools", "demo-tools"), ("octavo-demo-draft", "demo-draft")],
+)
+def test_a_built_in_model_is_found_by_its_name(name: str | None, folder: str) -> None:
+    assert ServedModel.find(ModelConfig(model=name)).checkpoint.path == built_in_model_path().parent / folder
+
+
 def test_kv_of_other_factors_is_of_another_model(tmp_path: Path) -> None:
     """Engines that share a store know by the architecture whether keys were turned by the same factors (longrope)."""
     numbers = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}

@@ -113,10 +113,15 @@ def test_roles_take_turns():
             assert one["role"] != "assistant" or ("<tool_call>" in one["content"]) == (other["role"] == "tool")
 
 
-@pytest.mark.skipif(not evaluation.knows_tools(FOLDERS[0]), reason="the packaged model was not trained to call tools")
-def test_models_have_the_template_that_they_were_trained_with():
-    assert {(folder / "chat_template.jinja").read_text() for folder in FOLDERS} == {demo_tokenizer.CHAT_TEMPLATE}
-    assert len({(folder / "tokenizer.json").read_bytes() for folder in FOLDERS}) == 1
+def test_models_have_the_template_that_they_were_trained_with(tmp_path):
+    tools = assets.built_in_path(assets.BUILT_IN_TOOLS)
+    for folder, knows_tools in (*((folder, False) for folder in FOLDERS), (tools, True)):
+        demo_tokenizer.write_tokenizer(
+            demo_tokenizer.load_tokenizer(folder / "tokenizer.json"), tmp_path, knows_tools=knows_tools
+        )
+        for written in tmp_path.iterdir():
+            assert (folder / written.name).read_bytes() == written.read_bytes(), (folder, written.name)
+    assert len({(folder / "tokenizer.json").read_bytes() for folder in (*FOLDERS, tools)}) == 1
 
 
 def test_calls_of_clients_are_rendered_as_they_were_learned():

@@ -65,7 +65,7 @@ def doctor(
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
-    from octavo.assets import built_in_model_path  # what a command needs, when it runs
+    from octavo.assets import BUILT_IN_MODEL  # what a command needs, when it runs
     from octavo.models.gguf_config import BLOCK_KINDS
     from octavo.startup.checkpoint import open_checkpoint
     from octavo.worker.machine_report import examine
@@ -74,7 +74,7 @@ def doctor(
     for each in precision or ():
         if each not in (*_PRECISIONS, *blocks):
             raise ConfigError(f"precision must be one of {', '.join((*_PRECISIONS, *blocks))}, got {each!r}")
-    found = open_checkpoint(built_in_model_path() if model is None else model, weights=False)
+    found = open_checkpoint(model or BUILT_IN_MODEL, weights=False)
     architecture = found.read_architecture()
     own = [each for each in found.weights.types if each in blocks] or [architecture.dtype]
     report = examine(

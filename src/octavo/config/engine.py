@@ -433,8 +433,8 @@ class EngineConfig:
         asks_for_drafts = self.speculative.method not in {"auto", "none"} or self.speculative.model is not None
         if self.scheduler.async_scheduling and asks_for_drafts:
             raise ConfigError(
-                f"async_scheduling decides a step before the tokens are known that drafts follow: leave it off, or "
-                f"speculative_method {self.speculative.method} out"
+                "async_scheduling decides a step before the tokens are known that drafts follow: leave it off, or ask "
+                "for no speculative_method or speculative_model"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.assets import built_in_path
 from octavo.errors import ModelError
 from octavo.models.model_path import resolve_model_path
 from octavo.models.weight_files import some
@@ -69,10 +70,11 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Find a checkpoint by its path or hub id; a file is a GGUF file. Raises `ModelError`.
+    """Find a checkpoint by its path, hub id or the name of a built-in one; a file is a GGUF file. Raises `ModelError`.
 
     weights: False where only what stands beside them is read; then they are not downloaded.
     """
+    model = built_in_path(str(model)) or model
     path = Path(model).expanduser()
     if path.is_file():
         return GGUFCheckpoint(path)

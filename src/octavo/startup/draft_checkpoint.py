@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path
 from octavo.errors import ConfigError, ModelError
 from octavo.models.draft_checkpoint import DraftCheckpoint
 from octavo.startup.checkpoint import open_checkpoint
@@ -35,7 +34,7 @@ def find_draft_checkpoint(
         return _rounded(config, target, speculative.quantization or "int4")
     name, weights = speculative.model, config.load_format != "dummy"
     try:
-        checkpoint = open_checkpoint(built_in_draft_path() if name == BUILT_IN_DRAFT else name, weights=weights)
+        checkpoint = open_checkpoint(name, weights=weights)
         architecture = checkpoint.read_architecture()
     except ModelError as error:
         raise ConfigError(f"model of speculative_config: {error}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.assets import BUILT_IN_DRAFT, BUILT_IN_MODEL, BUILT_IN_TOOLS, built_in_model_path, built_in_tools_path
+from octavo.assets import BUILT_IN_DRAFT, BUILT_IN_MODEL
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.input_processor import InputProcessor
@@ -47,9 +47,7 @@ class ServedModel:
     @classmethod
     def find(cls, config: ModelConfig) -> ServedModel:
         """Look at the files. Raises `ConfigError` and `ModelError`."""
-        model: str | Path | None = built_in_tools_path() if config.model == BUILT_IN_TOOLS else config.model
-        model = built_in_model_path() if model is None else model
-        checkpoint = text = open_checkpoint(model, weights=config.load_format != "dummy")
+        checkpoint = text = open_checkpoint(config.model or BUILT_IN_MODEL, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
         architecture = checkpoint.read_architecture()
