@@ -135,21 +135,21 @@ class ResultProcessor:
         asks for its token again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
-        is_due = request.num_computed_tokens + count >= len(sequence.token_ids)
-        is_postponed = is_due and request_id in result.postponed
-        most = num_drafts + 1 if is_due and not is_postponed else 0
+        num_computed = request.num_computed_tokens + count
+        num_due = num_drafts + 1 if num_computed >= len(sequence.token_ids) else 0
+        is_postponed = num_due > 0 and request_id in result.postponed
+        most = 0 if is_postponed else num_due
         if num_sampled > most or (most and not num_sampled):
             none_due = "its token is postponed" if is_postponed else "its known tokens are not all computed"
             due = f"1 to {most} were due" if most else none_due
             return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
-        num_rejected = num_drafts + 1 - num_sampled if is_due else 0
         if is_postponed:
             self._emitter.emit(events.TokenPostponed, request_id)
         elif num_drafts:
             self._draft_policy.verified(request, num_drafts, num_sampled - 1)
             self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
-        request.num_computed_tokens += count - num_rejected
+        request.num_computed_tokens = num_computed - (num_due - num_sampled)
         request.num_computed_in_all += count
         if request.spec_token_ids:
             request.spec_token_ids = []
@@ -164,7 +164,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(
+        return EngineCoreOutput(  # all by position: keywords become a dict first, for each request of each step
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -174,9 +174,10 @@ class ResultProcessor:
             sequence.num_cached_tokens,
             request.num_computed_in_all,
             request.admitted_time,
-            pooled=result.pooled.get(request_id) if result.pooled else None,
-            num_draft_tokens=num_drafts,
-            num_accepted_tokens=num_sampled - 1 if num_drafts else 0,
+            None,  # no error
+            result.pooled.get(request_id) if result.pooled else None,
+            num_drafts,
+            num_sampled - 1 if num_drafts else 0,
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:

@@ -284,16 +284,16 @@ class Scheduler:
             num_after -= 1
             if request.status is not running or plan.budget <= 0:
                 continue  # it fell victim to one before it, or gave way
-            self._grow(plan, request, num_after)
+            sequence, num_computed = request.sequence, request.num_computed_tokens
+            num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
+            if num_remaining == 1 and num_computed < sequence.num_slots:
+                plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
+            else:
+                self._grow(plan, request, num_remaining, num_after)
 
-    def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
+    def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_after: int) -> None:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
-        sequence, num_computed = request.sequence, request.num_computed_tokens
-        num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
-        if num_remaining == 1 and num_computed < sequence.num_slots:
-            plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
-            return
-        cost = self._prompt_cost if is_prefill(request) else PLAIN_COST
+        cost, num_computed = self._prompt_cost if is_prefill(request) else PLAIN_COST, request.num_computed_tokens
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
         while True:
             count, budget = num_remaining, max(plan.budget - num_after, 1)
