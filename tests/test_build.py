@@ -78,7 +78,7 @@ def test_what_other_kernels_computed_has_another_name(tmp_path):
     for backend, isa in [*kernels, kernels[-1]]:
         device = DeviceConfig(device="cpu", kernels=backend, isa=isa, num_threads=1)
         core = build.build_core(dataclasses.replace(config, device=device))
-        found.append(hash_block_tokens(None, [1, 2, 3], core.scheduler.kv_cache_manager._extra_keys))
+        found.append(hash_block_tokens(None, [1, 2, 3], core.scheduler.kv_cache_manager.prefix_cache.chains.extra_keys))
         core.executor.shutdown()
     assert len(set(found)) == len(kernels)
     assert found[-1] == found[-2]

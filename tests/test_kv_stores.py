@@ -282,7 +282,7 @@ def test_two_tiers_give_the_same(checkpoint, alone):
 
 def key_of(engine, salt=None):
     """The key of one block of an engine."""
-    extra = engine.core.scheduler.kv_cache_manager._extra_keys
+    extra = engine.core.scheduler.kv_cache_manager.prefix_cache.chains.extra_keys
     engine.core.executor.shutdown()
     return hash_block_tokens(None, [1, 2, 3], extra if salt is None else (*extra, f"salt:{salt}"))
 

@@ -34,3 +34,23 @@ def test_keys_cannot_be_taken_for_tokens_or_for_one_another():
     keys = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", "")]
     for first, second in itertools.combinations(keys, 2):
         assert hash_block_tokens(None, [1], first) != hash_block_tokens(None, [1], second)
+
+
+def test_full_blocks_only():
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, list(range(11)), 4, ())
+    assert len(hashes) == 2
+    extend_block_hashes(hashes, list(range(12)), 4, ())
+    assert len(hashes) == 3
+
+
+def test_chain_dependency():
+    first = hash_block_tokens(None, [1, 2])
+    assert hash_block_tokens(first, [3, 4]) != hash_block_tokens(None, [3, 4])
+    assert hash_block_tokens(None, [1, 2], ("salt:x",)) != first
+    assert hash_block_tokens(None, [1, 2], ("a", "b")) != hash_block_tokens(None, [1, 2], ("ab",))
+
+
+def test_deterministic():
+    value = hash_block_tokens(hash_block_tokens(None, [1, 2, 3]), [4, 5, 6], ("model:m",))
+    assert value.hex() == "25b87b0a0503f71af8ac653ab3e1f910e844b0eca6b78b41915918c2f7a8f982"

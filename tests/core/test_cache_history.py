@@ -47,7 +47,7 @@ def test_the_oldest_is_forgotten_first_and_what_comes_again_is_new():
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(10, 1024), (300, 1200), (1 << 15, 1 << 16)])
 def test_a_large_cache_does_not_remember_ever_more(num_blocks, expected):
-    history = KVCacheManager(num_blocks, 4).history
+    history = KVCacheManager(num_blocks, 4).prefix_cache.history
     for number in range(expected + 1):
         history.add(number, (number,), b"%d" % number, None, ())
     assert history.why_missed(0, (0,), b"0", b"?", ()) != Miss(MissReason.EVICTED)

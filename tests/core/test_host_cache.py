@@ -7,7 +7,8 @@ from stores import Store
 
 from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
-from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefix_cache import ComputedBlocks
 from octavo.data import events
 from octavo.data.request import Request
 from octavo.data.scheduler_output import BlockCopies
@@ -186,7 +187,7 @@ def test_one_token_is_computed_where_host_memory_has_them_all():
     assert (found.num_tokens, len(found.host_blocks), found.source) == (11, 3, None)
     assert manager.num_host_tokens(found) == 11
     assert len(request.sequence.block_table) == 3
-    assert manager.why_missed(make_request("again", PROMPT[:12]), found) is None
+    assert manager.prefix_cache.why_missed(make_request("again", PROMPT[:12]), found) is None
 
 
 def test_what_is_found_is_not_given_to_what_is_evicted_for_it():
@@ -217,18 +218,18 @@ def test_why_no_more_was_found_than_host_memory_has():
     manager = full()
     found = manager.get_computed_blocks(request)
     assert found.num_tokens == 4
-    miss = manager.why_missed(request, found)
+    miss = manager.prefix_cache.why_missed(request, found)
     assert (miss.reason, miss.position) == ("never seen", None)
 
 
 def test_who_needs_what_another_copies_right_now_waits_for_it():
     manager = full()
     first, second = make_request("a", PROMPT), make_request("b", PROMPT)
-    assert manager.awaited_block(first, manager.get_computed_blocks(first)) is None
+    assert manager.prefix_cache.awaited_block(first, manager.get_computed_blocks(first)) is None
     start(manager, first)
     found = manager.get_computed_blocks(second)
     assert found.num_tokens == 12
-    assert manager.awaited_block(second, found) == (hashes(PROMPT)[0], "a")
+    assert manager.prefix_cache.awaited_block(second, found) == (hashes(PROMPT)[0], "a")
 
 
 @pytest.mark.parametrize(("num_saved", "expected"), [(12, False), (13, True)])
@@ -246,9 +247,10 @@ def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
     assert (found.num_tokens, found.is_saved) == (num_saved, expected)
     assert (found.host_blocks == saved) is expected
     assert manager.num_host_tokens(found) == (0 if expected else 12)
-    manager._computing[hashes(PROMPT)[0]] = "other"
-    assert manager.awaited_block(request, found) == (None if expected else (hashes(PROMPT)[0], "other"))
-    assert manager.awaited_block(request, manager.get_computed_blocks(make_request("x", PROMPT[:12]))) is not None
+    cache = manager.prefix_cache
+    cache._computing[hashes(PROMPT)[0]] = "other"
+    assert cache.awaited_block(request, found) == (None if expected else (hashes(PROMPT)[0], "other"))
+    assert cache.awaited_block(request, manager.get_computed_blocks(make_request("x", PROMPT[:12]))) is not None
     assert manager.saved_blocks() == {}
     assert set(saved) <= set(manager.host.lent)  # until it is copied
     manager.take_copies()

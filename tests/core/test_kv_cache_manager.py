@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_hash import hash_block_tokens
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
@@ -27,109 +26,16 @@ def compute(manager, request, num_tokens=None):
 def test_what_a_plain_manager_has():
     manager = KVCacheManager(8, 4)
     assert (manager.host.num_blocks, manager.capacity_tokens) == (0, 32)
-    assert (manager.enable_prefix_caching, manager.cache_decoded_blocks) == (True, True)
+    assert (manager.prefix_cache.is_enabled, manager.prefix_cache.cache_decoded_blocks) == (True, True)
 
 
 @pytest.mark.parametrize(("num_blocks", "capacity"), [(8, 1024), (256, 1024), (300, 1200)])
 def test_history_remembers_four_times_the_cache_and_a_thousand_blocks_at_least(num_blocks, capacity):
-    history = KVCacheManager(num_blocks, 4).history
+    history = KVCacheManager(num_blocks, 4).prefix_cache.history
     for index in range(capacity + 1):
         history.add(0, (index,), b"%d" % index, None, ())
     assert history.why_missed(0, [-1], b"0", b"other", ()).reason == "never seen"
     assert history.why_missed(0, [-1], b"1", b"other", ()).reason == "evicted"
-
-
-def test_names_are_of_the_engine_the_salt_the_adapter_and_the_weights():
-    manager = KVCacheManager(8, 2, extra_keys=("model:m",))
-    for name, options, keys in (
-        ("plain", {}, ("model:m",)),
-        ("own", {"cache_salt": "s", "adapter": "a"}, ("model:m", "salt:s", "adapter:a")),
-    ):
-        request = make_request(name, [1, 2], **options)
-        compute(manager, request)
-        assert manager.pool.indexed(hash_block_tokens(None, [1, 2], keys)) is not None
-        manager.free(request)
-    for epoch in ("1", "2"):
-        assert manager.advance_weights_epoch()
-        assert manager.num_cached_blocks == 0
-        request = make_request(epoch, [1, 2])
-        compute(manager, request)
-        assert manager.pool.indexed(hash_block_tokens(None, [1, 2], ("model:m", f"weights:{epoch}"))) is not None
-        manager.free(request)
-
-
-def weak(_parent, _tokens, _extra_keys=()):
-    return b"one name for all"
-
-
-@pytest.mark.parametrize("other", [[1, 2, 9], [1, 2, 3, 4]])
-def test_a_partly_filled_block_of_other_content_is_not_copied_whatever_its_name(other):
-    manager = KVCacheManager(8, 5, hash_function=weak)
-    holder = make_request("holder", [1, 2, 3])
-    table = compute(manager, holder)
-    same = manager.get_computed_blocks(make_request("same", [1, 2, 3]))
-    assert same.source is manager.pool.blocks[table[0]]
-    assert same.num_tokens == 2
-    assert manager.get_computed_blocks(make_request("other", other)).source is None
-    salted = make_request("salted", [1, 2, 3], cache_salt="s")
-    assert manager.get_computed_blocks(salted).source is None
-
-
-def test_a_partly_filled_block_is_copied_only_behind_the_same_blocks():
-    manager = KVCacheManager(8, 2, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
-    compute(manager, make_request("a", [1, 2, 5, 6, 8]))
-    assert manager.num_tracked_requests == 1  # a tail of one token is not worth a copy
-    manager = KVCacheManager(8, 3, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
-    holder = make_request("a", [1, 2, 3, 7, 8])
-    other = make_request("b", [1, 2, 4, 7, 8])
-    compute(manager, holder)
-    compute(manager, other)
-    assert manager.get_computed_blocks(make_request("c", [1, 2, 3, 7, 8])).num_tokens == 4
-    found = manager.get_computed_blocks(make_request("d", [1, 2, 4, 7, 8]))
-    assert (found.num_tokens, found.source) == (3, None)  # the tail of one name that came first is behind another block
-
-
-@pytest.mark.parametrize("tail", [[6, 8, 9], [7, 6, 9], [7, 8, 6], [7, 8], [7, 8, 9, 10]])
-def test_a_partly_filled_block_is_copied_only_for_all_its_tokens(tail):
-    manager = KVCacheManager(8, 5, hash_function=weak)
-    compute(manager, make_request("a", [1, 2, 3, 4, 5, 7, 8, 9]))
-    assert manager.num_tracked_requests == 2  # the request, and what others may copy of it
-    found = manager.get_computed_blocks(make_request("b", [1, 2, 3, 4, 5, *tail]))
-    assert (found.num_tokens, found.source) == (5, None)
-
-
-def test_who_has_generated_scores_or_is_alone_copies_no_partly_filled_block():
-    manager = KVCacheManager(8, 4)
-    assert manager.get_computed_blocks(make_request("alone", [1, 2, 3])).num_tokens == 0
-    compute(manager, make_request("a", [1, 2, 3]))
-    resumed = make_request("resumed", [1, 2, 3])
-    resumed.sequence.token_ids.append(9)
-    assert manager.get_computed_blocks(resumed).num_tokens == 0
-    scored = Request("scored", [1, 2, 3], SamplingParams(prompt_logprobs=1))
-    assert manager.get_computed_blocks(scored).num_tokens == 0
-    assert manager.get_computed_blocks(make_request("b", [1, 2, 3])).num_tokens == 2
-
-
-def test_a_block_of_one_token_is_computed_again_and_not_copied():
-    manager = KVCacheManager(8, 1)
-    compute(manager, make_request("a", [1, 2, 3]))
-    found = manager.get_computed_blocks(make_request("b", [1, 2, 3]))
-    assert (len(found.blocks), found.num_tokens, found.source) == (2, 2, None)
-
-
-def test_without_a_cache_nothing_is_found_awaited_or_missed():
-    manager = KVCacheManager(8, 4, enable_prefix_caching=False)
-    first, second = (make_request(name, list(range(9))) for name in "ab")
-    manager.allocate_slots(first, 9)
-    found = manager.get_computed_blocks(second)
-    assert found.num_tokens == 0
-    assert manager.awaited_block(second, found) is None
-    assert manager.why_missed(second, found) is None
-    assert manager.num_tracked_requests == 0
-    first.num_computed_tokens = 9
-    manager.commit(first)
-    assert manager.get_computed_blocks(second).num_tokens == 0
-    assert manager.num_tracked_requests == 0
 
 
 # --- swapped ----------------------------------------------------------------------------------------------------------
@@ -176,61 +82,6 @@ def test_more_is_copied_than_was_saved():
     found = manager.get_computed_blocks(request)
     assert (found.num_tokens, found.host_blocks) == (10, [])
     assert found.source is not None
-
-
-# --- who waits for what, and why nothing was found --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("other", [[9, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9]])
-def test_two_tails_of_one_content_behind_other_blocks_can_both_be_copied(other):
-    manager = KVCacheManager(16, 3)
-    for name, blocks in (("a", [1, 2, 3, 4, 5, 6]), ("b", other)):
-        table = compute(manager, make_request(name, [*blocks, 7, 8]))
-        found = manager.get_computed_blocks(make_request(f"same as {name}", [*blocks, 7, 8]))
-        assert found.source is manager.pool.blocks[table[-1]]
-
-
-def test_a_request_waits_for_the_next_block_that_another_computes():
-    manager = KVCacheManager(16, 4)
-    prompt = list(range(9))
-    first, second = make_request("a", prompt), make_request("b", prompt)
-    name = hash_block_tokens(None, prompt[:4])
-    assert not manager.is_being_computed(name)
-    nothing = manager.get_computed_blocks(first)
-    manager.allocate_slots(first, 4, nothing)
-    assert manager.is_being_computed(name) is True
-    assert manager.awaited_block(second, manager.get_computed_blocks(second)) == (name, "a")
-    assert manager.awaited_block(first, nothing) is None  # not for itself
-    scored = Request("c", prompt, SamplingParams(prompt_logprobs=1))
-    assert manager.awaited_block(scored, manager.get_computed_blocks(scored)) is None
-    assert manager.awaited_block(make_request("short", prompt[:3]), nothing) is None
-    first.num_computed_tokens = 4
-    manager.commit(first)
-    assert not manager.is_being_computed(name)
-    behind = hash_block_tokens(name, prompt[4:8])
-    assert manager.awaited_block(second, manager.get_computed_blocks(second)) == (behind, "a")
-    manager.free(first)
-    assert not manager.is_being_computed(behind)
-    assert manager.awaited_block(second, manager.get_computed_blocks(second)) is None
-
-
-def test_why_the_first_block_was_missed():
-    manager = KVCacheManager(16, 4)
-    compute(manager, make_request("a", [1, 2, 3, 4, 5, 6, 7, 8]))
-    for prompt, expected in (
-        ([1, 2, 9, 4, 5], ("different token", 2)),
-        ([1, 2, 3, 4, 5, 9, 7, 8, 9], ("different token", 5)),
-        ([9, 2, 3, 4, 5], ("never seen", None)),
-        ([1, 2, 3], ("shorter than a block", None)),
-    ):
-        request = make_request("b", prompt)
-        miss = manager.why_missed(request, manager.get_computed_blocks(request))
-        assert (miss.reason, miss.position) == expected
-        manager.free(request)
-    whole = make_request("whole", [1, 2, 3, 4, 5])
-    assert manager.why_missed(whole, manager.get_computed_blocks(whole)) is None
-    copied = make_request("copied", [1, 2, 3, 4, 5, 6, 7, 8])
-    assert manager.why_missed(copied, manager.get_computed_blocks(copied)) is None
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -329,31 +180,7 @@ def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
     assert manager.host.num_free_blocks == 2
 
 
-# --- commit -----------------------------------------------------------------------------------------------------------
-
-
-def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
-    told: list[int] = []
-    manager = KVCacheManager(16, 2, on_cached=told.append)
-    compute(manager, make_request("a", [1, 2, 3, 4, 5]))
-    assert told == [0, 1]
-    longer = make_request("b", [1, 2, 3, 4, 5, 6, 7])
-    table = compute(manager, longer)
-    assert told == [0, 1, table[2]]
-    found = manager.get_computed_blocks(make_request("c", [1, 2, 3, 4, 5, 6, 7]))
-    assert [block.block_id for block in found.blocks] == table[:3]
-
-
-def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
-    told: list[int] = []
-    manager = KVCacheManager(8, 2, hash_function=weak, on_cached=told.append)
-    compute(manager, make_request("a", [1, 2, 9]))
-    compute(manager, make_request("b", [3, 4, 9]))
-    assert told == [0]
-    salted = make_request("c", [3, 4, 9], cache_salt="s")
-    assert manager.history.why_missed(0, [3, 4], b"other", None, ("salt:s",)).reason == "never seen"
-    assert manager.history.why_missed(0, [1, 2], b"other", None, ("salt:s",)).reason == "other salt"
-    assert manager.get_computed_blocks(salted).num_tokens == 0
+# --- copies and commits -----------------------------------------------------------------------------------------------
 
 
 def test_a_copy_goes_into_the_first_of_the_new_blocks():
@@ -390,17 +217,6 @@ def test_a_source_that_became_another_of_the_new_blocks_is_copied_before_it_is_w
         manager.free(request)
 
 
-@pytest.mark.parametrize(("cache_decoded_blocks", "is_announced"), [(True, True), (False, False)])
-def test_announced_are_the_blocks_that_will_be_shared(cache_decoded_blocks, is_announced):
-    manager = KVCacheManager(8, 4, cache_decoded_blocks=cache_decoded_blocks)
-    request = make_request("a", [1, 2, 3, 4, 5])
-    request.sequence.token_ids += [6, 7, 8, 9]
-    manager.allocate_slots(request, 9)
-    first = hash_block_tokens(None, [1, 2, 3, 4])
-    assert manager.is_being_computed(first)
-    assert manager.is_being_computed(hash_block_tokens(first, [5, 6, 7, 8])) == is_announced
-
-
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
     manager = KVCacheManager(8, 4, enable_prefix_caching=enable_prefix_caching)
@@ -417,31 +233,6 @@ def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
     assert manager.num_cached_blocks == (3 if enable_prefix_caching else 0)
 
 
-def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered_as_partly_filled():
-    manager = KVCacheManager(8, 4)
-    request = make_request("a", list(range(6)))
-    request.sequence.token_ids += [50, 51, 52]
-    compute(manager, request, 8)
-    assert manager.num_tracked_requests == 1
-    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None
-    scored = Request("c", [7, 8, 9], SamplingParams(prompt_logprobs=1))
-    compute(manager, scored)
-    assert manager.num_tracked_requests == 3  # and none of them for a part of a block
-    assert manager.get_computed_blocks(make_request("d", [7, 8, 9])).source is None
-
-
-def test_a_partly_filled_block_is_offered_while_it_has_room():
-    manager = KVCacheManager(8, 4)
-    request = make_request("a", list(range(6)))
-    request.sequence.token_ids += [50, 51, 52]
-    table = compute(manager, request, 7)
-    assert manager.num_tracked_requests == 2
-    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is manager.pool.blocks[table[1]]
-    manager.release(request)
-    assert manager.num_tracked_requests == 2  # the requests themselves: they may come back
-    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None
-
-
 def test_what_comes_back_commits_its_blocks_anew():
     manager = KVCacheManager(8, 4)
     request = make_request("a", list(range(12)))
@@ -452,23 +243,6 @@ def test_what_comes_back_commits_its_blocks_anew():
     table = compute(manager, request)
     assert manager.num_cached_blocks == 3
     assert [block.block_id for block in manager.get_computed_blocks(make_request("b", list(range(13)))).blocks] == table
-
-
-def test_what_is_released_unfinished_is_no_longer_being_computed():
-    manager = KVCacheManager(8, 4)
-    first, second = make_request("a", list(range(12))), make_request("b", list(range(12)))
-    names = [hash_block_tokens(None, [0, 1, 2, 3])]
-    names.append(hash_block_tokens(names[0], [4, 5, 6, 7]))
-    manager.allocate_slots(first, 12)
-    manager.allocate_slots(second, 12)
-    first.num_computed_tokens = 4
-    manager.commit(first)
-    assert [manager.is_being_computed(name) for name in names] == [False, True]
-    manager.release(second)
-    assert [manager.is_being_computed(name) for name in names] == [False, True]  # the first one computes it
-    manager.release(first)
-    assert [manager.is_being_computed(name) for name in names] == [False, False]
-    manager.release(make_request("unknown", [1]))
 
 
 def test_other_weights_give_blocks_other_keys():

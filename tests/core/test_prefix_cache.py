@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+from octavo.core.block_hash import hash_block_tokens
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.data.request import Request
@@ -24,26 +24,6 @@ def admit(manager: KVCacheManager, request: Request) -> list[int] | None:
         request.num_computed_tokens = request.num_tokens
         manager.commit(request)
     return block_ids
-
-
-def test_full_blocks_only():
-    hashes: list[bytes] = []
-    extend_block_hashes(hashes, list(range(11)), 4, ())
-    assert len(hashes) == 2
-    extend_block_hashes(hashes, list(range(12)), 4, ())
-    assert len(hashes) == 3
-
-
-def test_chain_dependency():
-    first = hash_block_tokens(None, [1, 2])
-    assert hash_block_tokens(first, [3, 4]) != hash_block_tokens(None, [3, 4])
-    assert hash_block_tokens(None, [1, 2], ("salt:x",)) != first
-    assert hash_block_tokens(None, [1, 2], ("a", "b")) != hash_block_tokens(None, [1, 2], ("ab",))
-
-
-def test_deterministic():
-    value = hash_block_tokens(hash_block_tokens(None, [1, 2, 3]), [4, 5, 6], ("model:m",))
-    assert value.hex() == "25b87b0a0503f71af8ac653ab3e1f910e844b0eca6b78b41915918c2f7a8f982"
 
 
 def test_cold_miss():
@@ -91,7 +71,7 @@ def test_a_prompt_that_ends_on_a_block_is_found_but_for_one_token(size, length, 
     again = make_request("b", list(range(length)))
     computed = manager.get_computed_blocks(again)
     assert computed.num_tokens == hit
-    assert manager.why_missed(again, computed) is None or length == 1
+    assert manager.prefix_cache.why_missed(again, computed) is None or length == 1
     assert [block.block_id for block in computed.blocks] == list(range(hit // size))
 
 
@@ -285,6 +265,117 @@ def test_two_that_computed_the_same_share_one_entry():
     manager.free(second)
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
     assert manager.pool.num_free_blocks == 8
+
+
+def test_without_a_cache_nothing_is_found_awaited_or_missed():
+    manager = KVCacheManager(8, 4, enable_prefix_caching=False)
+    first, second = (make_request(name, list(range(9))) for name in "ab")
+    manager.allocate_slots(first, 9)
+    found = manager.get_computed_blocks(second)
+    assert found.num_tokens == 0
+    assert manager.prefix_cache.awaited_block(second, found) is None
+    assert manager.prefix_cache.why_missed(second, found) is None
+    assert manager.num_tracked_requests == 0
+    first.num_computed_tokens = 9
+    manager.commit(first)
+    assert manager.get_computed_blocks(second).num_tokens == 0
+    assert manager.num_tracked_requests == 0
+
+
+def test_a_request_waits_for_the_next_block_that_another_computes():
+    manager = KVCacheManager(16, 4)
+    prompt = list(range(9))
+    first, second = make_request("a", prompt), make_request("b", prompt)
+    name = hash_block_tokens(None, prompt[:4])
+    assert not manager.prefix_cache.is_being_computed(name)
+    nothing = manager.get_computed_blocks(first)
+    manager.allocate_slots(first, 4, nothing)
+    assert manager.prefix_cache.is_being_computed(name) is True
+    assert manager.prefix_cache.awaited_block(second, manager.get_computed_blocks(second)) == (name, "a")
+    assert manager.prefix_cache.awaited_block(first, nothing) is None  # not for itself
+    scored = Request("c", prompt, SamplingParams(prompt_logprobs=1))
+    assert manager.prefix_cache.awaited_block(scored, manager.get_computed_blocks(scored)) is None
+    assert manager.prefix_cache.awaited_block(make_request("short", prompt[:3]), nothing) is None
+    first.num_computed_tokens = 4
+    manager.commit(first)
+    assert not manager.prefix_cache.is_being_computed(name)
+    behind = hash_block_tokens(name, prompt[4:8])
+    assert manager.prefix_cache.awaited_block(second, manager.get_computed_blocks(second)) == (behind, "a")
+    manager.free(first)
+    assert not manager.prefix_cache.is_being_computed(behind)
+    assert manager.prefix_cache.awaited_block(second, manager.get_computed_blocks(second)) is None
+
+
+def test_why_the_first_block_was_missed():
+    manager = KVCacheManager(16, 4)
+    admit(manager, make_request("a", [1, 2, 3, 4, 5, 6, 7, 8]))
+    for prompt, expected in (
+        ([1, 2, 9, 4, 5], ("different token", 2)),
+        ([1, 2, 3, 4, 5, 9, 7, 8, 9], ("different token", 5)),
+        ([9, 2, 3, 4, 5], ("never seen", None)),
+        ([1, 2, 3], ("shorter than a block", None)),
+    ):
+        request = make_request("b", prompt)
+        miss = manager.prefix_cache.why_missed(request, manager.get_computed_blocks(request))
+        assert (miss.reason, miss.position) == expected
+        manager.free(request)
+    whole = make_request("whole", [1, 2, 3, 4, 5])
+    assert manager.prefix_cache.why_missed(whole, manager.get_computed_blocks(whole)) is None
+    copied = make_request("copied", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert manager.prefix_cache.why_missed(copied, manager.get_computed_blocks(copied)) is None
+
+
+@pytest.mark.parametrize(("cache_decoded_blocks", "is_announced"), [(True, True), (False, False)])
+def test_announced_are_the_blocks_that_will_be_shared(cache_decoded_blocks, is_announced):
+    manager = KVCacheManager(8, 4, cache_decoded_blocks=cache_decoded_blocks)
+    request = make_request("a", [1, 2, 3, 4, 5])
+    request.sequence.token_ids += [6, 7, 8, 9]
+    manager.allocate_slots(request, 9)
+    first = hash_block_tokens(None, [1, 2, 3, 4])
+    assert manager.prefix_cache.is_being_computed(first)
+    assert manager.prefix_cache.is_being_computed(hash_block_tokens(first, [5, 6, 7, 8])) == is_announced
+
+
+def test_what_is_released_unfinished_is_no_longer_being_computed():
+    manager = KVCacheManager(8, 4)
+    first, second = make_request("a", list(range(12))), make_request("b", list(range(12)))
+    names = [hash_block_tokens(None, [0, 1, 2, 3])]
+    names.append(hash_block_tokens(names[0], [4, 5, 6, 7]))
+    manager.allocate_slots(first, 12)
+    manager.allocate_slots(second, 12)
+    first.num_computed_tokens = 4
+    manager.commit(first)
+    assert [manager.prefix_cache.is_being_computed(name) for name in names] == [False, True]
+    manager.release(second)
+    still = [manager.prefix_cache.is_being_computed(name) for name in names]
+    assert still == [False, True]  # the first one computes it
+    manager.release(first)
+    assert [manager.prefix_cache.is_being_computed(name) for name in names] == [False, False]
+    manager.release(make_request("unknown", [1]))
+
+
+def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
+    told: list[int] = []
+    manager = KVCacheManager(16, 2, on_cached=told.append)
+    admit(manager, make_request("a", [1, 2, 3, 4, 5]))
+    assert told == [0, 1]
+    longer = make_request("b", [1, 2, 3, 4, 5, 6, 7])
+    table = admit(manager, longer)
+    assert told == [0, 1, table[2]]
+    found = manager.get_computed_blocks(make_request("c", [1, 2, 3, 4, 5, 6, 7]))
+    assert [block.block_id for block in found.blocks] == table[:3]
+
+
+def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
+    told: list[int] = []
+    manager = KVCacheManager(8, 2, hash_function=lambda *_: b"one name for all", on_cached=told.append)
+    admit(manager, make_request("a", [1, 2, 9]))
+    admit(manager, make_request("b", [3, 4, 9]))
+    assert told == [0]
+    salted = make_request("c", [3, 4, 9], cache_salt="s")
+    assert manager.prefix_cache.history.why_missed(0, [3, 4], b"other", None, ("salt:s",)).reason == "never seen"
+    assert manager.prefix_cache.history.why_missed(0, [1, 2], b"other", None, ("salt:s",)).reason == "other salt"
+    assert manager.get_computed_blocks(salted).num_tokens == 0
 
 
 def test_reset_prefix_cache(make_core):

@@ -7,7 +7,8 @@ from stores import Store
 
 from octavo.config import SchedulerConfig
 from octavo.core import invariants
-from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.core.save_plan import most_saved_blocks, whole_hit, window_parts
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer

@@ -9,6 +9,7 @@ import pytest
 
 from octavo.core.host_block_pool import HostBlock, HostBlockPool
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefix_cache import PrefixCache
 from simulation.world import SimulationError, World, draw_config, run_world
 
 NUM_WORLDS = 30
@@ -32,18 +33,18 @@ def find_more(agrees):
     """Let lookups find content in host memory that agrees in something, whatever its hash."""
 
     def patch_lookups(patch: pytest.MonkeyPatch) -> None:
-        look_up = KVCacheManager._find_in_host
+        look_up = PrefixCache._find_in_host
 
         def trusting(self, request, found):
             def find(block_hash, token_ids, parent, extra_keys):
                 wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None, has_window_part=False)
-                return next((each for each in self.host._index.values() if agrees(each, wanted)), None)
+                return next((each for each in self._host._index.values() if agrees(each, wanted)), None)
 
             with pytest.MonkeyPatch.context() as during:
-                during.setattr(self.host, "find", find)
+                during.setattr(self._host, "find", find)
                 return look_up(self, request, found)
 
-        patch.setattr(KVCacheManager, "_find_in_host", trusting)
+        patch.setattr(PrefixCache, "_find_in_host", trusting)
 
     return patch_lookups
 
@@ -103,7 +104,7 @@ def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def unnamed(self):
         done = advance(self)
-        self._weights_epoch = 0
+        self.prefix_cache.chains._weights_epoch = 0
         return done
 
     patch.setattr(KVCacheManager, "advance_weights_epoch", unnamed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.block_chains import BlockChains
 from octavo.core.kv_transfers import KVTransfers
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, run_world
@@ -83,7 +83,7 @@ def leave_out(name: str):
     """Name blocks as if all requests had the same salt, or adapter."""
 
     def patch_chain(patch: pytest.MonkeyPatch) -> None:
-        chain = KVCacheManager._chain
+        chain = BlockChains.of
 
         def shared(self, request):
             own = getattr(request, name)
@@ -93,7 +93,7 @@ def leave_out(name: str):
             finally:
                 setattr(request, name, own)
 
-        patch.setattr(KVCacheManager, "_chain", shared)
+        patch.setattr(BlockChains, "of", shared)
 
     return patch_chain
 

@@ -28,7 +28,7 @@ from simulation.store import SimulatedStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.core.kv_cache_manager import ComputedBlocks
+    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
 
@@ -346,8 +346,8 @@ class World:
             connector=self.store,
         )
         if c.hash_bits is not None:  # names that collide must not matter (CVE-2025-25183)
-            mask = (1 << c.hash_bits) - 1
-            scheduler.kv_cache_manager.hash_function = lambda *args: bytes([hash_block_tokens(*args)[0] & mask])
+            chains, mask = scheduler.kv_cache_manager.prefix_cache.chains, (1 << c.hash_bits) - 1
+            chains.hash_function = lambda *args: bytes([hash_block_tokens(*args)[0] & mask])
         return scheduler
 
     def _watch_releases(self) -> None:
@@ -387,10 +387,10 @@ class World:
         One is always left. They are found without any hash.
         """
         manager, size, token_ids = self.scheduler.kv_cache_manager, self.config.block_size, request.sequence.token_ids
-        if not (manager.enable_prefix_caching and request.reads_prefix_cache):
+        if not (manager.prefix_cache.is_enabled and request.reads_prefix_cache):
             return 0
         on_device = [block for block in manager.pool.blocks if block.hash is not None]
-        extra_keys, name, start, has_part = manager._chain(request).extra_keys, None, 0, []
+        extra_keys, name, start, has_part = manager.prefix_cache.chains.of(request).extra_keys, None, 0, []
         for blocks in (on_device, manager.host.cached_blocks()):
             cached = {(block.parent, block.token_ids, block.extra_keys): block for block in blocks}
             while start + size <= len(token_ids):

@@ -16,7 +16,8 @@ from octavo.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
-    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.data.request import Request
 
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
     from octavo.core.admission import Admission
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
     from octavo.core.policy import Policy
+    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
@@ -89,9 +90,9 @@ class Admitter:
         """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
         request = self._room.queue.peek_request()
         computed = self._transfers.hand_over_hit(request, self._manager.get_computed_blocks(request))
-        awaited = self._manager.awaited_block(request, computed)
+        awaited = self._manager.prefix_cache.awaited_block(request, computed)
         if awaited is not None and self._room.may_defer(request) and self._may_wait_for(awaited[1], request):
-            self._park(partial(self._manager.is_being_computed, awaited[0]), awaited[1])
+            self._park(partial(self._manager.prefix_cache.is_being_computed, awaited[0]), awaited[1])
             return None
         reason = self._admission.refusal(request, computed, len(self._lifecycle.running))
         if reason is not None:

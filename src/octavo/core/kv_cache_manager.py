@@ -1,14 +1,19 @@
-"""Which blocks hold the KV of which request: look up, allocate, commit, swap, free. The only writer of blocks."""
+"""Which blocks hold the KV of which request: look up, allocate, commit, swap, free. The only writer of blocks.
+
+What requests share of their beginnings: `prefix_cache`. Here a request's tables grow and are given back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+from octavo.core.block_chains import BlockChains
+from octavo.core.block_hash import hash_block_tokens
 from octavo.core.block_pool import Block, BlockLink, BlockPool
-from octavo.core.cache_history import MOST_REMEMBERED, CacheHistory, Miss, MissReason
+from octavo.core.cache_history import MOST_REMEMBERED, CacheHistory
 from octavo.core.host_block_pool import HostBlockPool
+from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, PrefixCache
 from octavo.core.window_blocks import NO_PART, WindowBlocks
 from octavo.data.scheduler_output import BlockCopies
 
@@ -16,49 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.core.block_hash import BlockHash
-    from octavo.core.host_block_pool import HostBlock
     from octavo.core.window_blocks import WindowClaim
     from octavo.data.request import Request
     from octavo.data.request import Sequence as TokenSequence
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBlocks:
-    """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
-
-    blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
-    host_blocks: full blocks that the device had before, or (is_saved) what was swapped out when it was preempted;
-    source: a block that holds all the tokens behind `blocks`, and the last of them is computed again: a cached one that
-    the tokens fill, or one that another filled only in part.
-    """
-
-    blocks: list[Block]
-    num_tokens: int
-    host_blocks: list[int] = field(default_factory=list)
-    source: Block | None = None
-    is_saved: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are there, on the device or in host memory."""
-        return len(self.blocks) + len(self.host_blocks)
-
-
-NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
-
-
-@dataclass(slots=True)
-class _Chain:
-    """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's name.
-
-    partial: the name under which the last, partly filled block of its prompt can be copied by others.
-    """
-
-    extra_keys: tuple[str, ...]
-    hashes: list[BlockHash]
-    num_committed: int = 0
-    name: BlockLink | None = None
-    partial: BlockHash | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +34,10 @@ class _Saved:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """A block that the end of a prompt fills in part; content: its tokens, the block before it, and the keys."""
-
-    block: Block
-    content: tuple[list[int], BlockLink | None, tuple[str, ...]]
-
-
 class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing; block tables are written here only.
 
-    extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
+    extra_keys, hash_function: as in `BlockChains`. cache_decoded_blocks, on_cached: as in `PrefixCache`.
     num_host_blocks: room for the blocks of preempted requests, and for what the device has no room for.
     num_window_blocks, window, max_step_tokens: as in `WindowBlocks`.
     on_evict is told of each cached block that loses its content, on_offload of each that is copied to which host block,
@@ -106,24 +63,25 @@ class KVCacheManager:
         hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.cache_decoded_blocks = cache_decoded_blocks
         self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
         self.host = HostBlockPool(num_host_blocks, on_host_evict)
         self.windows = WindowBlocks(
             num_window_blocks, window, block_size, max_step_tokens, self.pool.blocks, self._keep_in_host
         )
-        self.history = CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED))
-        self._extra_keys = extra_keys
-        self._weights_epoch = 0
-        self._on_cached = on_cached or (lambda _block_id: None)
+        self.prefix_cache = PrefixCache(
+            self.pool,
+            self.host,
+            self.windows,
+            BlockChains(block_size, extra_keys, hash_function),
+            CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
+            block_size,
+            is_enabled=enable_prefix_caching,
+            cache_decoded_blocks=cache_decoded_blocks,
+            on_cached=on_cached,
+        )
         self._on_evict = on_evict or (lambda _block_id: None)
         self._on_offload = on_offload or (lambda _block_id, _host_block_id: None)
-        self.hash_function = hash_function
-        self._chains: dict[str, _Chain] = {}
         self._saved: dict[str, _Saved] = {}
-        self._computing: dict[BlockHash, str] = {}
-        self._partials: dict[BlockHash, _Partial] = {}
         self._pins: dict[int, tuple[list[Block], list[int]]] = {}  # blocks, window blocks
         self._copies = BlockCopies()
 
@@ -140,7 +98,7 @@ class KVCacheManager:
     @property
     def num_tracked_requests(self) -> int:
         """Requests for which anything is kept; 0 when nobody is left."""
-        return len(self._chains.keys() | self._saved.keys() | set(self._computing.values())) + len(self._partials)
+        return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill."""
@@ -159,19 +117,12 @@ class KVCacheManager:
         Where there is more of it, what was saved of this request itself, or filled in part by another one.
         At most num_tokens - 1 tokens: one token is always computed, for its logits. Changes no block.
         """
-        size, num_tokens = self.block_size, len(request.sequence.token_ids)
-        found, in_host, num_found = self._find_usable(request)
+        full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
-        if saved is not None and saved.num_tokens > num_found * size:
-            found = found[: self.windows.num_covered(found, saved.num_tokens)]
-            return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
-        if num_found > len(found):
-            host_blocks = [block.block_id for block in in_host[: num_found - len(found)]]
-            return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)
-        source = found.pop() if num_found * size == num_tokens else self._find_partial(request, found)
-        if source is not None:
-            return ComputedBlocks(found, num_tokens - 1, source=source)
-        return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
+        if saved is None or saved.num_tokens <= full.num_usable * self.block_size:
+            return self.prefix_cache.computed_blocks(request, full)
+        found = full.on_device[: self.windows.num_covered(full.on_device, saved.num_tokens)]
+        return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
         """Return how many tokens were found in host memory, where others could find them as well."""
@@ -179,127 +130,9 @@ class KVCacheManager:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
 
-    def reads_cache(self, request: Request) -> bool:
-        """Whether what others computed may be used for a request."""
-        return self.enable_prefix_caching and request.reads_prefix_cache
-
-    def _num_useful_blocks(self, request: Request) -> int:
-        """Return how many of a request's full blocks spare it something: its last token is computed anyway."""
-        num_tokens = len(request.sequence.token_ids)
-        return min(num_tokens // self.block_size, self.num_blocks_for(num_tokens - 1))
-
-    def _find_full_blocks(self, request: Request) -> list[Block]:
-        if not self.reads_cache(request):
-            return []
-        hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
-        token_ids = request.sequence.token_ids
-        found: list[Block] = []
-        name: BlockLink | None = None
-        for index in range(self._num_useful_blocks(request)):
-            start = index * self.block_size
-            tokens = tuple(token_ids[start : start + self.block_size])
-            block = self.pool.find(hashes[index], tokens, name, extra_keys)
-            if block is None:
-                break
-            found.append(block)
-            name = block.name
-        return found
-
-    def _find_usable(self, request: Request) -> tuple[list[Block], list[HostBlock], int]:
-        """Return blocks on the device, host blocks behind them, and how many of both can be gone on behind.
-
-        A block that has lost its window part, where that is seen, is taken from host memory if that gives more.
-        """
-        found, num_tokens = self._find_full_blocks(request), len(request.sequence.token_ids)
-        in_host = self._find_in_host(request, found)
-        num_usable = self.windows.num_usable(found, in_host, num_tokens)
-        if not self.host.num_cached_blocks or num_usable == len(found) + len(in_host):
-            return found, in_host, num_usable
-        covered = found[: self.windows.num_covered(found, min(len(found) * self.block_size, num_tokens - 1))]
-        behind = self._find_in_host(request, covered)
-        num_with_host = self.windows.num_usable(covered, behind, num_tokens)
-        return (covered, behind, num_with_host) if num_with_host > num_usable else (found, in_host, num_usable)
-
-    def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
-        """Return the host blocks with what follows the blocks that were found on the device."""
-        if not self.reads_cache(request):
-            return []
-        hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
-        token_ids = request.sequence.token_ids
-        in_host: list[HostBlock] = []
-        name = found[-1].name if found else None
-        for index in range(len(found), self._num_useful_blocks(request)):
-            start = index * self.block_size
-            tokens = tuple(token_ids[start : start + self.block_size])
-            block = self.host.find(hashes[index], tokens, name, extra_keys)
-            if block is None:
-                break
-            in_host.append(block)
-            name = block.name
-        return in_host
-
-    def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
-        """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
-        if not (self._partials and self.reads_cache(request)) or request.sequence.num_output_tokens:
-            return None
-        if len(found) != request.num_prompt_tokens // self.block_size:
-            return None
-        partial = self._partials.get(self._partial_name(request) or b"")
-        if partial is None:
-            return None
-        name = found[-1].name if found else None
-        content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
-        blocks = [*found, partial.block]
-        is_covered = self.windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks)
-        return partial.block if is_covered and partial.content == content else None
-
-    def _prompt_tail(self, request: Request) -> list[int]:
-        """Return the prompt's tokens behind its last full block."""
-        start = request.num_prompt_tokens // self.block_size * self.block_size
-        return request.sequence.token_ids[start : request.num_prompt_tokens]
-
-    def _partial_name(self, request: Request) -> BlockHash | None:
-        """Name the prompt's last, partly filled block; None when sharing it would save nothing."""
-        num_full = request.num_prompt_tokens // self.block_size
-        tail = self._prompt_tail(request)
-        if len(tail) < 2:
-            return None
-        hashes = self._hashes(request)
-        return self.hash_function(hashes[num_full - 1] if num_full else None, tail, self._chain(request).extra_keys)
-
-    def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Say why a lookup found no more full blocks; None when there was no more to find."""
-        index, size = computed.num_blocks, self.block_size
-        token_ids = request.sequence.token_ids
-        if not self.reads_cache(request):
-            return None
-        num_useful = self._num_useful_blocks(request)
-        if num_useful == 0:
-            return Miss(MissReason.TOO_SHORT)
-        if index >= num_useful or computed.source is not None:
-            return None
-        hashes = self._hashes(request)
-        parent = hashes[index - 1] if index else None
-        tokens = token_ids[index * size : (index + 1) * size]
-        return self.history.why_missed(index, tokens, hashes[index], parent, self._chain(request).extra_keys)
-
-    def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the next block a lookup would need and who is computing it right now; None when nobody is.
-
-        Who copies it from host memory right now counts as well: what one has copied is there for all.
-        """
-        index = len(computed.blocks)
-        if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
-            return None
-        if index >= self._num_useful_blocks(request):
-            return None
-        name = self._hashes(request)[index]
-        owner = self._computing.get(name)
-        return None if owner is None or owner == request.request_id else (name, owner)
-
-    def is_being_computed(self, block_hash: BlockHash) -> bool:
-        """Whether a running request is about to commit this block."""
-        return block_hash in self._computing
+    def update_block_hashes(self, request: Request) -> None:
+        """Name all full blocks of a request's known tokens in `request.block_hashes`."""
+        self.prefix_cache.chains.extended(request)
 
     # --- allocate -----------------------------------------------------------------------------------------------------
 
@@ -362,7 +195,8 @@ class KVCacheManager:
         if computed is not NO_COMPUTED_BLOCKS:
             self._adopt(request, computed, new_blocks)
         if is_first:
-            self._announce(request, len(computed.blocks))
+            self._lend_saved(request)
+            self.prefix_cache.announce(request, len(computed.blocks))
         return new_ids
 
     def _count_slots(self, sequence: TokenSequence) -> None:
@@ -386,9 +220,7 @@ class KVCacheManager:
         The source of a copy is not held: where no other block was left, it is given away, even as the copy's target.
         """
         if computed.blocks:
-            chain = self._chain(request)
-            chain.num_committed = len(computed.blocks)
-            chain.name = computed.blocks[-1].name
+            self.prefix_cache.adopt(request, computed.blocks)
         if computed.source is not None and computed.source is not new_blocks[0]:
             self._copies.block_copies.append((computed.source.block_id, new_blocks[0].block_id))
         targets = [block.block_id for block in new_blocks[: len(computed.host_blocks)]]
@@ -407,16 +239,11 @@ class KVCacheManager:
         if source_part is not None and table[start] not in {source_part, NO_PART}:
             self._copies.window_copies.append((source_part, table[start]))
 
-    def _announce(self, request: Request, num_found: int) -> None:
-        """Tell which blocks this request is about to compute and share."""
+    def _lend_saved(self, request: Request) -> None:
+        """Give up what is saved of a request that has blocks again: it is copied in, or no longer needed."""
         saved = self._saved.pop(request.request_id, None)
-        if saved is not None:  # it is copied in, or no longer needed
+        if saved is not None:
             self.host.lend(saved.host_blocks)
-        if not self.reads_cache(request):
-            return
-        num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
-        for block_hash in self._hashes(request)[num_found : num_shared // self.block_size]:
-            self._computing.setdefault(block_hash, request.request_id)
 
     def take_copies(self) -> BlockCopies:
         """Return the copies that the next step begins with, once."""
@@ -435,50 +262,10 @@ class KVCacheManager:
     def commit(self, request: Request) -> None:
         """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
         num_tokens = request.num_computed_tokens
-        if num_tokens >= request.num_prompt_tokens or not self.enable_prefix_caching:
+        if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
-        if not self.enable_prefix_caching:
-            return
-        chain = self._chain(request)
-        if not self.cache_decoded_blocks:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
-        num_full = num_tokens // self.block_size
-        if chain.num_committed < num_full:
-            self._register(request, chain, num_full)
-        if chain.partial is None and request.num_computed_tokens >= request.num_prompt_tokens:
-            self._register_partial(request, chain)
-
-    def _register(self, request: Request, chain: _Chain, num_full: int) -> None:
-        sequence, hashes = request.sequence, self._hashes(request)
-        for index in range(chain.num_committed, num_full):
-            block = self.pool.blocks[sequence.block_table[index]]
-            tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-            in_host = self.host.find(hashes[index], tokens, chain.name, chain.extra_keys)
-            name = None if in_host is None else in_host.name
-            canonical = self.pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
-            self.windows.block_doubled(block, canonical)
-            if block.hash is not None:  # it stands for this content now
-                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
-                self._on_cached(block.block_id)
-            if self._computing.get(hashes[index]) == request.request_id:
-                del self._computing[hashes[index]]
-            chain.name = canonical.name or canonical.link
-        chain.num_committed = num_full
-
-    def _register_partial(self, request: Request, chain: _Chain) -> None:
-        if request.num_computed_tokens // self.block_size > request.num_prompt_tokens // self.block_size:
-            return  # the block is full by now
-        name = self._partial_name(request) if self.reads_cache(request) else None
-        if name is not None and name not in self._partials:
-            index = request.num_prompt_tokens // self.block_size
-            block = self.pool.blocks[request.sequence.block_table[index]]
-            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.name, chain.extra_keys))
-            chain.partial = name
-
-    def num_committed_blocks(self, request: Request) -> int:
-        """Return how many of a request's blocks, from its start, others can share by now."""
-        chain = self._chains.get(request.request_id)
-        return 0 if chain is None else chain.num_committed
+        if self.prefix_cache.is_enabled:
+            self.prefix_cache.commit(request)
 
     def leave_window(self, request: Request) -> None:
         """Let go the window parts that no row of a request sees any more; call it once their saves are ordered."""
@@ -495,16 +282,7 @@ class KVCacheManager:
         self.pool.release(self.pool.blocks[block_id] for block_id in reversed(table))
         table.clear()
         request.sequence.next_commit = request.sequence.num_slots = 0
-        chain = self._chains.get(request.request_id)
-        if chain is None:
-            return
-        if chain.partial is not None:
-            del self._partials[chain.partial]
-            chain.partial = None
-        for block_hash in chain.hashes[chain.num_committed :]:
-            if self._computing.get(block_hash) == request.request_id:
-                del self._computing[block_hash]
-        chain.num_committed, chain.name = 0, None
+        self.prefix_cache.release(request)
 
     def swap_out(self, request: Request) -> bool:
         """Save what is computed of a request in host memory; False and nothing done when it does not fit there.
@@ -568,7 +346,7 @@ class KVCacheManager:
         """Give back all blocks of a request that ended and forget it."""
         self.release(request)
         self.drop_saved(request.request_id)
-        self._chains.pop(request.request_id, None)
+        self.prefix_cache.chains.forget(request.request_id)
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -624,32 +402,7 @@ class KVCacheManager:
         """
         if not self.reset_prefix_cache():
             return False
-        self._weights_epoch += 1
         for request_id in list(self._saved):
             self.drop_saved(request_id)
-        self._chains.clear()
+        self.prefix_cache.chains.advance_weights_epoch()
         return True
-
-    # --- names --------------------------------------------------------------------------------------------------------
-
-    def update_block_hashes(self, request: Request) -> None:
-        """Name all full blocks of a request's known tokens in `request.block_hashes`."""
-        self._hashes(request)
-
-    def _hashes(self, request: Request) -> list[BlockHash]:
-        """Return the hashes of all full blocks of a request's known tokens."""
-        chain = self._chain(request)
-        token_ids = request.sequence.token_ids
-        extend_block_hashes(chain.hashes, token_ids, self.block_size, chain.extra_keys, self.hash_function)
-        return chain.hashes
-
-    def _chain(self, request: Request) -> _Chain:
-        chain = self._chains.get(request.request_id)
-        if chain is None:
-            own = {"salt": request.cache_salt, "adapter": request.adapter}
-            keys = [f"{name}:{value}" for name, value in own.items() if value is not None]
-            if self._weights_epoch:
-                keys.append(f"weights:{self._weights_epoch}")
-            request.block_hashes = []
-            chain = self._chains[request.request_id] = _Chain((*self._extra_keys, *keys), request.block_hashes)
-        return chain

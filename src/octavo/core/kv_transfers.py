@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
     from octavo.core.block_hash import BlockHash
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_connector import KVConnector
+    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.data.kv_tiers import TierMove
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
@@ -129,7 +130,7 @@ class KVTransfers:
         may_wait: whether the request can wait until it is known, for a short time; else there is nothing to fetch.
         """
         size = self._manager.block_size
-        may_ask = self._manager.reads_cache(request) and request.request_id not in self._gave_up
+        may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
         is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
         if not may_ask or not self.has_store or not is_whole:
             self._lookups.pop(request.request_id, None)
@@ -225,12 +226,12 @@ class KVTransfers:
             return
         num_offered = self._num_offered.get(request.request_id, 0)
         is_prompt = num_offered < request.num_prompt_tokens // self._manager.block_size
-        if is_prompt or self._manager.num_committed_blocks(request) >= num_offered + _SAVED_TOGETHER:
+        if is_prompt or self._manager.prefix_cache.num_committed_blocks(request) >= num_offered + _SAVED_TOGETHER:
             self._offer_all(request)
 
     def _offer_all(self, request: Request) -> None:
         name, table = request.request_id, request.sequence.block_table
-        first, end = self._num_offered.get(name, 0), self._manager.num_committed_blocks(request)
+        first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving

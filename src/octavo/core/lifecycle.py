@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from octavo.core.admission import Admission
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.output_builder import OutputBuilder
     from octavo.core.policy import Policy
+    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.core.steps_in_flight import StepsInFlight
     from octavo.data.request import Request
 
@@ -142,8 +143,9 @@ class RequestLifecycle:
             request.admitted_time = self._emitter.now
             num_fresh = request.num_prompt_tokens - num_hit
             self._policy.counters.charge_input(request.tenant, max(num_fresh, 0) / request.tenant_weight)
-            if self._manager.enable_prefix_caching and request.reads_prefix_cache:
-                miss = self._manager.why_missed(request, computed)
+            cache = self._manager.prefix_cache
+            if cache.reads_cache(request):
+                miss = cache.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
                 told = num_tokens, num_hit, num_host_tokens, reason, position
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *told)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from octavo.core.kv_cache_manager import ComputedBlocks
+from octavo.core.prefix_cache import ComputedBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,326 @@
+"""What requests share of their beginnings: what was computed before of one that comes, and what it gives to others.
+
+Blocks and their content belong to the pools. Here it is found by the names of a request's blocks, and put there under
+them. A lookup changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.core.cache_history import Miss, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
+
+    from octavo.core.block_chains import BlockChain, BlockChains
+    from octavo.core.block_hash import BlockHash
+    from octavo.core.block_pool import Block, BlockLink, BlockPool
+    from octavo.core.cache_history import CacheHistory
+    from octavo.core.host_block_pool import HostBlock, HostBlockPool
+    from octavo.core.window_blocks import WindowBlocks
+    from octavo.data.request import Request
+
+_Found = TypeVar("_Found", "Block", "HostBlock")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
+
+    blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
+    host_blocks: full blocks that the device had before, or (is_saved) what was swapped out when it was preempted;
+    source: a block that holds all the tokens behind `blocks`, and the last of them is computed again: a cached one that
+    the tokens fill, or one that another filled only in part.
+    """
+
+    blocks: list[Block]
+    num_tokens: int
+    host_blocks: list[int] = field(default_factory=list)
+    source: Block | None = None
+    is_saved: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are there, on the device or in host memory."""
+        return len(self.blocks) + len(self.host_blocks)
+
+
+NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FullBlocks:
+    """Cached full blocks from a request's start: on the device, and behind them in host memory.
+
+    num_usable: behind how many of both it can be gone on.
+    """
+
+    on_device: list[Block]
+    in_host: list[HostBlock]
+    num_usable: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A block that the end of a prompt fills in part; content: its tokens, the block before it, and the keys."""
+
+    block: Block
+    content: tuple[list[int], BlockLink | None, tuple[str, ...]]
+
+
+class PrefixCache:
+    """Finds and shares blocks of `block_size` tokens by the names in `chains`. It takes no block and frees none.
+
+    is_enabled: whether anything is shared. cache_decoded_blocks: whether blocks behind the prompt are.
+    on_cached is told of each block that can be found from now on.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostBlockPool,
+        windows: WindowBlocks,
+        chains: BlockChains,
+        history: CacheHistory,
+        block_size: int,
+        *,
+        is_enabled: bool,
+        cache_decoded_blocks: bool,
+        on_cached: Callable[[int], None] | None = None,
+    ) -> None:
+        self.is_enabled = is_enabled
+        self.cache_decoded_blocks = cache_decoded_blocks
+        self.chains = chains
+        self.history = history
+        self._pool = pool
+        self._host = host
+        self._windows = windows
+        self._block_size = block_size
+        self._on_cached = on_cached or (lambda _block_id: None)
+        self._computing: dict[BlockHash, str] = {}  # who is about to commit a block
+        self._partials: dict[BlockHash, _Partial] = {}
+
+    @property
+    def request_ids(self) -> AbstractSet[str]:
+        """Requests of which anything is kept."""
+        return self.chains.request_ids | set(self._computing.values())
+
+    @property
+    def num_partial_blocks(self) -> int:
+        """Partly filled blocks that can be copied."""
+        return len(self._partials)
+
+    def reads_cache(self, request: Request) -> bool:
+        """Whether what others computed may be used for a request."""
+        return self.is_enabled and request.reads_prefix_cache
+
+    # --- look up ------------------------------------------------------------------------------------------------------
+
+    def find_full_blocks(self, request: Request) -> FullBlocks:
+        """Find the cached full blocks from a request's start.
+
+        A block that has lost its window part, where that is seen, is taken from host memory if that gives more.
+        """
+        found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
+        in_host = self._find_in_host(request, found)
+        num_usable = self._windows.num_usable(found, in_host, num_tokens)
+        if not self._host.num_cached_blocks or num_usable == len(found) + len(in_host):
+            return FullBlocks(found, in_host, num_usable)
+        num_seen = min(len(found) * self._block_size, num_tokens - 1)
+        covered = found[: self._windows.num_covered(found, num_seen)]
+        behind = self._find_in_host(request, covered)
+        num_with_host = self._windows.num_usable(covered, behind, num_tokens)
+        if num_with_host > num_usable:
+            return FullBlocks(covered, behind, num_with_host)
+        return FullBlocks(found, in_host, num_usable)
+
+    def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
+        """Return the host blocks with what follows the blocks that were found on the device."""
+        return self._find_from(request, len(found), found[-1].name if found else None, self._host.find)
+
+    def _find_from(
+        self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
+    ) -> list[_Found]:
+        """Return what a pool has of a request's full blocks from the one at index `first` on, up to the first it lacks.
+
+        name: of the content before them.
+        """
+        if not self.reads_cache(request):
+            return []
+        chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size
+        found: list[_Found] = []
+        for index in range(first, self._num_useful_blocks(request)):
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
+            block = find(chain.hashes[index], tokens, name, chain.extra_keys)
+            if block is None:
+                break
+            found.append(block)
+            name = block.name
+        return found
+
+    def _num_useful_blocks(self, request: Request) -> int:
+        """Return how many of a request's full blocks spare it something: its last token is computed anyway."""
+        num_tokens = len(request.sequence.token_ids)
+        return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
+
+    def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
+        """Return what need not be computed of a request, of which these blocks were found.
+
+        Where no host block follows, the one that holds its last token is copied: a cached one that its tokens fill, or
+        one that another request with the same prompt filled in part.
+        """
+        size, num_tokens = self._block_size, len(request.sequence.token_ids)
+        found, num_found = full.on_device, full.num_usable
+        if num_found > len(found):
+            host_blocks = [block.block_id for block in full.in_host[: num_found - len(found)]]
+            return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)
+        if num_found * size == num_tokens:
+            return ComputedBlocks(found[:-1], num_tokens - 1, source=found[-1])
+        source = self._find_partial(request, found)
+        if source is not None:
+            return ComputedBlocks(found, num_tokens - 1, source=source)
+        return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
+
+    def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
+        """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
+        if not (self._partials and self.reads_cache(request)) or request.sequence.num_output_tokens:
+            return None
+        if len(found) != request.num_prompt_tokens // self._block_size:
+            return None
+        chain = self.chains.extended(request)
+        partial = self._partials.get(self._partial_name(request, chain) or b"")
+        if partial is None:
+            return None
+        name = found[-1].name if found else None
+        content = (self._prompt_tail(request), name, chain.extra_keys)
+        blocks = [*found, partial.block]
+        is_covered = self._windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks)
+        return partial.block if is_covered and partial.content == content else None
+
+    def _prompt_tail(self, request: Request) -> list[int]:
+        """Return the prompt's tokens behind its last full block."""
+        start = request.num_prompt_tokens // self._block_size * self._block_size
+        return request.sequence.token_ids[start : request.num_prompt_tokens]
+
+    def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
+        """Name the prompt's last, partly filled block; None when sharing it would save nothing."""
+        num_full = request.num_prompt_tokens // self._block_size
+        tail = self._prompt_tail(request)
+        if len(tail) < 2:
+            return None
+        parent = chain.hashes[num_full - 1] if num_full else None
+        return self.chains.hash_function(parent, tail, chain.extra_keys)
+
+    # --- what was not found -------------------------------------------------------------------------------------------
+
+    def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
+        """Say why a lookup found no more full blocks; None when there was no more to find."""
+        index, size = computed.num_blocks, self._block_size
+        token_ids = request.sequence.token_ids
+        if not self.reads_cache(request):
+            return None
+        num_useful = self._num_useful_blocks(request)
+        if num_useful == 0:
+            return Miss(MissReason.TOO_SHORT)
+        if index >= num_useful or computed.source is not None:
+            return None
+        chain = self.chains.extended(request)
+        parent = chain.hashes[index - 1] if index else None
+        tokens = token_ids[index * size : (index + 1) * size]
+        return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.extra_keys)
+
+    def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
+        """Return the next block a lookup would need and who is computing it right now; None when nobody is.
+
+        Who copies it from host memory right now counts as well: what one has copied is there for all.
+        """
+        index = len(computed.blocks)
+        if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
+            return None
+        if index >= self._num_useful_blocks(request):
+            return None
+        name = self.chains.extended(request).hashes[index]
+        owner = self._computing.get(name)
+        return None if owner is None or owner == request.request_id else (name, owner)
+
+    def is_being_computed(self, block_hash: BlockHash) -> bool:
+        """Whether a running request is about to commit this block."""
+        return block_hash in self._computing
+
+    # --- share --------------------------------------------------------------------------------------------------------
+
+    def adopt(self, request: Request, blocks: list[Block]) -> None:
+        """Take note that a request holds these shared blocks from its start on: they are committed already."""
+        chain = self.chains.of(request)
+        chain.num_committed, chain.name = len(blocks), blocks[-1].name
+
+    def announce(self, request: Request, num_found: int) -> None:
+        """Tell which blocks a request is about to compute and share, behind so many that were found."""
+        if not self.reads_cache(request):
+            return
+        num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
+        for block_hash in self.chains.extended(request).hashes[num_found : num_shared // self._block_size]:
+            self._computing.setdefault(block_hash, request.request_id)
+
+    def commit(self, request: Request) -> None:
+        """Let others find the full blocks that are computed by now, and the partly filled one of a whole prompt."""
+        num_tokens = request.num_computed_tokens
+        chain = self.chains.of(request)
+        if not self.cache_decoded_blocks:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        num_full = num_tokens // self._block_size
+        if chain.num_committed < num_full:
+            self._register(request, num_full)
+        if chain.partial is None and request.num_computed_tokens >= request.num_prompt_tokens:
+            self._register_partial(request, chain)
+
+    def _register(self, request: Request, num_full: int) -> None:
+        sequence, chain = request.sequence, self.chains.extended(request)
+        hashes = chain.hashes
+        for index in range(chain.num_committed, num_full):
+            block = self._pool.blocks[sequence.block_table[index]]
+            tokens = tuple(sequence.token_ids[index * self._block_size : (index + 1) * self._block_size])
+            in_host = self._host.find(hashes[index], tokens, chain.name, chain.extra_keys)
+            name = None if in_host is None else in_host.name
+            canonical = self._pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
+            self._windows.block_doubled(block, canonical)
+            if block.hash is not None:  # it stands for this content now
+                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
+                self._on_cached(block.block_id)
+            if self._computing.get(hashes[index]) == request.request_id:
+                del self._computing[hashes[index]]
+            chain.name = canonical.name or canonical.link
+        chain.num_committed = num_full
+
+    def _register_partial(self, request: Request, chain: BlockChain) -> None:
+        if request.num_computed_tokens // self._block_size > request.num_prompt_tokens // self._block_size:
+            return  # the block is full by now
+        name = self._partial_name(request, self.chains.extended(request)) if self.reads_cache(request) else None
+        if name is not None and name not in self._partials:
+            index = request.num_prompt_tokens // self._block_size
+            block = self._pool.blocks[request.sequence.block_table[index]]
+            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.name, chain.extra_keys))
+            chain.partial = name
+
+    def num_committed_blocks(self, request: Request) -> int:
+        """Return how many of a request's blocks, from its start, others can share by now."""
+        chain = self.chains.get(request.request_id)
+        return 0 if chain is None else chain.num_committed
+
+    # --- give back ----------------------------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Take note that a request holds no block any more and computes none; the names of its blocks are kept."""
+        chain = self.chains.get(request.request_id)
+        if chain is None:
+            return
+        if chain.partial is not None:
+            del self._partials[chain.partial]
+            chain.partial = None
+        for block_hash in chain.hashes[chain.num_committed :]:
+            if self._computing.get(block_hash) == request.request_id:
+                del self._computing[block_hash]
+        chain.num_committed, chain.name = 0, None

@@ -1,0 +1,54 @@
+"""Under which names a request's blocks are found, and what is kept of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.block_chains import BlockChains
+from octavo.core.block_hash import hash_block_tokens
+from octavo.data.request import Request
+from octavo.sampling_params import SamplingParams
+
+
+def make_request(request_id="a", tokens=(1, 2), **options):
+    return Request(request_id, list(tokens), SamplingParams(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, ("model:m",)),
+        ({"cache_salt": "s"}, ("model:m", "salt:s")),
+        ({"cache_salt": "s", "adapter": "a"}, ("model:m", "salt:s", "adapter:a")),
+    ],
+)
+def test_names_are_of_the_engine_the_salt_the_adapter_and_the_weights(options, keys):
+    chains = BlockChains(2, ("model:m",))
+    for epoch in ((), ("weights:1",), ("weights:2",)):
+        request = make_request(**options)
+        assert chains.extended(request).hashes == [hash_block_tokens(None, [1, 2], (*keys, *epoch))]
+        chains.advance_weights_epoch()
+        assert chains.get("a") is None
+
+
+def test_a_chain_has_all_full_blocks_of_the_known_tokens_once_it_is_extended():
+    chains, request = BlockChains(2), make_request(tokens=[1, 2, 3])
+    assert chains.of(request).hashes == []
+    chain = chains.extended(request)
+    assert chain.hashes == [hash_block_tokens(None, [1, 2])]
+    request.sequence.token_ids.append(4)
+    assert chains.of(request) is chains.extended(request) is chain
+    assert request.block_hashes is chain.hashes
+    assert len(chain.hashes) == 2
+
+
+def test_what_is_kept_of_a_request_is_forgotten_with_it():
+    chains = BlockChains(2)
+    assert chains.get("a") is None
+    first, second = make_request("a"), make_request("b")
+    assert chains.of(first) is not chains.of(second)
+    assert chains.request_ids == {"a", "b"}
+    chains.forget("a")
+    chains.forget("unknown")
+    assert chains.request_ids == {"b"}
+    assert chains.get("a") is None
