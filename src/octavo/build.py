@@ -130,9 +130,10 @@ def build_core(
     direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
-    store = create_store(config.kv_transfer, stored_bytes, kv_store, direct)
+    part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
+    store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, worker, store)
-    connector, recorded = _connect(config, store, executor, direct)
+    connector, recorded = _connect(config, store, executor, direct, kv_cache.window)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
@@ -171,12 +172,16 @@ def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool)
 
 
 def _connect(
-    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor, direct: MooncakeConnector | None
+    config: EngineConfig,
+    store: TieredStore | None,
+    executor: LocalExecutor,
+    direct: MooncakeConnector | None,
+    window: int | None,
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
     """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
     if store is None:
         return None, None
-    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct)
+    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, window or 0)
     if config.record is None:
         return connector, None
     recorded = RecordedConnector(connector)

@@ -58,7 +58,7 @@ def test_evicted_blocks_are_copied_before_their_step_and_told_of():
         4,
         num_host_blocks=8,
         on_evict=lambda block_id: told.append(("evicted", block_id)),
-        on_offload=lambda block_id, host_block: told.append(("offloaded", block_id, host_block)),
+        on_offload=lambda block_id, host_block, _: told.append(("offloaded", block_id, host_block)),
     )
     assert not compute(manager, "first", PROMPT)
     copies = compute(manager, "other", range(16))

@@ -9,7 +9,8 @@ from octavo.config import SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
-from octavo.core.save_plan import most_saved_blocks, whole_hit, window_parts
+from octavo.core.save_plan import most_saved_blocks, whole_hit, with_window_parts
+from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -19,18 +20,19 @@ from octavo.sampling_params import SamplingParams
 
 
 class SlowStore(Store):
-    """Has what was saved; a save ends so many steps after it was ordered."""
+    """Has what was saved; a save ends so many steps after it was ordered.
+
+    keys: of whole blocks; in_part: of those without their window parts.
+    """
 
     def __init__(self, num_steps=0):
         super().__init__(num_tokens=0)
         self.num_steps = num_steps
-        self.keys = set()
+        self.keys, self.in_part = set(), set()
         self.open = []
-        self.num_asked = 0
 
-    def keys_to_save(self, keys):
-        self.num_asked += 1
-        return set(keys) - self.keys
+    def keys_to_save(self, keys, *, without_window=False):
+        return set(keys) - self.keys - (self.in_part if without_window else set())
 
     def run(self, core):
         """Step until nothing is left, saves included."""
@@ -51,7 +53,8 @@ class SlowStore(Store):
         for order in ended:
             assert order.direction is TransferDirection.SAVE
             assert len(order.keys) == len(order.block_ids) == len(order.window_block_ids)
-            self.keys.update(order.keys)
+            for key, part in zip(order.keys, order.window_block_ids, strict=True):
+                (self.in_part if part == NO_PART else self.keys).add(key)
             result.kv_transfers.append(EndedTransfer(order.transfer_id, len(order.keys)))
         core.scheduler.update_from_output(scheduled, result)
         assert invariants.check(core.scheduler) == []
@@ -59,7 +62,7 @@ class SlowStore(Store):
 
     def num_found(self, request):
         """Return how many blocks a lookup finds from a request's first on, and how many of all are there."""
-        is_there = [key in self.keys for key in request.block_hashes]
+        is_there = [key in self.keys | self.in_part for key in request.block_hashes]
         return [*is_there, False].index(False), sum(is_there)
 
 
@@ -77,7 +80,7 @@ def test_what_a_slow_store_gets_of_a_prompt_is_found_from_its_beginning_on(make_
     store.run(core)
     for request in requests:
         num_found, num_saved = store.num_found(request)
-        assert num_found == num_saved >= 15
+        assert num_found == num_saved >= 40
         assert num_saved >= 75 or num_window_blocks < 400
 
 
@@ -104,45 +107,121 @@ def manager_share(window):
     return KVCacheManager(400, 4, num_window_blocks=9, window=window).windows.share(400)
 
 
-def test_parts_end_before_the_first_that_is_gone():
-    manager = KVCacheManager(16, 4, num_window_blocks=16, window=40)
+def test_what_has_lost_its_window_part_is_saved_without_it_unless_the_store_has_it_so():
+    manager, store = KVCacheManager(16, 4, num_window_blocks=16, window=40), SlowStore()
     request = Request("a", list(range(20)), SamplingParams())
     manager.allocate_slots(request, 20)
     windows, sequence = manager.windows, request.sequence
-    assert window_parts(windows, sequence, [0, 2, 4]) == [sequence.window_table[index] for index in (0, 2, 4)]
+    parts = [sequence.window_table[index] for index in (0, 2, 4)]
+    assert with_window_parts(windows, request, [0, 2, 4], store) == ([0, 2, 4], parts)
     request.num_computed_tokens = 20
     manager.commit(request)
     manager.free(request)
     other = Request("b", list(range(20)), SamplingParams())
     computed = manager.get_computed_blocks(other)
-    windows.block_forgotten(computed.blocks[2])  # as if it were evicted
-    sequence = other.sequence
-    sequence.block_table += [block.block_id for block in computed.blocks]
-    assert len(window_parts(windows, sequence, [0, 1, 2, 3])) == 2
-    assert len(window_parts(windows, sequence, [0, 3])) == 2
-    assert window_parts(windows, sequence, [2, 3]) == []
+    for index in (1, 2):
+        windows.block_forgotten(computed.blocks[index])  # as if it were evicted
+    other.sequence.block_table += [block.block_id for block in computed.blocks]
+    assert with_window_parts(windows, other, [0, 1, 2, 3], store) == ([0, 1, 2, 3], [0, NO_PART, NO_PART, 3])
+    store.in_part.add(other.block_hashes[2])
+    assert with_window_parts(windows, other, [0, 1, 2, 3], store) == ([0, 1, 3], [0, NO_PART, 3])
+    store.keys_to_save = lambda *_, **__: pytest.fail("it was asked of nothing")
+    assert with_window_parts(windows, other, [0, 3], store) == ([0, 3], [0, 3])
 
 
-def test_behind_what_has_lost_its_window_nothing_is_offered_any_more(make_core):
-    store = SlowStore(1000)
+class TestRoom:
+    """Of 200 blocks 25 may be pinned for saves at once, as many of them in full as window blocks are left for that."""
+
+    @pytest.fixture
+    def transfers(self, make_core):
+        transfers = make_donor(make_core, SlowStore(1000), 48).scheduler.transfers
+        assert transfers.most_saved_blocks == 12
+        return transfers
+
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [
+            ([1] * 9, 9),
+            ([1] * 13, 12),
+            ([NO_PART] * 30, 25),
+            ([NO_PART] * 5 + [1] * 20, 17),
+            ([1] * 12 + [NO_PART] * 9 + [1], 21),
+            ([1] * 3 + [NO_PART] * 30, 25),
+            ([], 0),
+        ],
+    )
+    def test_it_ends_where_either_is_full(self, transfers, parts, expected):
+        assert transfers._num_with_room(len(parts), parts) == expected
+
+    def test_what_is_being_saved_takes_of_both(self, transfers):
+        transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
+        assert transfers._num_with_room(20, [NO_PART] * 20) == 10
+        assert transfers._num_with_room(20, [1] * 20) == 4
+        transfers._saving = set(range(30))  # handed over: without a limit
+        assert transfers._num_with_room(20, [NO_PART] * 20) == 0
+        assert transfers._num_with_room(20, [1] * 20) == 0
+
+
+def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core):
+    store = SlowStore()
     core = make_donor(make_core, store, 200)
     request = core.add("a", 200, max_tokens=60)
-    core.step()
-    core.step()
+    store.step(core)
+    store.step(core)
     windows, pool = core.scheduler.kv_cache_manager.windows, core.scheduler.kv_cache_manager.pool
-    core.scheduler.transfers.most_saved_blocks = 0
-    core.step()
-    core.step()
+    transfers = core.scheduler.transfers
+    transfers.most_saved_blocks = 0
+    store.step(core)
+    store.step(core)
     assert request.num_computed_tokens == 128
-    windows.block_forgotten(pool.blocks[request.sequence.block_table[18]])  # as if it were evicted
-    core.scheduler.transfers.most_saved_blocks = 100
-    saves = core.log.of_type(events.KVSaveStarted)
-    core.step()
-    assert core.log.of_type(events.KVSaveStarted)[len(saves)].num_blocks == 2, "16 and 17"
-    num_asked = store.num_asked
-    for _ in range(40):
-        core.step()
-    assert (store.num_asked, len(core.log.of_type(events.KVSaveStarted))) == (num_asked, len(saves) + 1)
+    assert store.num_found(request) == (16, 16)
+    lost = request.sequence.block_table[18]
+    windows.block_forgotten(pool.blocks[lost])  # as if it were evicted
+    transfers.most_saved_blocks = 100
+    store.run(core)
+    assert store.num_found(request) == (64, 64)
+    assert store.in_part == {request.block_hashes[18]}
+    assert transfers._saving == transfers._saving_in_part == set()
+
+
+class TestSavedInPart:
+    """Ten blocks are in the cache; three have lost their window parts, and are being saved without."""
+
+    @pytest.fixture
+    def store(self):
+        return SlowStore()
+
+    @pytest.fixture
+    def core(self, make_core, store):
+        core = make_donor(make_core, store, 90)
+        core.add("a", list(range(41)), max_tokens=1)
+        store.run(core)
+        store.keys.clear()  # they made way
+        manager = core.scheduler.kv_cache_manager
+        for index in (2, 3, 4):
+            manager.windows.block_forgotten(manager.pool.blocks[index])  # as if it were evicted
+        store.num_steps = 1000
+        self.add(core, "b", 5)
+        return core
+
+    def add(self, core, name, token, params=None):
+        """Let a request with the same beginning run until what it offers is ordered; return it."""
+        request = core.add(name, [*range(41), token], max_tokens=9, kv_transfer_params=params)
+        for _ in range(3):
+            core.step()
+        return request
+
+    def test_they_are_not_ordered_again(self, core):
+        [saved] = core.log.of_type(events.KVSaveStarted)[-1:]
+        transfers = core.scheduler.transfers
+        assert saved.num_blocks == 10
+        assert (len(transfers._saving), len(transfers._saving_in_part)) == (7, 3)
+        self.add(core, "c", 6)
+        assert core.log.of_type(events.KVSaveStarted)[-1] is saved
+
+    def test_who_hands_them_over_computes_them(self, core):
+        request = self.add(core, "c", 6, donor_params("c"))
+        assert request.sequence.num_cached_tokens == 8
 
 
 # --- handed over ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.data.metrics import EngineMetrics
 
 
 @pytest.fixture
@@ -545,10 +546,21 @@ def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_c
         max_num_seqs=1,
     )
     prompts = [list(range(1000 * number, 1000 * number + 101)) for number in range(8)]  # 208 blocks
+    schedule, copies = core.scheduler.schedule, []
+    core.scheduler.schedule = lambda: (copies.append((each := schedule()).copies), each)[1]
     for turn in range(2):
         for number, prompt in enumerate(prompts):
             assert found(core, f"{turn}-{number}", prompt, max_tokens=1) == 100 * turn
     assert sum(event.num_tokens for event in core.log.of_type(events.HostBlocksFound)) > 0
+    num_out = sum(event.has_window_part for event in core.log.of_type(events.BlockOffloaded))
+    num_in = sum(event.num_window_blocks for event in core.log.of_type(events.HostBlocksFound))
+    assert num_out == sum(len(each.window_swap_out) for each in copies) > 0
+    assert num_in == sum(len(each.window_swap_in) for each in copies) > 0
+    metrics = EngineMetrics()
+    for event in core.log.events:
+        metrics.emit(event)
+    assert metrics.stats.num_offloaded_window_blocks == num_out
+    assert metrics.stats.host_cache_hit_window_blocks == num_in
 
 
 def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_windowed):

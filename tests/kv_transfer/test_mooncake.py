@@ -55,6 +55,16 @@ def test_what_was_saved_is_loaded(store):
     assert (stats.num_blocks, stats.num_bytes, stats.num_corrupt, stats.num_errors) == (5, 5000, 0, 0)
 
 
+def test_a_shorter_block_has_nothing_of_another_one_behind_it(store, pool):
+    store.save(KEYS[:1], BLOCKS[:1])
+    assert store.save(KEYS[1:2], [BLOCKS[1][:300]]) == 1
+    assert (pool / _name(KEYS[1])).read_bytes()[-700:] == bytes(700)
+    into = memoryview(bytearray(300))
+    assert store.load(KEYS[1:2], [into]) == 1
+    assert into == BLOCKS[1][:300]
+    assert store.load(KEYS[1:2], [memoryview(bytearray(BLOCK_BYTES))]) == 0, "it is not taken for a whole one"
+
+
 def test_more_blocks_than_an_area_takes(pool, monkeypatch):
     monkeypatch.setattr(mooncake_client, "AREA_BYTES", 2500)  # two objects
     store = MooncakeStore(BLOCK_BYTES, master=MASTER)

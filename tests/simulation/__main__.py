@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulation.campaign import RunFile, run_one, run_seed
-from simulation.world import FEATURES, Totals, WorldConfig, draw_async, draw_config, draw_windowed
+from simulation.world import FEATURES, Totals, WorldConfig, draw_async, draw_config, draw_stored, draw_windowed
 
 if TYPE_CHECKING:
     from simulation.campaign import Draw
 
-DRAWS: dict[str, Draw] = {"all": draw_config, "windows": draw_windowed, "async": draw_async}
+DRAWS: dict[str, Draw] = {
+    "all": draw_config,
+    "windows": draw_windowed,
+    "window stores": draw_stored,
+    "async": draw_async,
+}
 
 
 def main() -> int:

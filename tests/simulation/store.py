@@ -1,15 +1,18 @@
 """A store of KV outside, both halves: it keeps what was in the blocks when they were read, and is not to be trusted.
 
 Bytes move slot by slot over several steps, so a block that is given to others meanwhile is saved with their content.
-Each record carries a checksum over its key and content, which is looked at when it is loaded.
+Each record carries a checksum over its key and content, which is looked at when it is loaded, as is its length. What
+has lost its window part is saved without it, under a key of its own, as real stores do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.data.scheduler_output import TransferDirection
+from octavo.kv_transfer.window_parts import key_without_window, num_usable
 
 if TYPE_CHECKING:
     import random
@@ -23,6 +26,7 @@ _UNREAD = -2
 _LEASE_STEPS = 3  # for so long a donor keeps blocks for a load that it does not hear of
 _MAX_ASKED = 40  # so often a lookup waits for what another engine saves
 RECORD_FAULTS = ("tampered", "truncated", "stale", "of another block", "lost")
+_HALVED = "halved, with a checksum"  # of models with windows: what is left is right
 
 
 @dataclass(slots=True)
@@ -114,6 +118,7 @@ class SimulatedStore:
         self.known: dict[str, int] = {}  # requests, and how often each was added
         self.ordered: set[int] = set()
         self.num_handed_over = 0
+        self.num_parts = Counter[str]()  # blocks without window parts that were saved, and loaded
         self.breaches: list[str] = []
 
     def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]]) -> None:
@@ -150,9 +155,13 @@ class SimulatedStore:
                 moving.donor.leased_until = step + _LEASE_STEPS
 
     def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
-        """Take in what another engine saved, block by block."""
+        """Take in what another engine saved, block by block, of some without their window parts."""
         for key, block in zip(keys, contents, strict=True):
-            self.records[key] = Record.of(key, block)
+            if self.worker.window and self.rng.random() < 0.3:
+                name = key_without_window(key)
+                self.records[name] = Record.of(name, block[: self.worker.block_size])
+            else:
+                self.records[key] = Record.of(key, block)
 
     # --- the scheduler's half -----------------------------------------------------------------------------------------
 
@@ -170,12 +179,26 @@ class SimulatedStore:
         if self.rng.random() >= self.rate:
             return None if self.faulty and self.rng.random() < 0.2 else 0
         size = self.worker.block_size
-        keys = request.block_hashes[num_computed_tokens // size :]
-        count = next((i for i, key in enumerate(keys) if key not in self.records), len(keys))
+        first = num_computed_tokens // size
+        count = self._num_found(request.block_hashes[first:], first, request.num_tokens)
         if self.faulty and self.rng.random() < 0.1:
             self._count("a store that says it has more")
             count += self.rng.randint(1, 3)
         return count * size
+
+    def _num_found(self, keys: list[bytes], first: int, num_tokens: int) -> int:
+        """Return how many of a sequence's blocks from the `first` on are there, as far as one can go on behind them."""
+        worker, is_whole = self.worker, list[bool]()
+        for key in keys:
+            if key not in self.records and not (worker.window and key_without_window(key) in self.records):
+                break
+            is_whole.append(key in self.records)
+        if False not in is_whole:
+            return len(is_whole)
+        if self.faulty and self.rng.random() < 0.2:
+            self._count("a store that takes blocks without window parts for whole ones")
+            return len(is_whole)
+        return num_usable(is_whole, first, num_tokens, worker.block_size, worker.window)
 
     def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
         """Offer what a donor computes; what goes through the store is waited for."""
@@ -195,11 +218,14 @@ class SimulatedStore:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""
 
-    def keys_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
+    def keys_to_save(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
         """Want what it has not, of most of them."""
         if not self.rate:
             return set()
-        return {key for key in keys if key not in self.records and self.rng.random() < 0.8}
+        lacking = (key for key in keys if key not in self.records)
+        if without_window:
+            lacking = (key for key in lacking if key_without_window(key) not in self.records)
+        return {key for key in lacking if self.rng.random() < 0.8}
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Note it: it comes with the step."""
@@ -213,6 +239,7 @@ class SimulatedStore:
         if transfer.direction is TransferDirection.LOAD and num_blocks is not None:
             for key in transfer.keys[num_blocks:]:
                 self.records.pop(key, None)
+                self.records.pop(key_without_window(key), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
         """Keep nothing of it."""
@@ -298,26 +325,39 @@ class SimulatedStore:
                 if read[slot] == _UNREAD and (is_whole or self.rng.random() < 0.3):
                     read[slot] = content
             if is_whole:
-                self.records[key] = Record.of(key, read[:])
+                name = key if places[-1][0] is not None else key_without_window(key)
+                contents = read if name == key else read[: self.worker.block_size]
+                self.records[name] = Record.of(name, contents[:])
+                self.num_parts["saved"] += name != key
         return len(moving.order.keys) if is_whole else 0
 
     def _load(self, moving: Moving, *, is_whole: bool) -> int:
         """Write what arrived; a record that is gone or not whole ends the load where it is."""
         for index, key in enumerate(moving.order.keys):
             records = self.records if moving.records is None else moving.records
-            record, places = records.get(key), self._places(moving.order, index)
+            places = self._places(moving.order, index)
+            name = self._name(key, records, needs_window=places[-1][0] is not None)
+            record, length = records.get(name), len(places) if name == key else self.worker.block_size
             if record is not None:
                 for (block, slot), content in zip(places, record.contents, strict=False):  # it may be cut short
                     if block is not None and (is_whole or self.rng.random() < 0.3):
                         block[slot] = content
-            is_right = record is not None and checksum(key, record.contents) == record.checksum
+            is_right = record is not None and checksum(name, record.contents) == record.checksum
+            is_right = is_right and record is not None and len(record.contents) == length
             if is_whole and self.checks and not is_right:
                 if record is not None:
                     self._count("a record that is refused")
                 return index
+            self.num_parts["loaded"] += is_whole and name != key
         if is_whole and moving.donor is not None:
             self.num_handed_over += 1
         return len(moving.order.keys) if is_whole else 0
+
+    def _name(self, key: bytes, records: dict[bytes, Record], *, needs_window: bool) -> bytes:
+        """Return under which key a block is looked for: without its window part only where nobody sees that."""
+        if needs_window or key in records:
+            return key
+        return key_without_window(key)
 
     def _places(self, order: KVTransfer, index: int) -> list[tuple[list[int] | None, int]]:
         """Return where the contents of a transfer's block are: slots of its block, then of its window block, if any."""
@@ -331,7 +371,8 @@ class SimulatedStore:
     def _spoil(self) -> None:
         """Do something to one of the records that are stored."""
         key = self.rng.choice(list(self.records))
-        record, fault = self.records[key], self.rng.choice(RECORD_FAULTS)
+        faults = (*RECORD_FAULTS, _HALVED) if self.worker.window else RECORD_FAULTS
+        record, fault = self.records[key], self.rng.choice(faults)
         self._count(f"a record that is {fault}")
         other = self.rng.choice(list(self.records.values()))
         if fault == "lost":
@@ -341,6 +382,8 @@ class SimulatedStore:
             contents = record.contents[:]
             contents[self.rng.randrange(len(contents))] ^= 1
             self.records[key] = Record(contents, record.checksum)
+        elif fault == _HALVED:
+            self.records[key] = Record.of(key, record.contents[: len(record.contents) // 2])
         elif fault == "truncated":
             self.records[key] = Record(record.contents[:-1], record.checksum)
         elif fault == "stale":  # the block was used again, and its name was not

@@ -20,6 +20,7 @@ from simulation.world import (
     WorldConfig,
     draw_async,
     draw_config,
+    draw_stored,
     draw_windowed,
     run_world,
 )
@@ -47,12 +48,14 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
-    run = run_seed(f"windows {seed}", 2500, 1, RunFile(None), draw_windowed)
+    is_stored = seed % 2 > 0
+    run = run_seed(f"windows {seed}", 2500, 1, RunFile(None), draw_stored if is_stored else draw_windowed)
     totals = run.totals
     assert run.failed is None
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
     assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
     assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
+    assert not is_stored or min(totals.parts_saved, totals.parts_loaded) > 0
 
 
 @pytest.mark.sweep(8)

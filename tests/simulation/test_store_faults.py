@@ -9,8 +9,9 @@ import pytest
 
 from octavo.core.block_chains import BlockChains
 from octavo.core.kv_transfers import KVTransfers
+from octavo.core.window_blocks import WindowBlocks
 from simulation.store import SimulatedStore
-from simulation.world import SimulationError, World, draw_config, run_world
+from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
 NUM_WORLDS = 30
 
@@ -169,3 +170,45 @@ def test_a_fault_of_a_pair_is_seen(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_pairs()
+
+
+def run_windows() -> int:
+    """Run worlds of models with windows; return how many blocks were loaded without their window parts."""
+    return sum(run_world(f"window:{index}", draw_stored(random.Random(index), 150)).parts_loaded for index in range(10))
+
+
+def load_parts_into_windows(patch: pytest.MonkeyPatch) -> None:
+    """A block without its window part is good enough for who sees that."""
+    name = SimulatedStore._name
+    patch.setattr(SimulatedStore, "_name", lambda self, key, records, **_: name(self, key, records, needs_window=False))
+
+
+def save_other_window_parts(patch: pytest.MonkeyPatch) -> None:
+    """What has lost its window part is saved with whatever stands in another one."""
+    part_at = WindowBlocks.part_at
+
+    def guess(self, sequence, index):
+        part = part_at(self, sequence, index)
+        return next(iter(self.cached_blocks()), part) if part is None else part
+
+    patch.setattr(WindowBlocks, "part_at", guess)
+
+
+def go_on_without_windows(patch: pytest.MonkeyPatch) -> None:
+    """A load that ended early is believed, whatever the next row sees."""
+    patch.setattr(WindowBlocks, "are_enough", lambda *_: True)
+
+
+def test_blocks_come_without_window_parts_and_nothing_is_wrong():
+    assert run_windows() > 5
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [believe_everything, load_parts_into_windows, save_other_window_parts, go_on_without_windows],
+    ids=["no checksum", "no window part", "another window part", "no window"],
+)
+def test_a_fault_of_windows_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError):
+        run_windows()

@@ -193,6 +193,33 @@ def draw_windowed(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     return config if config.window else replace(config, window=draw_window(rng, config.block_size))
 
 
+def draw_stored(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw one in which much of a model with short windows is stored outside, of many blocks without window parts."""
+    config = draw_config(rng, num_steps)
+    size = rng.choice([1, 2, 2, 3])
+    return replace(
+        config,
+        block_size=size,
+        num_blocks=rng.randint(12, 30),
+        num_host_blocks=rng.choice([0, config.num_host_blocks]),
+        window=max(rng.randint(size, 3 * size), 2),
+        num_spare_window_blocks=rng.randint(0, 4),
+        enable_prefix_caching=True,
+        hash_bits=None,
+        remote_rate=1.0,
+        neighbour_rate=rng.choice([0.0, 0.5]),
+        min_tokens_to_cache=1,
+        mixed_step_ms=None,
+        longest_prompt=24,
+        max_num_waiting=None,
+        max_num_waiting_tokens=None,
+        max_batch_total_tokens=None,
+        max_batch_prefill_tokens=None,
+        eviction_rate=rng.choice([0.1, 0.5]),
+        abort_rate=min(config.abort_rate, 0.05),
+    )
+
+
 def draw_window(rng: random.Random, size: int) -> int:
     """Draw a window smaller than a block, as long as one, several of them, or anything between."""
     window = rng.choice([rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
@@ -244,6 +271,8 @@ class Totals:
     window_swaps_in: int = 0
     window_loads: int = 0
     window_saves: int = 0
+    parts_saved: int = 0
+    parts_loaded: int = 0
     ahead: int = 0
     ahead_with_newcomers: int = 0
     in_vain: int = 0
@@ -1085,4 +1114,5 @@ def run_world(seed: str, config: WorldConfig) -> Totals:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise SimulationError(f"the core raised {error!r}") from error
     totals.faults.update(world.store.faults)
+    totals.parts_saved, totals.parts_loaded = world.store.num_parts["saved"], world.store.num_parts["loaded"]
     return totals

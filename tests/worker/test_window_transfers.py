@@ -66,6 +66,22 @@ def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtyp
     assert moved.numbers() == [[0, 1, 2, 3, 4, *[-1] * 7], [-1, 14, -1, -1, -1, -1, 13, -1, -1]]
 
 
+def test_a_block_without_its_window_part_goes_out_and_comes_back_so(monkeypatch):
+    moved = Moved(monkeypatch, (NEAR, FULL, NEAR), torch.bfloat16)
+    for number in range(5):
+        moved.cache.blocks[number] = number
+        moved.cache.window_blocks[number] = 10 + number
+    moved.cache.window_blocks[8] = 50  # where -1 would be
+    assert moved.move(SAVE, KEYS, [0, 1, 2, 3, 4], [-1, 1, -1, -1, 4]) == 5
+    sizes = [len(each.kv_data) - 32 for each in moved.pool._nodes["a"].values()]
+    assert sorted(sizes) == [moved.cache.block_bytes] * 3 + [moved.cache.stored_block_bytes] * 2
+    moved.clear()
+    assert moved.move(LOAD, KEYS, [5, 6, 7, 8, 9], [-1, -1, -1, -1, 0]) == 5
+    assert moved.numbers() == [[*[-1] * 5, 0, 1, 2, 3, 4, -1, -1], [14, *[-1] * 8]]
+    moved.clear()
+    assert moved.move(LOAD, KEYS, [5, 6, 7, 8, 9], [-1, -1, 0, 1, 2]) == 2, "the third one's window part is nowhere"
+
+
 def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch):
     moved = Moved(monkeypatch, (FULL, NEAR), torch.bfloat16)
     for number in range(5):

@@ -41,7 +41,7 @@ class KVCacheManager:
     num_host_blocks: room for the blocks of preempted requests, and for what the device has no room for.
     num_window_blocks, window, max_step_tokens: as in `WindowBlocks`.
     on_evict is told of each cached block that loses its content, on_offload of each that is copied to which host block,
-    and on_host_evict of each host block that loses its content.
+    and whether with its window part, and on_host_evict of each host block that loses its content.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVCacheManager:
         extra_keys: tuple[str, ...] = (),
         on_cached: Callable[[int], None] | None = None,
         on_evict: Callable[[int], None] | None = None,
-        on_offload: Callable[[int, int], None] | None = None,
+        on_offload: Callable[[int, int, bool], None] | None = None,
         on_host_evict: Callable[[int], None] | None = None,
         hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
@@ -80,7 +80,7 @@ class KVCacheManager:
             on_cached=on_cached,
         )
         self._on_evict = on_evict or (lambda _block_id: None)
-        self._on_offload = on_offload or (lambda _block_id, _host_block_id: None)
+        self._on_offload = on_offload or (lambda _block_id, _host_block_id, _has_window_part: None)
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, tuple[list[Block], list[int]]] = {}  # blocks, window blocks
         self._copies = BlockCopies()
@@ -190,7 +190,7 @@ class KVCacheManager:
         sequence.block_table.extend(new_ids)
         if claim is not None:
             windows.extend(sequence, claim)
-            self._copy_window(sequence, computed, claim, source_part)
+            self._copy_window(sequence, computed, source_part)
         self._count_slots(sequence)
         if computed is not NO_COMPUTED_BLOCKS:
             self._adopt(request, computed, new_blocks)
@@ -228,16 +228,23 @@ class KVCacheManager:
         if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
             request.sequence.num_cached_tokens = computed.num_tokens
 
-    def _copy_window(
-        self, sequence: TokenSequence, computed: ComputedBlocks, claim: WindowClaim, source_part: int | None
-    ) -> None:
+    def _copy_window(self, sequence: TokenSequence, computed: ComputedBlocks, source_part: int | None) -> None:
         """Copy window parts of what was found and is still seen, as `_adopt` copies the blocks."""
         table, start = sequence.window_table, len(computed.blocks)
-        end = min(start + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
-        for index in range(max(claim.first, start), end):
+        for index in self._seen_in_host(sequence, computed):
             self._copies.window_swap_in.append((computed.host_blocks[index - start], table[index]))
         if source_part is not None and table[start] not in {source_part, NO_PART}:
             self._copies.window_copies.append((source_part, table[start]))
+
+    def _seen_in_host(self, sequence: TokenSequence, computed: ComputedBlocks) -> range:
+        """Return which blocks of a sequence that starts were found in host memory and are still seen."""
+        start = len(computed.blocks)
+        end = min(start + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
+        return range(max(sequence.num_behind_window, start), end)
+
+    def num_host_window_blocks(self, request: Request, computed: ComputedBlocks) -> int:
+        """Return how many window parts are copied from host memory for a request that was just given its blocks."""
+        return len(self._seen_in_host(request.sequence, computed)) if self.windows.num_blocks else 0
 
     def _lend_saved(self, request: Request) -> None:
         """Give up what is saved of a request that has blocks again: it is copied in, or no longer needed."""
@@ -326,7 +333,7 @@ class KVCacheManager:
             self._copies.swap_out.append((block.block_id, host_block))
             if part is not None:
                 self._copies.window_swap_out.append((part, host_block))
-            self._on_offload(block.block_id, host_block)
+            self._on_offload(block.block_id, host_block, part is not None)
 
     def _is_used_in_host(self, block: Block) -> bool:
         return block.name is not None and (self.host.has_name(block.name) or self.host.is_followed(block.name))

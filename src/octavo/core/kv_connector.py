@@ -32,6 +32,7 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
 
+        Of blocks that stand within the window behind the last of these it has the window parts.
         Asked again until it is known, or has taken too long.
         """
         ...
@@ -44,8 +45,11 @@ class KVConnector(Protocol):
         """Take note that blocks were found for them: the transfer is ordered with this step."""
         ...
 
-    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return those of these keys whose blocks it wants: it has them not yet."""
+    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
+        """Return those of these keys whose blocks it wants: it has them not yet.
+
+        without_window: blocks that have lost their window parts, which it wants where it has not even as much of them.
+        """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
@@ -83,9 +87,9 @@ class NullConnector:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Do nothing."""
 
-    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
         """Want nothing."""
-        del keys
+        del keys, without_window
         return set()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:

@@ -6,13 +6,13 @@ into what is loaded, nor into what is still to be read for a save.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
-from octavo.core.save_plan import most_saved_blocks, whole_hit, window_parts
+from octavo.core.save_plan import most_pinned_blocks, most_saved_blocks, whole_hit, with_window_parts
 from octavo.core.transfer_cost import TransferCost
+from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
 _EXPECTED_LOOKUP_S = 5.0  # at least, for KV that another engine is about to have: who says it comes says it in time
 _SAVED_TOGETHER = 8  # blocks of an answer: each save costs a store more than its bytes, on disk a file
-_ALL_OFFERED = sys.maxsize  # blocks of a request of which no more can be saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
     Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
-    most_saved_blocks: as many are pinned for saves at once, beside what is handed over to another engine.
+    most_saved_blocks: as many are pinned for saves at once with their window parts, where layers have windows, beside
+    what is handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
     """
 
@@ -86,8 +86,10 @@ class KVTransfers:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
-        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves
+        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves, as whole as a store wants them
+        self._saving_in_part: set[BlockHash] = set()  # and of those without their window parts
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
+        self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
@@ -219,7 +221,7 @@ class KVTransfers:
         """Order what the store wants of a request's blocks that can be shared by now, as far as there is room.
 
         Those of its prompt at once; those of its answer several together, or with its end. Until then they are in its
-        table, where nobody evicts them.
+        table, where nobody evicts them, but for window parts of those behind its window.
         What is for another engine leaves whole: nothing of it is offered again when its request has ended.
         """
         if not self.has_store:
@@ -234,26 +236,29 @@ class KVTransfers:
         first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
+        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
         parts: list[int] = []
-        windows = self._manager.windows
-        if windows.num_blocks:
-            parts = window_parts(windows, request.sequence, chosen)
-            end = end if len(parts) == len(chosen) else _ALL_OFFERED
-            chosen = chosen[: len(parts)]
-        room = max(self.most_saved_blocks - len(self._saving), 0)
-        if len(chosen) > room and not request.hands_kv_over:
-            self._num_offered[name] = chosen[room]
-            chosen, parts = chosen[:room], parts[:room]
-        else:
-            self._num_offered[name] = end
+        if self._manager.windows.num_blocks:
+            chosen, parts = with_window_parts(self._manager.windows, request, chosen, self._connector)
+        count = len(chosen) if request.hands_kv_over else self._num_with_room(len(chosen), parts)
+        self._num_offered[name] = end if count == len(chosen) else chosen[count]
+        chosen, parts = chosen[:count], parts[:count]
         if chosen:
             self._save([request.block_hashes[index] for index in chosen], [table[index] for index in chosen], parts)
 
+    def _num_with_room(self, num_blocks: int, window_block_ids: list[int]) -> int:
+        """Return how many of so many blocks, from the first one on, can be pinned for a save now."""
+        room = min(num_blocks, max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
+        room_in_full = max(self.most_saved_blocks - len(self._saving), 0)
+        in_full = [index for index in range(room) if not window_block_ids or window_block_ids[index] != NO_PART]
+        return in_full[room_in_full] if len(in_full) > room_in_full else room
+
     def _save(self, keys: list[bytes], block_ids: list[int], window_block_ids: list[int]) -> None:
         order = self._order(TransferDirection.SAVE, keys, block_ids, window_block_ids)
-        self._saving.update(keys)
+        in_part = {key for key, part in zip(keys, window_block_ids, strict=False) if part == NO_PART}
+        self._saving_in_part |= in_part
+        self._saving.update(key for key in keys if key not in in_part)
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
@@ -369,6 +374,7 @@ class KVTransfers:
         self._connector.transfer_ended(order, num_blocks)
         if pending.request is None:
             self._saving.difference_update(order.keys)
+            self._saving_in_part.difference_update(order.keys)
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome, moves)
         else:
             del self._load_of[pending.request.request_id]

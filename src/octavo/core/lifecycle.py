@@ -151,7 +151,8 @@ class RequestLifecycle:
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
         if num_host_tokens:
             num_blocks, computing_s = len(computed.host_blocks), self._transfers.computing_s(num_host_tokens)
-            self._emitter.emit(events.HostBlocksFound, request_id, num_blocks, num_host_tokens, computing_s)
+            found = num_blocks, num_host_tokens, computing_s, self._manager.num_host_window_blocks(request, computed)
+            self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
     # --- it gives way -------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Scheduler:
             extra_keys=cache_keys,
             on_cached=lambda block_id: emitter.emit(events.BlockCached, block_id),
             on_evict=lambda block_id: emitter.emit(events.BlockEvicted, block_id),
-            on_offload=lambda block_id, host_block_id: emitter.emit(events.BlockOffloaded, block_id, host_block_id),
+            on_offload=lambda *told: emitter.emit(events.BlockOffloaded, *told),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
         self._batching = create_batching(scheduler_config)

@@ -228,10 +228,14 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """The content of a block that is evicted, or loses its window block, goes to host memory, where it can be found."""
+    """The content of a block that is evicted, or loses its window block, goes to host memory, where it can be found.
+
+    has_window_part: whether what layers with a window keep of it goes there as well.
+    """
 
     block_id: int
     host_block_id: int
+    has_window_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +250,13 @@ class HostBlocksFound(RequestEvent):
     """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks.
 
     They are copied in this step. computing_s: what computing them would have taken, as measured lately; 0 where it is
-    not known.
+    not known. num_window_blocks: as many of these blocks come with their window parts.
     """
 
     num_blocks: int
     num_tokens: int
     computing_s: float
+    num_window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ class EngineStats:
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
     host_cache_hits: tokens whose KV came back from host memory, and host_cache_hit_blocks the blocks with it;
-    num_offloaded_blocks went there when they were evicted. tiers: what each tier of the KV cache did, by name.
+    num_offloaded_blocks went there when they were evicted. Of these host_cache_hit_window_blocks and
+    num_offloaded_window_blocks had their window parts with them. tiers: what each tier of the KV cache did, by name.
     kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
     kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
     kv_stores: by name; each is written where its store is asked.
@@ -111,6 +112,8 @@ class EngineStats:
     host_cache_hits: int = 0
     host_cache_hit_blocks: int = 0
     num_offloaded_blocks: int = 0
+    host_cache_hit_window_blocks: int = 0
+    num_offloaded_window_blocks: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
@@ -213,9 +216,11 @@ class EngineMetrics:
                 stats.prefix_cache_hits += event.num_hit_tokens
             case events.BlockOffloaded():
                 stats.num_offloaded_blocks += 1
+                stats.num_offloaded_window_blocks += event.has_window_part
             case events.HostBlocksFound():
                 stats.host_cache_hits += event.num_tokens
                 stats.host_cache_hit_blocks += event.num_blocks
+                stats.host_cache_hit_window_blocks += event.num_window_blocks
             case events.KVLoadEnded():
                 stats.kv_loads[event.outcome] += 1
                 stats.kv_load_tokens += event.num_tokens

@@ -39,9 +39,9 @@ class RecordedConnector:
         self._answers.append(answer)
         return answer
 
-    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
         """Ask, and remember."""
-        wanted = self._connector.keys_to_save(keys)
+        wanted = self._connector.keys_to_save(keys, without_window=without_window)
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
@@ -88,8 +88,9 @@ class ReplayedConnector:
         answer = self._next()
         return None if isinstance(answer, list) else answer
 
-    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
         """Return what was answered."""
+        del without_window
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
 

@@ -29,22 +29,25 @@ def create_store(
     block_bytes: int,
     first: StoreFactory | None = None,
     direct: DirectDonor | DirectReceiver | None = None,
+    part_bytes: int | None = None,
 ) -> TieredStore | None:
     """Return the stores that were asked for, the fastest first; None where there are none.
 
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
     is opened when it is asked, and again later. direct: what a prefill engine saves first, as others wait for it, and
-    what a decode engine asks last, as it has to wait for that.
+    what a decode engine asks last, as it has to wait for that. part_bytes: of a block without its window part; None
+    where no layer has a window.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
     if directory is not None:
         DiskStore.check_bound(block_bytes, max_bytes)
-        stores.append(GuardedStore("disk", block_bytes, lambda: DiskStore(directory, block_bytes, max_bytes)))
+        make = partial(DiskStore, directory, block_bytes, max_bytes, part_bytes=part_bytes)
+        stores.append(GuardedStore("disk", block_bytes, make))
     if config.mooncake is not None:
         stores.append(_mooncake(config, config.mooncake, block_bytes))
     if direct is not None:
-        guarded = GuardedStore.of(direct, may_wait=True)
+        guarded = GuardedStore.of(direct, may_wait=True, keeps_parts=False)  # decode engines ask for whole blocks
         stores.insert(0, guarded) if config.role == "prefill" else stores.append(guarded)
     return TieredStore(stores) if stores else None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.direct import NoConnector
 from octavo.kv_transfer.guard import HANGS_AFTER_S
+from octavo.kv_transfer.window_parts import look_up
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class StoreConnector:
 
     An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
     What another engine was said to save is asked for again, until it is there or nothing more comes.
+    window: what layers with a window see at most; 0 where none has one. Then a block may be there without its window
+    part, and as many tokens are found as can be gone on behind.
     on_answer is called from other threads when a lookup has ended. direct: this engine's side of direct transfers,
     which is one of the tiers of the store.
     """
@@ -71,8 +74,10 @@ class StoreConnector:
         block_size: int,
         on_answer: Callable[[], None] = lambda: None,
         direct: MooncakeConnector | None = None,
+        window: int = 0,
     ) -> None:
         self.name = store.name
+        self._window = window
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer
@@ -117,12 +122,15 @@ class StoreConnector:
 
     def _submit(self, lookup: _Lookup, request: Request) -> None:
         lookup.again_at = None
-        self._threads.submit(partial(self._look_up, lookup, request.block_hashes[lookup.first :]))
+        keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens if self._window else 0
+        self._threads.submit(partial(self._look_up, lookup, keys, num_tokens))
 
-    def _look_up(self, lookup: _Lookup, keys: list[bytes]) -> None:
+    def _look_up(self, lookup: _Lookup, keys: list[bytes], num_tokens: int) -> None:
         count = 0
         try:
-            if lookup.is_wanted:
+            if lookup.is_wanted and self._window:
+                count = look_up(self._store, keys, lookup.first, num_tokens, self._block_size, self._window)
+            elif lookup.is_wanted:
                 count = self._store.num_matched(keys)
         finally:
             lookup.take(count, time.monotonic())
@@ -141,9 +149,9 @@ class StoreConnector:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""
 
-    def keys_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
+    def keys_to_save(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
         """Return those that the store lacks."""
-        return self._store.lacks(keys)
+        return self._store.lacks(keys, without_window=without_window)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Let decode engines wait for what is being saved."""

@@ -30,13 +30,20 @@ class DiskStore:
     What is saved together stands in one file. max_bytes bounds all files in the directory, whoever wrote them; each
     process keeps to its own bound. The longest unused file makes way first, over restarts too. Where nothing can be
     written (no space, no right), what is there is served, and saving is tried again after a growing pause; calls that
-    cannot read raise `StoreError`.
+    cannot read raise `StoreError`. part_bytes: of blocks without their window parts, which stand in files of their own;
+    None: there are none.
     """
 
     name = "disk"
 
     def __init__(
-        self, directory: Path, block_bytes: int, max_bytes: int | None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        block_bytes: int,
+        max_bytes: int | None,
+        *,
+        part_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read what is there, by the headers of its files alone. Raises `ConfigError` and `StoreError`."""
         self.check_bound(block_bytes, max_bytes)
@@ -47,7 +54,8 @@ class DiskStore:
         self._is_closed = False
         with self._reading(directory):
             self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
-            self._directory = DiskDirectory(directory, block_bytes, self._max_bytes)
+            sizes = {block_bytes} if part_bytes is None else {block_bytes, part_bytes}
+            self._directory = DiskDirectory(directory, sizes, self._max_bytes)
         self._write(lambda: self._directory.make_room(0))  # the bound may be lower than it was
 
     @staticmethod
@@ -96,7 +104,7 @@ class DiskStore:
         try:
             with self._directory.open(name) as (descriptor, found):
                 header = self._directory.header(descriptor, found.st_size)
-                if header.block_bytes != self.block_bytes or header.keys[first : first + len(keys)] != tuple(keys):
+                if header.block_bytes != len(blocks[0]) or header.keys[first : first + len(keys)] != tuple(keys):
                     fault = "it has other blocks than it had"
                 else:
                     loaded = read_blocks(descriptor, header, first, blocks)
@@ -121,7 +129,7 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep blocks; return how many, from the first one on, it has now.
+        """Keep blocks, all of one size; return how many, from the first one on, it has now.
 
         As many as the bound allows at once, and none while nothing can be written.
         """
@@ -138,13 +146,13 @@ class DiskStore:
         self._directory.look()
         lacking = self._directory.index.lacking(keys)
         chosen = {key: index for index, key in reversed(list(enumerate(keys))) if key in lacking}
-        new = sorted(chosen.values())
-        while file_bytes(len(new), self.block_bytes) > self._max_bytes:
+        new, block_bytes = sorted(chosen.values()), len(blocks[0])
+        while file_bytes(len(new), block_bytes) > self._max_bytes:
             new.pop()
         if not new:
             return
         new_keys, new_blocks = tuple(keys[index] for index in new), [blocks[index] for index in new]
-        size = file_bytes(len(new), self.block_bytes)
+        size = file_bytes(len(new), block_bytes)
         self._directory.write(size, new_keys, lambda descriptor: write_blocks(descriptor, new_keys, new_blocks))
 
     def _write(self, change: Callable[[], None]) -> None:

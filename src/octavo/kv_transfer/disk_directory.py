@@ -45,18 +45,20 @@ _UNREADABLE_S = 60.0  # after which a file that the disk did not give is tried a
 
 
 class DiskDirectory:
-    """Files of blocks of `block_bytes` in a directory, at most `max_bytes` of them. Any thread may call.
+    """Files of blocks in a directory, at most `max_bytes` of them. Any thread may call.
+
+    sizes: bytes of the blocks that are read; files of others are only counted.
 
     Raises `OSError` where the directory cannot be read; it is made where it is missing and can be made.
     """
 
-    def __init__(self, path: Path, block_bytes: int, max_bytes: int) -> None:
+    def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
         self.path = path
         self._root = str(path)
         self.index = DiskIndex()
         self.num_evicted = 0  # blocks
         self.num_corrupt = 0  # files whose header was not what was written
-        self._block_bytes, self._max_bytes = block_bytes, max_bytes
+        self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()  # of what is known of the directory: one thread lists, adds, removes
         self._writing: dict[str, int] = {}  # temporary files with their sizes, those of others too
         self._own: set[str] = set()  # those of them that this process writes
@@ -164,7 +166,7 @@ class DiskDirectory:
             header = read_header(descriptor, num_bytes)
         except OtherFormatError:  # of an older octavo, perhaps one that runs
             return ()
-        return header.keys if header.block_bytes == self._block_bytes else ()
+        return header.keys if header.block_bytes in self._sizes else ()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

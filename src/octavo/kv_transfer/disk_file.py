@@ -125,7 +125,7 @@ def _move_all(
 
     One system call may move fewer bytes than it was asked to.
     """
-    waiting = list(reversed(views))
+    waiting = [view for view in reversed(views) if len(view)]  # of a model whose layers all have windows
     while waiting:
         batch = [waiting.pop()]
         num_bytes = len(batch[0])

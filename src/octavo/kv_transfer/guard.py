@@ -27,7 +27,8 @@ class GuardedStore:
 
     open_store makes it, at the first call and again where that failed. After a failure it is asked nothing for a pause,
     which doubles while it goes on to fail; then one call tries. Nor is it asked while a call has been hanging.
-    may_wait: its calls take as long as they take, as others compute meanwhile; none of them hangs.
+    may_wait: its calls take as long as they take, as others compute meanwhile; none of them hangs. keeps_parts: whether
+    it also keeps blocks that are shorter than `block_bytes`, as they have no window part.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class GuardedStore:
         *,
         clock: Callable[[], float] = time.monotonic,
         may_wait: bool = False,
+        keeps_parts: bool = True,
     ) -> None:
+        self.keeps_parts = keeps_parts
         self.name = name
         self.block_bytes = block_bytes
         self._open_store = open_store
@@ -58,9 +61,9 @@ class GuardedStore:
         self._is_closed = False
 
     @classmethod
-    def of(cls, store: KVStore, *, may_wait: bool = False) -> GuardedStore:
+    def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
         """Guard a store that is open."""
-        guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait)
+        guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         return guard
 

@@ -40,7 +40,9 @@ class KVStore(Protocol):
     call at once. `lacks` and `stats` return at once; the others may wait for disks and networks, and raise
     `StoreError`. A store that fails costs time, never a token: it is asked again later.
 
-    name: what its figures are called. block_bytes: the size of each block.
+    name: what its figures are called. block_bytes: the size of a block. Those without their window parts
+    (`octavo.kv_transfer.window_parts`) are shorter, under keys of their own: what is asked for has the size of what was
+    saved under its key, and all blocks of a save have one size.
     """
 
     name: str
@@ -55,7 +57,7 @@ class KVStore(Protocol):
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks (writable, `block_bytes` each) in order; return how many, from the first one on, are whole.
+        """Fill blocks (writable, as large as what was saved) in order; return how many, from the first one on, are it.
 
         What stands in the others is undefined. What it finds to be wrong it has no longer afterwards.
         """

@@ -40,9 +40,9 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` where there is none to be had.
 
-    Each block is one object. The client is a process of its own, started anew where it has ended. The pool forgets
-    everything with its master; so each question also asks for a mark of this store, and where that is gone, nothing
-    counts as known any more.
+    Each block is one object, all of one size: behind a block without its window part come zeros. The client is a
+    process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
+    also asks for a mark of this store, and where that is gone, nothing counts as known any more.
     """
 
     name = "mooncake"
@@ -131,7 +131,7 @@ class MooncakeStore:
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
-            block[:] = stored[_HEADER_BYTES:]
+            block[:] = stored[_HEADER_BYTES : _HEADER_BYTES + len(block)]
             is_whole = bytes(stored[: _HEADER.size]) == _header(key, block)
         with self._lock:
             self._note(key, is_there=is_whole)
@@ -147,7 +147,9 @@ class MooncakeStore:
             for some, from_blocks in _in_parts(keys, blocks, len(area.objects)):
                 for stored, key, block in zip(area.objects, some, from_blocks, strict=False):
                     stored[: _HEADER.size] = _header(key, block)
-                    stored[_HEADER_BYTES:] = block
+                    end = _HEADER_BYTES + len(block)
+                    stored[_HEADER_BYTES:end] = block
+                    stored[end:] = bytes(len(stored) - end)
                 codes = self._call(area, "put", [*map(_name, some)])
                 with self._lock:
                     for key, code in zip(some, codes, strict=True):

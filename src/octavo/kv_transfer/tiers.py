@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.data.kv_tiers import TierMove
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.interface import StoreStats
+from octavo.kv_transfer.window_parts import key_without_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,12 +23,11 @@ class TierTally:
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
 
-    def add(self, store: GuardedStore, num_blocks: int, seconds: float) -> None:
+    def add(self, store: GuardedStore, num_blocks: int, num_bytes: int, seconds: float) -> None:
         """Count what one did in a call."""
         if num_blocks:
-            before = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
-            count = before.num_blocks + num_blocks
-            self._moves[store.name] = TierMove(store.name, count, count * store.block_bytes, before.seconds + seconds)
+            _, count, size, took = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
+            self._moves[store.name] = TierMove(store.name, count + num_blocks, size + num_bytes, took + seconds)
 
     def moves(self) -> tuple[TierMove, ...]:
         """Return what was counted, of those that did anything; the one that began first."""
@@ -39,11 +39,14 @@ class TieredStore:
 
     Saves go to each that lacks the block. So what was loaded from a slower one is saved in the faster ones, when its
     request offers its blocks. Which of them did what is added to the tally that comes with a call.
+    without_window: of a call about blocks without their window parts (`octavo.kv_transfer.window_parts`), named by the
+    keys of the whole ones; those that do not keep such blocks are passed over.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
         self.tiers = [store if isinstance(store, GuardedStore) else GuardedStore.of(store) for store in stores]
         self.name = ", ".join(tier.name for tier in self.tiers)
+        self._tiers_of_parts = [tier for tier in self.tiers if tier.keeps_parts]
         self.block_bytes = self.tiers[0].block_bytes
 
     @property
@@ -61,61 +64,70 @@ class TieredStore:
         for tier in self.tiers:
             tier.open()
 
-    def num_matched(self, keys: Sequence[bytes]) -> int:
+    def _asked(self, *, without_window: bool) -> list[GuardedStore]:
+        return self._tiers_of_parts if without_window else self.tiers
+
+    def num_matched(self, keys: Sequence[bytes], *, without_window: bool = False) -> int:
         """Return how many of these, from the first one on, they have together."""
-        count = 0
-        while count < len(keys):
+        count, names, tiers = 0, _names(keys, without_window=without_window), self._asked(without_window=without_window)
+        while count < len(names):
             before = count
-            for tier in self.tiers:
-                if count < len(keys):
-                    count += tier.num_matched(keys[count:])
-            if count == before or len(self.tiers) == 1:
+            for tier in tiers:
+                if count < len(names):
+                    count += tier.num_matched(names[count:])
+            if count == before or len(tiers) == 1:
                 break
         return count
 
-    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that any of them does not have."""
-        return set().union(*(tier.lacks(keys) for tier in self.tiers))
+    def lacks(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
+        """Return those that any of them does not have; without_window: neither whole nor without its window part."""
+        tiers = self._asked(without_window=without_window)
+        return set().union(*(_lacking(tier, keys, without_window=without_window) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
         """Return those in which blocks made way for others since the last call, each with their number."""
         return tuple((tier.name, count) for tier in self.tiers if (count := tier.take_evicted()))
 
-    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally | None = None) -> int:
-        """Fill blocks, each from the first store that has it; return how many, from the first one on, are whole."""
+    def load(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        tally: TierTally | None = None,
+        *,
+        without_window: bool = False,
+    ) -> int:
+        """Fill blocks, each from the first store that has it; return how many, from the first one on, are right."""
         done, tally = 0, tally or TierTally()
-        while done < len(keys):
-            count = self._load_next(keys[done:], blocks[done:], tally)
+        names, tiers = _names(keys, without_window=without_window), self._asked(without_window=without_window)
+        while done < len(names):
+            count = _load_next(tiers, names[done:], blocks[done:], tally)
             if not count:
                 break
             done += count
         return done
 
-    def _load_next(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally) -> int:
-        """Fill the first blocks from the first store that has them; return how many that are."""
-        for index, tier in enumerate(self.tiers):
-            start = time.perf_counter()
-            is_last = index == len(self.tiers) - 1  # the core was told that it is there, so somebody has to have it
-            count = len(keys) if is_last else tier.num_matched(keys)
-            loaded = tier.load(keys[:count], blocks[:count]) if count else 0
-            tally.add(tier, loaded, time.perf_counter() - start)
-            if loaded:
-                return loaded
-        return 0
-
-    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally | None = None) -> int:
+    def save(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        tally: TierTally | None = None,
+        *,
+        without_window: bool = False,
+    ) -> int:
         """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
         kept, tally = set[bytes](), tally or TierTally()
-        for tier in self.tiers:
+        names = _names(keys, without_window=without_window)
+        for tier in self._asked(without_window=without_window):
             if not tier.is_usable:
                 continue
-            lacking = tier.lacks(keys)
+            lacking = _lacking(tier, keys, without_window=without_window)
             chosen = [index for index, key in enumerate(keys) if key in lacking]
             kept.update(key for key in keys if key not in lacking)
             if chosen:
                 start = time.perf_counter()
-                count = tier.save([keys[index] for index in chosen], [blocks[index] for index in chosen])
-                tally.add(tier, count, time.perf_counter() - start)
+                count = tier.save([names[index] for index in chosen], [blocks[index] for index in chosen])
+                num_bytes = sum(len(blocks[index]) for index in chosen[:count])
+                tally.add(tier, count, num_bytes, time.perf_counter() - start)
                 kept.update(keys[index] for index in chosen[:count])
         return next((index for index, key in enumerate(keys) if key not in kept), len(keys))
 
@@ -145,3 +157,32 @@ class TieredStore:
         """Close all of them."""
         for tier in self.tiers:
             tier.close()
+
+
+def _names(keys: Sequence[bytes], *, without_window: bool) -> Sequence[bytes]:
+    """Return the keys under which blocks stand in stores."""
+    return [key_without_window(key) for key in keys] if without_window else keys
+
+
+def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, without_window: bool) -> set[bytes]:
+    """Return those of which a store has no whole block; without_window: nor one without its window part."""
+    lacking = tier.lacks(keys)
+    if not without_window:
+        return lacking
+    keys_by_name = {key_without_window(key): key for key in lacking}
+    return {keys_by_name[name] for name in tier.lacks(list(keys_by_name))}
+
+
+def _load_next(
+    tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
+) -> int:
+    """Fill the first blocks from the first store that has them; return how many that are."""
+    for index, tier in enumerate(tiers):
+        start = time.perf_counter()
+        is_last = index == len(tiers) - 1  # the core was told that it is there, so somebody has to have it
+        count = len(names) if is_last else tier.num_matched(names)
+        loaded = tier.load(names[:count], blocks[:count]) if count else 0
+        tally.add(tier, loaded, sum(map(len, blocks[:loaded])), time.perf_counter() - start)
+        if loaded:
+            return loaded
+    return 0

@@ -19,6 +19,7 @@ import torch
 
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.scheduler_output import TransferDirection
+from octavo.kv_transfer import window_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
@@ -143,7 +144,9 @@ class KVTransferThreads:
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Load a piece; return whether to go on with the next."""
         keys, block_ids, window_block_ids = self._piece(moving, first)
-        count = self._store.load(keys, self._blocks.views(buffer, len(keys)), moving.tally)
+        views, needs_window = self._blocks.views(buffer, len(keys)), self._blocks.have_window(keys, window_block_ids)
+        part_bytes = self._blocks.part_bytes
+        count = window_parts.load(self._store, keys, views, needs_window, part_bytes, moving.tally)
         with moving.lock:
             if moving.is_cancelled:
                 return False
@@ -158,7 +161,8 @@ class KVTransferThreads:
             if moving.is_cancelled:
                 return False
             self._blocks.read(block_ids, window_block_ids, buffer)
-        count = self._store.save(keys, self._blocks.views(buffer, len(keys)), moving.tally)
+        views, has_window = self._blocks.views(buffer, len(keys)), self._blocks.have_window(keys, window_block_ids)
+        count = window_parts.save(self._store, keys, views, has_window, self._blocks.part_bytes, moving.tally)
         moving.num_moved += count
         return count == len(keys)
 
@@ -197,11 +201,11 @@ def staging_bytes(block_bytes: int, num_threads: int) -> int:
 class StoredBlocks:
     """The blocks of a KV cache as stores keep them, and host memory they are copied to and from.
 
-    Of each its bytes, then those of its window block, where layers have a window.
+    Of each its bytes, then those of its window block, where layers have a window. part_bytes: of the first.
     """
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
-        self.block_bytes = kv_cache.stored_block_bytes
+        self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
         self._blocks = _Part(kv_cache.blocks, 0)
         self._window_blocks = _Part(kv_cache.window_blocks, kv_cache.block_bytes)
         self._pin_memory = kv_cache.blocks.device.type != "cpu"
@@ -219,8 +223,12 @@ class StoredBlocks:
         self._blocks.write(block_ids, buffer)
         self._window_blocks.write(window_block_ids, buffer)
 
+    def have_window(self, keys: list[bytes], window_block_ids: list[int]) -> list[bool]:
+        """Return of which blocks of a transfer all parts move."""
+        return [part >= 0 for part in window_block_ids] if self.part_bytes < self.block_bytes else [True] * len(keys)
+
     def read(self, block_ids: list[int], window_block_ids: list[int], buffer: Tensor) -> None:
-        """Copy these blocks into the first of a buffer (mutates it)."""
+        """Copy these blocks into the first of a buffer (mutates it); -1: that part of it is not there."""
         self._blocks.read(block_ids, buffer)
         self._window_blocks.read(window_block_ids, buffer)
 
@@ -249,12 +257,13 @@ class _Part:
             self._bytes[block_id].copy_(columns[row])
 
     def read(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy into the first rows of a buffer."""
+        """Copy into the first rows of a buffer, except for -1."""
         columns = buffer[:, self._columns]
+        there = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id >= 0]
         if self._array is not None:
             rows = columns.numpy()
-            for row, block_id in enumerate(block_ids):
+            for row, block_id in there:
                 np.copyto(rows[row], self._array[block_id])
             return
-        for row, block_id in enumerate(block_ids):
+        for row, block_id in there:
             columns[row].copy_(self._bytes[block_id])

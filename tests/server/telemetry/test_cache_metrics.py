@@ -20,9 +20,10 @@ from octavo.server.telemetry.metrics import _tiers
 def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
     with run_server() as running, running.http() as http:
         core = running.engine.core
-        core.capacity = replace(core.capacity, kv_block_bytes=1000)
+        core.capacity = replace(core.capacity, kv_block_bytes=1000, window_block_bytes=300)
         stats: Any = core.metrics.stats
         stats.host_cache_hits, stats.host_cache_hit_blocks, stats.num_offloaded_blocks = 48, 3, 5
+        stats.host_cache_hit_window_blocks, stats.num_offloaded_window_blocks = 2, 4
         stats.tiers["device"].num_evicted, stats.tiers["host"].num_evicted = 9, 2
         text = http.get("/metrics").text
     told = {
@@ -35,8 +36,8 @@ def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
     assert told["octavo:offloaded_blocks_total",] == 5
     assert told["octavo:evicted_blocks_total", "device"] == 9
     assert told["octavo:evicted_blocks_total", "host"] == 2
-    assert told["octavo:host_cache_bytes_total", "out"] == 5000
-    assert told["octavo:host_cache_bytes_total", "in"] == 3000
+    assert told["octavo:host_cache_bytes_total", "out"] == 6200
+    assert told["octavo:host_cache_bytes_total", "in"] == 3600
 
 
 def capacity(num_host_blocks: int = 0) -> EngineCapacity:

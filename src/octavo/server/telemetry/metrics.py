@@ -218,11 +218,16 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         yield counter
     moved = CounterMetricFamily(
         "octavo:host_cache_bytes",
-        "Bytes of evicted blocks, to host memory and back, without what layers with a window keep of them.",
+        "Bytes of evicted blocks and their window parts, to host memory and back.",
         labels=["model_name", "direction"],
     )
-    for direction, num_blocks in (("out", stats.num_offloaded_blocks), ("in", stats.host_cache_hit_blocks)):
-        moved.add_metric([*model, direction], num_blocks * capacity.kv_block_bytes)
+    counts = {
+        "out": (stats.num_offloaded_blocks, stats.num_offloaded_window_blocks),
+        "in": (stats.host_cache_hit_blocks, stats.host_cache_hit_window_blocks),
+    }
+    for direction, (num_blocks, num_window_blocks) in counts.items():
+        num_bytes = num_blocks * capacity.kv_block_bytes + num_window_blocks * capacity.window_block_bytes
+        moved.add_metric([*model, direction], num_bytes)
     yield moved
 
 

@@ -1,0 +1,224 @@
+"""Blocks with and without their window parts behind each other: what is found, loaded and saved."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.kv_transfer.connector import StoreConnector
+from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer.guard import GuardedStore
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore, TierTally
+from octavo.kv_transfer.window_parts import key_without_window, load, look_up, num_usable, save
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+BLOCK_BYTES, PART_BYTES = 24, 8  # of a block, and of it without its window part
+SIZE, WINDOW = 4, 9
+
+
+def content_of(number, num_bytes=BLOCK_BYTES):
+    return memoryview(bytes([number + 1] * PART_BYTES + [number + 100] * (BLOCK_BYTES - PART_BYTES))[:num_bytes])
+
+
+def put(store, whole=(), in_part=(), part_bytes=PART_BYTES):
+    """Have a store keep blocks of both kinds."""
+    store.save([KEYS[number] for number in whole], [content_of(number) for number in whole])
+    parts = [key_without_window(KEYS[number]) for number in in_part]
+    if parts:
+        store.save(parts, [content_of(number, part_bytes) for number in in_part])
+
+
+def memory(**kinds):
+    store = MemoryStore(GlobalKVPool(), "a", BLOCK_BYTES)
+    put(store, **kinds)
+    return store
+
+
+def loaded(store, needs_window, part_bytes=PART_BYTES, tally=None):
+    """Load as many blocks; return what came of each of them, zeros where nothing was written."""
+    blocks = [memoryview(bytearray(BLOCK_BYTES)) for _ in needs_window]
+    tally = tally or TierTally()
+    count = load(store, KEYS[: len(blocks)], blocks, [need == "w" for need in needs_window], part_bytes, tally)
+    return [bytes(block) for block in blocks[:count]]
+
+
+def whole(number):
+    return bytes(content_of(number))
+
+
+def in_part(number):
+    return bytes(content_of(number, PART_BYTES)).ljust(BLOCK_BYTES, b"\0")
+
+
+# --- how far one can go on --------------------------------------------------------------------------------------------
+
+
+def test_what_the_next_row_sees_has_to_be_whole():
+    """Compared with a look at each position that it sees."""
+    rng = random.Random(3)
+    for _ in range(3000):
+        size, window, first = rng.randint(1, 4), rng.randint(2, 14), rng.randint(0, 4)
+        is_whole = [rng.random() < 0.7 for _ in range(rng.randint(0, 7))]
+        num_tokens = (first + len(is_whole)) * size + rng.randint(0, 5)
+        usable = [0]
+        for count in range(1, len(is_whole) + 1):
+            row = min((first + count) * size, num_tokens - 1)
+            seen = {position // size for position in range(max(0, row - window + 1), row + 1)} - set(range(first))
+            if all(is_whole[block - first] for block in seen if block < first + count):
+                usable.append(count)
+        assert num_usable(is_whole, first, num_tokens, size, window) == usable[-1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({"whole": range(6)}, 6),
+        ({"whole": range(3)}, 3),
+        ({"in_part": range(6)}, 0),
+        ({"whole": (4, 5), "in_part": range(4)}, 6),  # the row at 24 sees 16 .. 23
+        ({"whole": (5,), "in_part": range(5)}, 0),
+        ({"whole": (0, 1, 5), "in_part": (2, 3, 4)}, 2),
+        ({"whole": (0, 2, 3, 4), "in_part": (1, 5)}, 5),
+        ({"whole": (1, 4, 5), "in_part": (0, 2, 3)}, 6),
+        ({"whole": (4, 5), "in_part": (0, 1, 3)}, 0),
+        ({"whole": (4, 5), "in_part": range(6)}, 6),  # some of them in both ways
+        ({"whole": (3, 4), "in_part": range(6)}, 0),
+    ],
+)
+def test_lookups_take_blocks_of_both_kinds(kinds, expected):
+    store = TieredStore([memory(**kinds)])
+    assert look_up(store, KEYS, 0, 100, SIZE, WINDOW) == expected
+    store.close()
+
+
+def test_blocks_before_the_first_are_the_callers():
+    store = TieredStore([memory(in_part=(0, 1, 2), whole=(3,))])
+    assert look_up(store, KEYS, 4, 100, SIZE, WINDOW) == 0
+    assert look_up(store, KEYS[3:], 3, 100, SIZE, WINDOW) == 1
+    assert look_up(store, KEYS[2:], 2, 16, SIZE, 4) == 2, "the last token is computed, and sees 12"
+    assert look_up(store, KEYS[2:], 2, 16, SIZE, 5) == 0, "or 11"
+    assert look_up(store, KEYS[2:], 2, 17, SIZE, 5) == 2
+
+
+def test_a_lookup_of_the_scheduler_knows_the_window():
+    store = TieredStore([memory(whole=(4, 5), in_part=range(4))])
+    request = SimpleNamespace(request_id="r", block_hashes=KEYS, num_tokens=50, expects_kv=False)
+    found = []
+    for window in (WINDOW, WINDOW + 1, 0):
+        answered = threading.Event()
+        connector = StoreConnector(store, SIZE, answered.set, window=window)
+        assert connector.get_num_new_matched_tokens(request, 0) is None or answered.is_set()
+        assert answered.wait(10)
+        found.append(connector.get_num_new_matched_tokens(request, 0))
+        assert connector.keys_to_save(KEYS) == {*KEYS[:4], *KEYS[6:]}
+        assert connector.keys_to_save(KEYS, without_window=True) == set(KEYS[6:])
+        connector.close()
+    assert found == [24, 0, 0]
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_sees_comes_either_way():
+    store = TieredStore([memory(whole=(1, 4, 5), in_part=(0, 2, 3))])
+    assert loaded(store, "....ww") == [in_part(0), whole(1), in_part(2), in_part(3), whole(4), whole(5)]
+    assert loaded(store, "...www") == [in_part(0), whole(1), in_part(2)]
+    assert loaded(store, "w") == []
+    assert loaded(store, "........") == [in_part(0), whole(1), in_part(2), in_part(3), whole(4), whole(5)]
+
+
+def test_a_block_that_is_spoilt_comes_without_its_window_part():
+    store = memory(whole=(0, 1, 2), in_part=(1,))
+    store.pool._nodes["a"][KEYS[1]].kv_data = b"spoilt"
+    tiers = TieredStore([store])
+    assert loaded(tiers, "..w")[:1] + loaded(tiers, "..w")[2:] == [whole(0), whole(2)]
+    assert loaded(tiers, ".ww") == [whole(0)]
+
+
+def test_a_part_is_never_taken_for_a_whole_block():
+    store = memory(in_part=(0,))
+    store.save(KEYS[1:2], [content_of(1, PART_BYTES)])  # who saved it did so wrongly
+    assert loaded(TieredStore([store]), ".w") == [in_part(0)]
+    assert store.stats().num_corrupt == 1
+
+
+def test_each_tier_gives_what_it_has_and_bytes_are_counted_as_they_are():
+    fast, slow = memory(in_part=(0, 1), whole=(3,)), memory(whole=(0, 2))
+    fast.name, slow.name, tally = "fast", "slow", TierTally()
+    assert loaded(TieredStore([fast, slow]), "...w", tally=tally) == [whole(0), in_part(1), whole(2), whole(3)]
+    assert {move[:3] for move in tally.moves()} == {
+        ("fast", 2, PART_BYTES + BLOCK_BYTES),
+        ("slow", 2, 2 * BLOCK_BYTES),
+    }
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+def saved(store, has_window, tally=None):
+    numbers = range(len(has_window))
+    blocks, kinds = [content_of(number) for number in numbers], [kind == "w" for kind in has_window]
+    return save(store, KEYS[: len(blocks)], blocks, kinds, PART_BYTES, tally or TierTally())
+
+
+def test_each_block_is_saved_as_it_is():
+    store, tally = memory(), TierTally()
+    assert saved(TieredStore([store]), "w..ww.", tally) == 6
+    records = store.pool._nodes["a"]
+    assert set(records) == {*(KEYS[i] for i in (0, 3, 4)), *(key_without_window(KEYS[i]) for i in (1, 2, 5))}
+    assert [len(record.kv_data) - 32 for record in records.values()] == [24, 8, 8, 24, 24, 8]
+    [move] = tally.moves()
+    assert move[:3] == ("memory", 6, 3 * BLOCK_BYTES + 3 * PART_BYTES)
+
+
+def test_a_save_counts_up_to_the_first_that_is_not_kept():
+    store = memory()
+    keep = store.save
+    store.save = lambda keys, blocks: keep(keys, blocks) if len(blocks[0]) == BLOCK_BYTES else 1
+    assert saved(TieredStore([store]), "w..ww.") == 2
+    assert store.num_matched(KEYS[3:]) == 0
+
+
+def test_a_store_that_has_the_block_in_any_way_is_given_none_without_its_window_part():
+    first, second, third = memory(whole=(0,)), memory(in_part=(0,)), memory()
+    store = TieredStore([first, second, third])
+    assert store.lacks(KEYS[:2]) == set(KEYS[:2])
+    assert store.lacks(KEYS[:2], without_window=True) == set(KEYS[:2])
+    assert saved(store, ".") == 1
+    assert [len(each.pool._nodes["a"]) for each in (first, second, third)] == [1, 1, 1]
+    assert store.lacks(KEYS[:1], without_window=True) == set()
+
+
+def test_a_store_that_keeps_whole_blocks_alone_is_passed_over():
+    store, other = memory(whole=(0,)), memory()
+    guarded = GuardedStore.of(store, keeps_parts=False)
+    alone = TieredStore([guarded])
+    assert alone.lacks(KEYS, without_window=True) == set()
+    assert alone.num_matched(KEYS[1:], without_window=True) == 0
+    assert saved(alone, ".") == 0
+    assert loaded(alone, "..") == [whole(0)]
+    assert saved(TieredStore([guarded, other]), "..") == 2
+    assert (len(store.pool._nodes["a"]), len(other.pool._nodes["a"])) == (1, 2)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_bytes", [PART_BYTES, 0])
+def test_both_kinds_outlive_the_process(tmp_path, part_bytes):
+    """0: of a model whose layers all have windows."""
+    disk = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20, part_bytes=part_bytes)
+    put(disk, whole=(2, 3), in_part=(0, 1), part_bytes=part_bytes)
+    again = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20, part_bytes=part_bytes)
+    for store in (disk, again):
+        found = loaded(TieredStore([store]), "..ww", part_bytes)
+        assert [block[:part_bytes] for block in found[:2]] == [whole(0)[:part_bytes], whole(1)[:part_bytes]]
+        assert found[2:] == [whole(2), whole(3)]
+        assert store.stats().num_corrupt == 0
+    without = DiskStore(tmp_path, BLOCK_BYTES, 1 << 20)
+    assert without.stats().num_blocks == 2
+    assert without.stats().num_bytes == again.stats().num_bytes

@@ -1,0 +1,106 @@
+"""What a store keeps of a model with windows is found again, though window parts were gone when it was saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from test_exactness import Schedule, answers, make_engine, needs_kernels
+from test_kv_stores import engine_over, settle
+
+from octavo import SamplingParams
+from octavo.config import KVTransferConfig
+from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.worker.kv_plan import KVPlan, KVSize
+
+pytestmark = needs_kernels
+KINDS = ["some", "all"]
+FEW = Schedule("few", block_size=4, num_blocks=600, budget=64, max_num_seqs=2)
+BEGINNING = [7 * i % 1000 + 10 for i in range(160)]  # of all turns of a conversation
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Models whose layers see 37 tokens: some of them, or all."""
+    folder = tmp_path_factory.mktemp("windows")
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    some = tiny_config(
+        "Gemma3ForCausalLM", num_hidden_layers=3, layer_types=layer_types, sliding_window=37, vocab_size=1500
+    )
+    every = tiny_config("MistralForCausalLM", sliding_window=37, vocab_size=1500)
+    return {
+        "some": write_checkpoint(folder / "some", some, std=0.1),
+        "all": write_checkpoint(folder / "all", every, std=0.1),
+    }
+
+
+@pytest.fixture
+def few_window_blocks(monkeypatch):
+    """As few as two sequences need, a step, and what is saved of three more."""
+
+    def with_blocks(plan, num_blocks):
+        return KVSize(num_blocks, min(num_blocks, 2 * plan.window_blocks_of_sequence + 4 * plan.window_blocks_of_step))
+
+    monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
+
+
+def turn(num_tokens):
+    """A turn of a conversation: what came before it and something new, and how it is answered."""
+    prompt = BEGINNING + [5 * i % 900 + 11 for i in range(num_tokens)]
+    return prompt, SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("few_window_blocks")
+def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path, checkpoints, kind):
+    """The device has it all the while, but for its window parts; then the engine starts again."""
+    stores = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
+    alone = make_engine(checkpoints[kind], "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+    expected = answers(alone, [turn(0), turn(40), turn(80)])
+    log, restarted = EventLog(), EventLog()
+    engine = engine_over(None, checkpoints[kind], FEW, sink=log, stores=stores)
+    assert answers(engine, [turn(0)]) == expected[:1]
+    settle(engine)
+    manager = engine.core.scheduler.kv_cache_manager
+    for block in manager.pool.blocks[:20]:
+        assert manager.windows.part(block) is not None
+        manager.windows.block_forgotten(block)  # as if it were evicted
+    for file in (tmp_path / "kv").glob("*.kv"):
+        file.unlink()  # it made way, as nobody asked for it
+    assert answers(engine, [turn(40)]) == expected[1:2]
+    settle(engine)
+    engine.core.executor.shutdown()
+    engine = engine_over(None, checkpoints[kind], FEW, sink=restarted, stores=stores)
+    assert answers(engine, [turn(80)]) == expected[2:]
+    settle(engine)
+    engine.core.executor.shutdown()
+    assert log.of_type(events.PrefixCacheQueried)[-1].num_hit_tokens == 160
+    assert [each.num_tokens for each in restarted.of_type(events.KVLoadEnded)] == [200]
+
+
+def test_what_was_saved_under_other_windows_never_hits(tmp_path, checkpoints):
+    """A block has as many bytes then, which lie otherwise or are other numbers."""
+    stores, config = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28), checkpoints["some"] / "config.json"
+    engine = engine_over(None, checkpoints["some"], FEW, stores=stores)
+    answers(engine, [turn(40)])
+    settle(engine)
+    num_bytes = engine.core.executor.worker.kv_cache.stored_block_bytes
+    engine.core.executor.shutdown()
+    num_files = len(list((tmp_path / "kv").glob("*.kv")))
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints["some"], other)
+    layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    for changed in ({"sliding_window": 38}, {"layer_types": layer_types}, {"sliding_window": 512}):
+        (other / "config.json").write_text(json.dumps(json.loads(config.read_text()) | changed))
+        alone = make_engine(other, "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+        log = EventLog()
+        engine = engine_over(None, other, FEW, sink=log, stores=stores)
+        assert engine.core.executor.worker.kv_cache.stored_block_bytes == num_bytes
+        assert answers(engine, [turn(80)]) == answers(alone, [turn(80)])
+        settle(engine)
+        engine.core.executor.shutdown()
+        assert log.of_type(events.KVLoadStarted) == []
+    assert len(list((tmp_path / "kv").glob("*.kv"))) > num_files > 0
