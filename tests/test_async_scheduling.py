@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from late_queue import LateQueue
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, build
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import StructuredOutputsParams
@@ -129,6 +131,17 @@ def test_steps_are_launched_ahead_where_nobody_needs_their_tokens(monkeypatch):
     launched = count_launched(engine, monkeypatch)
     answers(engine, [{"temperature": 1.0, "seed": 1, "max_tokens": 30, "logprobs": 2, "ignore_eos": True}])
     assert sum(launched) >= 28
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "in background"), ("cuda", "launched")])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(device, way, ahead, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
+    config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
+    build._make_executor(config, SimpleNamespace(device=torch.device(device)), None)
+    ways = {"in background": chosen["in_background"], "launched": chosen["launches_ahead"]}
+    assert [each for each, is_chosen in ways.items() if is_chosen] == [way] * ahead
 
 
 @pytest.mark.parametrize("breaks", ["execute", "launch", "collect"])
