@@ -45,7 +45,8 @@ class RequestSampler:
             for i, each in enumerate(requests)
             if not columns.is_plain[rows[i]]
         }
-        return self.sampler.sample(logits, columns.gather(rows, np.array([len(r.known) for r in requests])), tasks)
+        gathered = columns.gather(rows, np.array([len(r.known) for r in requests]))
+        return self.sampler.choose(logits, gathered, tasks).read()
 
 
 @pytest.fixture(params=BACKENDS)

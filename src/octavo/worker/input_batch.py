@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class RequestRow:
     """What does not fit into the arrays. `row` is its place in them.
 
-    predicted_token_ids: int32, what its client expects as its output. has_failed: no token could be chosen for it; what
-    steps that were launched behind that compute of it is for nobody.
+    predicted_token_ids: int32, what its client expects as its output. has_failed: in a step, no token could be chosen
+    say; what steps that were launched behind that one compute of it is for nobody.
     """
 
     row: int
@@ -200,10 +200,11 @@ class InputBatch:
         """Whether this is still here: another one may have its id, and another one its row."""
         return self.requests.get(request.request_id) is request
 
-    def fail(self, request: RequestRow) -> None:
-        """Note that no token could be chosen for a request."""
-        request.has_failed = True
-        self.num_changes += 1
+    def fail(self, requests: Iterable[RequestRow]) -> None:
+        """Note that these failed."""
+        for request in requests:
+            request.has_failed = True
+            self.num_changes += 1
 
     @property
     def reads_awaited(self) -> bool:

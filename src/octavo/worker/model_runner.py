@@ -204,11 +204,14 @@ class ModelRunner:
             step.end.synchronize()
             if step.inputs is None:
                 return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves))
-            left = self.batch.left_since(step.num_changes, step.inputs.requests)
+            requests = step.inputs.requests
+            left = self.batch.left_since(step.num_changes, requests)
             if step.awaited is not None:
                 self.batch.end_awaiting(step.awaited, left)
             errors = step.errors
-            prompt_logprobs = self._prompts.read(step.prompt_scores, errors)
+            prompt_logprobs = self._prompts.read(
+                [each for each in step.prompt_scores if each.request not in left], errors
+            )
             pooled = self._pooler.pool([each for each in step.pooled_rows if each.request not in left], errors)
             tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
             if step.chosen is not None:
@@ -216,6 +219,8 @@ class ModelRunner:
                 self._read(step, step.inputs, step.chosen.read(), without, tokens, logprobs)
             if tokens:
                 self.batch.append_sampled(tokens)
+            if errors:
+                self.batch.fail(each for each in requests if each.request_id in errors)
             drafting = self.drafting
             drafts = drafting.propose(tokens, step.scheduled.max_drafts)
             return ModelOutput(
@@ -242,9 +247,9 @@ class ModelRunner:
         tokens: dict[str, list[int]],
         logprobs: dict[str, list[TokenLogprobs]],
     ) -> None:
-        """Note the tokens that stand of each request, and their log probabilities, or why there are none.
+        """Note the tokens that stand of each request, and their log probabilities, or in the step why there are none.
 
-        without: of whom nothing is to be noted.
+        without: ids of requests of which nothing is noted.
 
         As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
         fed back, and by the same noise, unless drafts are verified by rejection sampling.
@@ -262,7 +267,6 @@ class ModelRunner:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
-                self.batch.fail(request)
                 nothing = NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are not numbers"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
                 continue

@@ -211,7 +211,7 @@ class Choices:
 
 
 class Sampler:
-    """Chooses one token per row. Nothing of it waits for the device but `sample`, and typical sampling.
+    """Chooses one token per row. Nothing of it waits for the device but typical sampling.
 
     copies: of the device that the logits are on; None for a CPU.
     """
@@ -219,18 +219,6 @@ class Sampler:
     def __init__(self, kernels: Kernels, copies: HostCopies | None = None) -> None:
         self._kernels = kernels
         self._copies = copies or SharedMemory()
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: SamplingRows,
-        tasks: Mapping[int, SampleTask],
-        choose: Callable[[Tensor, SamplingRows], Tensor] | None = None,
-    ) -> Sampled:
-        """Choose tokens as `choose` does, and read them."""
-        chosen = self.choose(logits, rows, tasks, choose)
-        self._copies.mark().synchronize()
-        return chosen.read()
 
     def choose(
         self,
