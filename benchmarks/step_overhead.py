@@ -154,6 +154,7 @@ def watched(llm: LLM) -> Stopwatch:
     watch.wrap(runner, "forward", "dispatch")
     watch.wrap(runner.kernels, "linear", "dispatch")  # the logits; products of the layers are recorded
     watch.wrap(runner, "sample", "sample+commit")
+    watch.wrap(runner, "collect", "sample+commit")
     watch.wrap(core.scheduler, "update_from_output", "sample+commit")
     return watch
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+import pytest
+import torch
+from late_queue import LateQueue
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, build
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.worker import model_runner
+from octavo.worker.host_copies import PinnedMemory
+from octavo.worker.worker import LocalExecutor
 
 PROMPTS = ["What is 12 + 30?", "Sort these words: pear apple fig", "Repeat: one two three", "What is the capital of"]
 PLAIN = [
@@ -26,13 +33,30 @@ WAITING = [
 ]
 
 
-def make_engine(*, ahead, **options):
-    return LLMEngine(
-        ModelConfig(),
-        SchedulerConfig(async_scheduling=ahead, max_num_seqs=8, max_num_batched_tokens=48, **options),
-        cache_config=CacheConfig(kv_cache_memory_bytes=4 << 20),
-        speculative_config=SpeculativeConfig(method="none"),
-    )
+ASKED = {"plain": PLAIN, "with a grammar": PLAIN + WAITING}
+WAYS = ["in background", "launched"]
+
+
+def make_engine(*, ahead=None, **options):
+    """ahead: how the next step is begun before the result of one is in, if at all.
+
+    "in background": a thread computes. "launched": as on a GPU; what a step sampled is fed on the device, a CPU that
+    makes its copies late.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if ahead == "launched":
+            patch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
+        engine = LLMEngine(
+            ModelConfig(),
+            SchedulerConfig(async_scheduling=ahead is not None, max_num_seqs=8, max_num_batched_tokens=48, **options),
+            cache_config=CacheConfig(kv_cache_memory_bytes=4 << 20),
+            speculative_config=SpeculativeConfig(method="none"),
+        )
+    if ahead == "launched":
+        worker = engine.core.executor.worker
+        engine.core.executor.shutdown()
+        engine.core.executor = LocalExecutor(worker, launches_ahead=True)
+    return engine
 
 
 def answers(engine, params):
@@ -63,33 +87,116 @@ def count_ahead(engine, monkeypatch):
     return ahead
 
 
-@pytest.mark.parametrize("params", [PLAIN, PLAIN + WAITING], ids=["plain", "with a grammar"])
-def test_nothing_changes_but_when_steps_are_decided(params, monkeypatch):
-    expected = answers(make_engine(ahead=False), params)
-    engine = make_engine(ahead=True)
+def count_launched(engine, monkeypatch):
+    """Note for each step whether it is launched before the one before it is collected."""
+    worker, ahead, num_open = engine.core.executor.worker, [], 0
+    launch, collect = worker.launch, worker.collect
+
+    def launched(scheduled):
+        nonlocal num_open
+        ahead.append(num_open > 0)
+        num_open += 1
+        return launch(scheduled)
+
+    def collected(step):
+        nonlocal num_open
+        num_open -= 1
+        return collect(step)
+
+    monkeypatch.setattr(worker, "launch", launched)
+    monkeypatch.setattr(worker, "collect", collected)
+    return ahead
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Return answers without steps decided ahead."""
+    return {name: answers(make_engine(), params) for name, params in ASKED.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("asked", ASKED)
+def test_nothing_changes_but_when_steps_are_decided(asked, way, expected, monkeypatch):
+    engine = make_engine(ahead=way)
     ahead = count_ahead(engine, monkeypatch)
-    assert answers(engine, params) == expected
+    launched = count_launched(engine, monkeypatch)
+    assert answers(engine, ASKED[asked]) == expected[asked]
     assert sum(ahead) > len(ahead) / 3
+    assert (sum(launched) > 0) == (way == "launched")
     engine.core.executor.shutdown()
 
 
-def test_a_worker_that_breaks_ends_the_requests_of_its_step_and_no_others(monkeypatch):
-    engine = make_engine(ahead=True)
-    execute, steps = engine.core.executor.worker.execute, []
+def test_steps_are_launched_ahead_where_nobody_needs_their_tokens(monkeypatch):
+    engine = make_engine(ahead="launched")
+    launched = count_launched(engine, monkeypatch)
+    answers(engine, [{"temperature": 1.0, "seed": 1, "max_tokens": 30, "logprobs": 2, "ignore_eos": True}])
+    assert sum(launched) >= 28
 
-    def breaking(scheduled):
-        steps.append(scheduled.step)
-        if len(steps) == 5:
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "in background"), ("cuda", "launched")])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(device, way, ahead, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
+    config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
+    build._make_executor(config, SimpleNamespace(device=torch.device(device)), None)
+    ways = {"in background": chosen["in_background"], "launched": chosen["launches_ahead"]}
+    assert [each for each, is_chosen in ways.items() if is_chosen] == [way] * ahead
+
+
+@pytest.mark.parametrize("breaks", ["execute", "launch", "collect"])
+def test_a_worker_that_breaks_ends_the_requests_of_its_step_and_no_others(breaks, expected, monkeypatch):
+    engine = make_engine(ahead="in background" if breaks == "execute" else "launched")
+    do, calls = getattr(engine.core.executor.worker, breaks), []
+
+    def breaking(argument):
+        calls.append(argument)
+        if len(calls) == 5:
             raise MemoryError
-        return execute(scheduled)
+        return do(argument)
 
-    monkeypatch.setattr(engine.core.executor.worker, "execute", breaking)
+    monkeypatch.setattr(engine.core.executor.worker, breaks, breaking)
     engine.add_request("first", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {each.request_id: each for each in engine.step()}
     assert outputs["first"].outputs[0].finish_reason == "error"
-    assert answers(engine, PLAIN[:3]) == answers(make_engine(ahead=False), PLAIN[:3])
+    assert answers(engine, PLAIN[:3]) == expected["plain"][: 3 * len(PROMPTS)]
+    engine.core.executor.shutdown()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_leaves_or_fails_is_computed_in_vain_and_the_others_as_ever(way, expected, monkeypatch):
+    """One is aborted, and one gets logits that are no numbers, while a step is in flight that computes them again."""
+    engine = make_engine(ahead=way)
+    runner, names = engine.core.executor.worker.runner, ["stays", "aborted", "broken"]
+    sample = runner.sample
+
+    def broken(step, inputs, hidden):
+        requests = [inputs.requests[index].request_id for index in inputs.sampled]
+        if step.scheduled.step == 6:
+            hidden[requests.index("broken")] = torch.nan
+        sample(step, inputs, hidden)
+
+    monkeypatch.setattr(runner, "sample", broken)
+    for name in names:
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=name != "stays")
+        engine.add_request(name, PROMPTS[0], params)
+    outputs, num_steps = {}, 0
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each for each in engine.step()}
+        num_steps += 1
+        if num_steps == 4:
+            engine.abort_request("aborted")
+            engine.add_request("next in its row", PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=24))
+    assert outputs["aborted"].outputs[0].finish_reason == "abort"
+    assert outputs["broken"].error == "the logits are not numbers"
+    whole = expected["plain"][0][1][0]
+    for name in ("stays", "next in its row"):
+        (output,) = outputs[name].outputs
+        assert (output.token_ids, output.text) == whole[:2]
+    assert runner.batch.num_awaited.sum() == 0
+    assert engine.core.scheduler.num_kept_records == 0
     engine.core.executor.shutdown()
 
 

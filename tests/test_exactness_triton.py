@@ -6,11 +6,15 @@ import random
 
 import pytest
 from alone_and_crowd import alone, crowd
+from late_queue import LateQueue
 from triton_interpreter import interpreted_kernels, kernels_device
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import built_in_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.worker import model_runner
+from octavo.worker.host_copies import PinnedMemory
+from octavo.worker.worker import LocalExecutor
 
 pytest.importorskip("triton")
 
@@ -51,8 +55,8 @@ def make_requests(lengths, vocab_size, max_tokens):
     return requests
 
 
-def test_a_tiny_model_is_exact(tmp_path):
-    """Prompts are cut, and share steps with decodes."""
+def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
+    """Prompts are cut, and share steps with decodes. Steps are launched before those before them are collected."""
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=4,
         num_key_value_heads=2, num_hidden_layers=1, vocab_size=96, torch_dtype="bfloat16",
@@ -60,9 +64,22 @@ def test_a_tiny_model_is_exact(tmp_path):
     model = write_checkpoint(tmp_path / "tiny", config, std=0.2)
     requests = make_requests([3, 40, 17], 96, 2)
     expected = alone(make_engine(model), requests)
-    engine = make_engine(model, long_prefill_token_threshold=16, max_num_batched_tokens=24)
-    assert engine.core.executor.worker.kernels.name == "triton"
+    if kernels_device().type == "cpu":
+        monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
+    engine = make_engine(model, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True)
+    worker = engine.core.executor.worker
+    assert worker.kernels.name == "triton"
+    engine.core.executor.shutdown()
+    engine.core.executor = LocalExecutor(worker, launches_ahead=True)
+    launch, num_awaited = worker.launch, []
+
+    def watch(scheduled):
+        num_awaited.append(worker.runner.batch.num_awaited.sum())
+        return launch(scheduled)
+
+    monkeypatch.setattr(worker, "launch", watch)
     assert crowd(engine, requests) == expected
+    assert sum(num_awaited) > 0, "what was sampled is fed on the device"
 
 
 @pytest.mark.slow

@@ -153,8 +153,14 @@ def build_core(
 
 
 def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
-    num_threads, in_background = num_load_threads(config.kv_transfer), config.scheduler.async_scheduling
-    return LocalExecutor(worker, store, num_threads=num_threads, in_background=in_background)
+    is_ahead, on_cpu = config.scheduler.async_scheduling, worker.device.type == "cpu"
+    return LocalExecutor(
+        worker,
+        store,
+        num_threads=num_load_threads(config.kv_transfer),
+        in_background=is_ahead and on_cpu,
+        launches_ahead=is_ahead and not on_cpu,
+    )
 
 
 def _stats(store: TieredStore | None) -> EngineStats:

@@ -36,7 +36,8 @@ from octavo.server.api.ollama import answers as ollama_answers
 from octavo.server.api.ollama import embeddings as ollama_embeddings
 from octavo.server.api.openai import chat, completions, embeddings, responses
 from octavo.structured_output.grammars import GrammarCompiler, Matcher
-from octavo.worker import model_runner, sampler
+from octavo.worker import sampler
+from octavo.worker.prompt_scores import PromptScorer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +123,9 @@ ENGINE: dict[str, tuple[Patch, dict[str, Any]]] = {
         {},
     ),
     "penalties": (
-        break_where(sampler, "_adjust", lambda _row, task: task.sampling_params.repetition_penalty == PENALTY),
+        break_where(
+            sampler, "_adjust", lambda _row, task, _to_device: task.sampling_params.repetition_penalty == PENALTY
+        ),
         {"repetition_penalty": PENALTY},
     ),
     "typical sampling": (
@@ -134,7 +137,7 @@ ENGINE: dict[str, tuple[Patch, dict[str, Any]]] = {
         {"logprobs": TOP},
     ),
     "the prompt's logprobs": (
-        break_where(model_runner.ModelRunner, "_prompt_entries", lambda *_: True),
+        break_where(PromptScorer, "_score", lambda *_: True),
         {"prompt_logprobs": 0},
     ),
     "a grammar": (break_where(Matcher, "allowed", lambda _self: True), {"structured": True}),

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.sampling_params import SamplingParams
@@ -43,7 +42,11 @@ def make_output(new=(), cached=None, counts=None, finished=(), preempted=()) -> 
 
 @pytest.fixture
 def batch():
-    return InputBatch(max_num_seqs=4, max_model_len=64, block_size=4, device=torch.device("cpu"))
+    return InputBatch(
+        max_num_seqs=4,
+        max_model_len=64,
+        block_size=4,
+    )
 
 
 def test_input_batch_creation(batch):
@@ -171,7 +174,7 @@ def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
 @pytest.fixture
 def windowed():
     return InputBatch(
-        max_num_seqs=4, max_model_len=64, block_size=4, device=torch.device("cpu"), num_scratch_blocks=1,
+        max_num_seqs=4, max_model_len=64, block_size=4, num_scratch_blocks=1,
         has_windows=True,
     )  # fmt: skip
 

@@ -125,6 +125,35 @@ class Gate:
         return ModelOutput(scheduled.step, {})
 
 
+class Device:
+    """A worker that launches steps and collects them; done: what it did, in order. fails: at what of that it breaks.
+
+    needs: steps whose launch needs the tokens of those before.
+    """
+
+    def __init__(self, fails=None, needs=()):
+        self.done, self.fails, self.needs = [], fails, needs
+
+    def needs_sampled_tokens(self, scheduled):
+        return scheduled.step in self.needs
+
+    def launch(self, scheduled):
+        self.do(f"launch {scheduled.step}")
+        return scheduled
+
+    def collect(self, launched):
+        self.do(f"collect {launched.step}")
+        return ModelOutput(launched.step, {})
+
+    def wait_idle(self):
+        self.do("idle")
+
+    def do(self, what):
+        self.done.append(what)
+        if what == self.fails:
+            raise ValueError("broken")
+
+
 @pytest.fixture
 def in_background():
     """Make an executor with a thread of its own, around a worker; it is shut down behind the test."""
@@ -196,6 +225,49 @@ def test_whatever_else_ends_a_step_ends_no_other(in_background):
     worker.execute = execute
     executor.submit(step(2))
     assert executor.collect().step == 2
+
+
+def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_its_tokens():
+    worker = Device(needs=(3,))
+    executor = LocalExecutor(worker, launches_ahead=True)
+    executor.submit(step(1))
+    for number in (1, 2, 3):
+        executor.submit(step(number + 1))
+        assert executor.collect().step == number
+    assert executor.collect().step == 4
+    assert worker.done == [
+        *("launch 1", "launch 2", "collect 1", "collect 2", "launch 3", "launch 4", "collect 3", "collect 4")
+    ]
+
+
+@pytest.mark.parametrize("needs", [(), (2,)])
+@pytest.mark.parametrize("fails", ["launch 1", "collect 1"])
+def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_heard(fails, needs):
+    """It fails where it is launched, or later: the device tells of that when somebody waits for it."""
+    worker = Device(fails, needs)
+    executor = LocalExecutor(worker, launches_ahead=True)
+    for number in (1, 2):
+        executor.submit(step(number))
+    with pytest.raises(ExecutionError, match="ValueError"):
+        executor.collect()
+    with pytest.raises(ExecutionError, match="the step before"):
+        executor.collect()
+    executor.abandon()
+    executor.submit(step(3))
+    assert executor.collect().step == 3
+    assert worker.done[-3:] == ["idle", "launch 3", "collect 3"]
+    assert "collect 2" not in worker.done
+
+
+def test_who_gives_up_waits_for_the_device_and_hears_of_no_failure_there():
+    worker = Device("idle")
+    executor = LocalExecutor(worker, launches_ahead=True)
+    for number in (1, 2):
+        executor.submit(step(number))
+    executor.abandon()
+    executor.submit(step(3))
+    assert executor.collect().step == 3
+    assert worker.done == ["launch 1", "launch 2", "idle", "launch 3", "collect 3"]
 
 
 def test_a_result_of_nothing_is_an_error():

@@ -9,6 +9,7 @@ import torch
 
 from octavo import SamplingParams
 from octavo.runtime.faults import REQUEST_FAILED
+from octavo.worker.host_copies import SharedMemory
 from octavo.worker.pooler import Pooler
 
 HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(np.float32))
@@ -20,8 +21,10 @@ def pool(pooler: Pooler, position: int, count: int, *, pooling: str | None = "me
     inputs = SimpleNamespace(requests=[request], output_start=np.array([0, count]), sampled=[0] if is_complete else [])
     batch = SimpleNamespace(num_computed_tokens=np.array([position]))
     errors: dict[str, str] = {}
-    result = pooler.pool(inputs, HIDDEN[position : position + count], batch, errors)  # type: ignore[arg-type]
-    return result | errors
+    hidden = HIDDEN[position : position + count].clone()
+    taken = pooler.take(inputs, hidden, batch, SharedMemory(), errors)  # type: ignore[arg-type]
+    hidden.fill_(np.nan)  # as the next step may, which is launched before this one is read
+    return pooler.pool(taken, errors) | errors
 
 
 def values(result: dict) -> np.ndarray:

@@ -11,6 +11,7 @@ from kernels_available import COMPILED
 from octavo.kernels import create_kernels
 from octavo.kernels.interface import SamplingRows
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.worker.host_copies import SharedMemory
 from octavo.worker.sampler import Sampled, Sampler, SampleTask, SamplingColumns
 
 VOCAB = 300
@@ -35,7 +36,7 @@ class RequestSampler:
         self.sampler = Sampler(create_kernels(torch.device("cpu"), backend))
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
-        columns = SamplingColumns(len(requests) + 1, torch.device("cpu"))
+        columns = SamplingColumns(len(requests) + 1, SharedMemory())
         rows = np.arange(len(requests), 0, -1)
         for row, request in zip(rows, requests, strict=True):
             columns.set(row, request.params, request.seed, 0)
@@ -44,7 +45,8 @@ class RequestSampler:
             for i, each in enumerate(requests)
             if not columns.is_plain[rows[i]]
         }
-        return self.sampler.sample(logits, columns.gather(rows, np.array([len(r.known) for r in requests])), tasks)
+        gathered = columns.gather(rows, np.array([len(r.known) for r in requests]))
+        return self.sampler.choose(logits, gathered, tasks).read()
 
 
 @pytest.fixture(params=BACKENDS)
@@ -73,16 +75,19 @@ def request_of(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **param
     ],
 )
 def test_who_asks_for_more_than_the_kernel_is_no_plain_row(asked):
-    columns = SamplingColumns(2, torch.device("cpu"))
+    columns = SamplingColumns(2, SharedMemory())
     columns.set(0, SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, max_tokens=5), 0, 0)
     columns.set(1, SamplingParams(max_tokens=5, **asked), 0, 0)
     assert columns.is_plain.tolist() == [True, False]
+    reads = any("penalty" in name or name == "structured_outputs" for name in asked)
+    assert columns.reads_tokens.tolist() == [False, reads]
     columns.set(1, SamplingParams(), 0, 0)  # the next request of that row
     assert columns.is_plain.all()
+    assert not columns.reads_tokens.any()
 
 
 def test_columns_are_gathered_anew_where_something_changed():
-    columns = SamplingColumns(3, torch.device("cpu"))
+    columns = SamplingColumns(3, SharedMemory())
     for row, temperature in enumerate((0.5, 1.0, 1.5)):
         columns.set(row, SamplingParams(temperature=temperature, top_k=row), seed=row, sample_index=row)
 

@@ -1,37 +1,42 @@
 """The worker's memory of its requests, and the ragged batch that a step makes of them.
 
 Every request has one row of persistent arrays, so a step's inputs are gathered without a loop over requests.
+
+A step may be launched before the one before it is collected. What that one samples is not known on the host then: it
+is awaited. In its place stands -1 less the row's number, and the device feeds the row's last sampled token instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
-from octavo.worker.sampler import SamplingColumns, on_device
+from octavo.worker.host_copies import SharedMemory
+from octavo.worker.sampler import SamplingColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    import torch
     from numpy.typing import NDArray
 
     from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
     from octavo.sampling_params import SamplingParams
     from octavo.structured_output.grammars import Matcher
     from octavo.worker.grammar_walks import Walk
+    from octavo.worker.host_copies import HostCopies
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestRow:
     """What does not fit into the arrays. `row` is its place in them.
 
-    predicted_token_ids: int32, what its client expects as its output.
+    predicted_token_ids: int32, what its client expects as its output. has_failed: in a step, no token could be chosen
+    say; what steps that were launched behind that one compute of it is for nobody.
     """
 
     row: int
@@ -43,6 +48,7 @@ class RequestRow:
     predicted_token_ids: NDArray[np.int32] | None = None
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
     walk: Walk | None = None  # the last one there
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,10 @@ class InputBatch:
     """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
 
     What is sampled becomes known with `append_sampled`: nobody else adds tokens. Behind the known tokens of a row there
-    may stand others, drafts of the step.
-    num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind its own. has_windows: there are layers
-    whose keys and values stand in window blocks. Their tables hold anything behind the window.
+    may stand others: those that are awaited (`await_sampled`), or drafts of the step.
+    copies: to the device; None for a CPU. num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind
+    its own. has_windows: there are layers whose keys and values stand in window blocks. Their tables hold anything
+    behind the window. num_changes: how often a request left or failed.
     """
 
     def __init__(
@@ -93,25 +100,29 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        device: torch.device,
+        copies: HostCopies | None = None,
         num_scratch_blocks: int = 0,
         has_windows: bool = False,
     ) -> None:
+        copies = copies or SharedMemory()
         self.has_windows = has_windows
         self.block_size = block_size
-        self._tensor = partial(on_device, device=device)
+        self._tensor = copies.to_device
         self.requests: dict[str, RequestRow] = {}
+        self.num_changes = 0
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int32)
         self.window_tables = np.zeros((max_num_seqs, most_blocks if has_windows else 0), dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # behind those
+        self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_window_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.looks_at_prompt = np.zeros(max_num_seqs, dtype=bool)
-        self.sampling = SamplingColumns(max_num_seqs, device)
+        self.sampling = SamplingColumns(max_num_seqs, copies)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
@@ -135,7 +146,8 @@ class InputBatch:
             None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
-        self.num_tokens[row], self.num_blocks[row], self.num_window_blocks[row] = len(data.token_ids), 0, 0
+        self.num_tokens[row], self.num_awaited[row] = len(data.token_ids), 0
+        self.num_blocks[row], self.num_window_blocks[row] = 0, 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
@@ -148,6 +160,8 @@ class InputBatch:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
+            self.num_awaited[request.row] = 0
+            self.num_changes += 1
             if request.walk is not None:
                 request.walk.result.cancel()
 
@@ -160,6 +174,42 @@ class InputBatch:
         if self.has_windows:
             for row, window_block_ids in zip(rows, cached.new_window_block_ids, strict=True):
                 self._append_window_blocks(row, window_block_ids)
+
+    def await_sampled(self, sampled_rows: NDArray[np.int64], sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
+        """Let the next step feed what this one sampled before the host knows it.
+
+        sampled_rows: int64 [n], each row once. sampled: int64 [n], on the device. rows: those whose requests get what
+        was sampled there; for the others it counts as not sampled.
+        """
+        self.last_sampled.index_copy_(0, self._tensor(sampled_rows), sampled)
+        self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
+        self.num_awaited[rows] += 1
+
+    def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
+        """Await one token less in rows: what was sampled is here. Those of who `left` may be others' now."""
+        gone = [request.row for request in left if not self._has(request)]
+        self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
+
+    def left_since(self, num_changes: int, requests: Iterable[RequestRow]) -> list[RequestRow]:
+        """Return those that left, or failed, since `num_changes` was so much."""
+        if self.num_changes == num_changes:
+            return []
+        return [request for request in requests if request.has_failed or not self._has(request)]
+
+    def _has(self, request: RequestRow) -> bool:
+        """Whether this is still here: another one may have its id, and another one its row."""
+        return self.requests.get(request.request_id) is request
+
+    def fail(self, requests: Iterable[RequestRow]) -> None:
+        """Note that these failed."""
+        for request in requests:
+            request.has_failed = True
+            self.num_changes += 1
+
+    @property
+    def reads_awaited(self) -> bool:
+        """Whether the next token of a request hangs on one that is awaited in another way than by the logits."""
+        return bool((self.sampling.reads_tokens & (self.num_awaited > 0)).any())
 
     def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take in what a step chose: it is known from now on."""
@@ -214,7 +264,8 @@ class InputBatch:
         num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
         seq_lens = computed + counts
-        num_logits = (seq_lens == self.num_tokens[rows] + num_drafts) * (num_drafts + 1)
+        num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts  # of each that is computed to its end
+        num_logits = (seq_lens == num_fed) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
         token_ids, attention, output_start = self.gather(
@@ -275,8 +326,18 @@ class InputBatch:
             tokens = row_of_token[of_step], positions[of_step]
             batch = self._attention(start, seq_lens[kept], rows[kept], tokens, width=width, has_windows=has_windows)
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
-        token_ids = self._tensor(self.token_ids[row_of_token, positions].astype(np.int64))
-        return token_ids, attention, output_start
+        return self._fed(self.token_ids[row_of_token, positions]), attention, output_start
+
+    def _fed(self, token_ids: NDArray[np.int32]) -> torch.Tensor:
+        """Return what is fed to the model as int64 on the device: there stands what was sampled for what is awaited.
+
+        Where no token could be chosen it is token 0: what comes of that is for nobody.
+        """
+        fed = self._tensor(token_ids.astype(np.int64))
+        if token_ids.min(initial=0) >= 0:
+            return fed
+        sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
+        return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(
         self, rows: NDArray[np.int64], block_ids: NDArray[np.int32], window_block_ids: NDArray[np.int32]

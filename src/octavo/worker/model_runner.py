@@ -1,9 +1,11 @@
-"""SchedulerOutput -> inputs -> one forward -> tokens: the worker's side of a step."""
+"""SchedulerOutput -> inputs -> one forward -> tokens: the worker's side of a step, in two halves.
+
+`launch` prepares the inputs and enqueues all that the device has to do; `collect` waits for it and reads what came. On
+a GPU a step may be launched before the one before it is collected, so that the device never waits for the host.
+"""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,17 +14,19 @@ import torch
 
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import NOTHING_ALLOWED
-from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.runtime.faults import is_fault
 from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer
 from octavo.speculative.prediction import PredictionProposer
 from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
 from octavo.worker.forward_pass import ForwardPass
+from octavo.worker.host_copies import create_host_copies
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.kv_transfers import NoKVMover
-from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
+from octavo.worker.launched_step import LaunchedStep
 from octavo.worker.pooler import Pooler
+from octavo.worker.prompt_scores import PromptScorer
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
 from octavo.worker.verification import DraftedRows, ExactVerification
@@ -38,9 +42,8 @@ if TYPE_CHECKING:
     from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
     from octavo.worker.kv_transfers import KVMover
+    from octavo.worker.sampler import Sampled
     from octavo.worker.verification import Verification
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -73,17 +76,19 @@ class ModelRunner:
         self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
-        self.sampler = Sampler(kernels)
+        self.copies = copies = create_host_copies(kv_cache.blocks.device)
+        self.sampler = Sampler(kernels, copies)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=kv_cache.block_size,
-            device=kv_cache.blocks.device,
+            copies=copies,
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
             has_windows=kv_cache.window is not None,
         )
+        self._prompts = PromptScorer(model, self.batch, self.sampler, copies)
         self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None
@@ -110,13 +115,48 @@ class ModelRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for the requests that are due some."""
-        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
-            host_moves = self.kv_cache.copy(scheduled.copies)
-            output = self._execute(scheduled)
-            output.host_moves.extend(host_moves)
-            return output
+        return self.collect(self.launch(scheduled))
 
-    def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
+    def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
+        """Whether all steps before have to be collected before this one is launched.
+
+        So it is where the host looks at tokens that they sample, other than to feed them, which the device does by
+        itself: for drafts, penalties and grammars. And where blocks are moved or requests give way, which is rare.
+        """
+        return bool(
+            self.drafting.proposer.num_speculative_tokens
+            or scheduled.scheduled_spec_decode_tokens
+            or scheduled.preempted_req_ids
+            or scheduled.copies
+            or scheduled.kv_transfers
+            or scheduled.kv_cancels
+            or self.batch.reads_awaited
+        )
+
+    def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
+        """Enqueue all that a step computes, and copies of what is to be read of it.
+
+        The step before may not be collected yet, but the one before that must be, and both if `needs_sampled_tokens`.
+        """
+        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
+            self.copies.begin()
+            step = LaunchedStep(scheduled, self.kv_cache.copy(scheduled.copies))
+            self._follow(scheduled)
+            step.num_changes = self.batch.num_changes
+            if scheduled.num_scheduled_tokens:
+                step.inputs = inputs = self.batch.prepare_inputs(scheduled)
+                self._tasks.begin(inputs)
+                hidden = self.forward(inputs)
+                assert hidden.shape[0] == inputs.output_start[-1]
+                step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
+                step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
+                if inputs.sampled:
+                    self.sample(step, inputs, hidden)
+            step.end = self.copies.mark()
+            return step
+
+    def _follow(self, scheduled: SchedulerOutput) -> None:
+        """Follow the scheduler's words: who ended, who is new, what moves."""
         if scheduled.kv_transfers or scheduled.kv_cancels:
             self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
         self.drafting.finish(scheduled.finished_req_ids)
@@ -126,78 +166,113 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
-        if not scheduled.num_scheduled_tokens:
-            return ModelOutput(scheduled.step, {})
-        inputs = self.batch.prepare_inputs(scheduled)
-        self._tasks.begin(inputs)
-        hidden = self.forward(inputs)
-        assert hidden.shape[0] == inputs.output_start[-1]
-        prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
-        pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
-        output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        if output.sampled_token_ids:
-            self.batch.append_sampled(output.sampled_token_ids)
-        drafting = self.drafting
-        drafts = drafting.propose(output.sampled_token_ids, scheduled.max_drafts)
-        if not (pooled or drafting.seconds):
-            return output
-        return replace(
-            output,
-            pooled=pooled,
-            draft_token_ids=drafts,
-            drafting_s=drafting.seconds,
-            num_drafting_passes=drafting.num_passes,
-            computed_drafts=drafting.computed,
-        )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
-    def sample(
+    def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
+        """Let a token be chosen for every request whose known tokens are all computed now, and one behind each draft.
+
+        Notes in the step what is chosen, and whose tokens are awaited.
+        """
+        requests = [inputs.requests[index] for index in inputs.sampled]
+        tasks = self._tasks.make(inputs, step.troubles, step.postponed)
+        logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
+        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
+        step.chosen = chosen = self.sampler.choose(logits, rows, tasks, self._chooser(inputs, requests))
+        for row, error in chosen.faults.items():
+            if not is_fault(error):
+                raise error
+            step.troubles.setdefault(row, Trouble(error, "its token was chosen"))
+        if len(inputs.num_known) > len(requests):
+            return  # how many drafts come true shows when they are read
+        step.awaited = inputs.sampled_rows
+        if step.troubles or step.postponed or step.errors:
+            without = step.postponed | step.errors.keys()
+            is_due = [i not in step.troubles and each.request_id not in without for i, each in enumerate(requests)]
+            step.awaited = inputs.sampled_rows[is_due]
+        self.batch.await_sampled(inputs.sampled_rows, chosen.token_ids, step.awaited)
+
+    def collect(self, step: LaunchedStep) -> ModelOutput:
+        """Wait for the oldest step that was launched and not collected, and return what came of it.
+
+        What was computed in vain is left out: of requests that left since, or failed in the step before.
+        """
+        with torch.inference_mode():
+            assert step.end is not None, "launch has failed"
+            step.end.synchronize()
+            if step.inputs is None:
+                return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves))
+            requests = step.inputs.requests
+            left = self.batch.left_since(step.num_changes, requests)
+            if step.awaited is not None:
+                self.batch.end_awaiting(step.awaited, left)
+            errors = step.errors
+            prompt_logprobs = self._prompts.read(
+                [each for each in step.prompt_scores if each.request not in left], errors
+            )
+            pooled = self._pooler.pool([each for each in step.pooled_rows if each.request not in left], errors)
+            tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
+            if step.chosen is not None:
+                without = step.postponed | errors.keys() | {each.request_id for each in left}
+                self._read(step, step.inputs, step.chosen.read(), without, tokens, logprobs)
+            if tokens:
+                self.batch.append_sampled(tokens)
+            if errors:
+                self.batch.fail(each for each in requests if each.request_id in errors)
+            drafting = self.drafting
+            drafts = drafting.propose(tokens, step.scheduled.max_drafts)
+            return ModelOutput(
+                step.scheduled.step,
+                tokens,
+                logprobs,
+                prompt_logprobs,
+                errors,
+                pooled,
+                step.postponed,
+                host_moves=list(step.host_moves),
+                draft_token_ids=drafts,
+                drafting_s=drafting.seconds,
+                num_drafting_passes=drafting.num_passes,
+                computed_drafts=drafting.computed,
+            )
+
+    def _read(
         self,
-        step: int,
+        step: LaunchedStep,
         inputs: ModelInputs,
-        hidden: torch.Tensor,
-        prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
-        errors: dict[str, str] | None = None,
-    ) -> ModelOutput:
-        """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
+        sampled: Sampled,
+        without: set[str],
+        tokens: dict[str, list[int]],
+        logprobs: dict[str, list[TokenLogprobs]],
+    ) -> None:
+        """Note the tokens that stand of each request, and their log probabilities, or in the step why there are none.
+
+        without: ids of requests of which nothing is noted.
 
         As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
         fed back, and by the same noise, unless drafts are verified by rejection sampling.
-
-        errors: of requests that failed in this step already.
         """
-        errors = errors or {}
-        if not inputs.sampled:
-            return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
-        requests = [inputs.requests[index] for index in inputs.sampled]
-        troubles, postponed = dict[int, Trouble](), set[str]()
-        tasks = self._tasks.make(inputs, troubles, postponed)
-        logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
-        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
-        for row, error in sampled.faults.items():
-            if not is_fault(error):
-                raise error
-            troubles.setdefault(row, Trouble(error, "its token was chosen"))
-        tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
+        errors, troubles = step.errors, step.troubles
         standing = self._verify(inputs, sampled.token_ids)
-        for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
+        if not (without or troubles or sampled.logprobs) and min(sampled.token_ids) >= 0:  # the usual case
+            requests = inputs.requests
+            tokens.update((requests[i].request_id, ids) for i, ids in zip(inputs.sampled, standing, strict=True))
+            return
+        for index, first, token_ids in zip(inputs.sampled, inputs.cu_num_logits.tolist(), standing, strict=False):
+            request = inputs.requests[index]
             name = request.request_id
-            if name in errors or name in postponed:
+            if name in without:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
-                is_excluded = first in tasks and tasks[first].adjusts_logits and not bool(logits[first].isnan().any())
-                nothing = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
+                nothing = NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are not numbers"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
                 continue
             tokens[name] = token_ids[:num_good]
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
-        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors, postponed=postponed)
 
     def _chooser(
         self, inputs: ModelInputs, requests: list[RequestRow]
@@ -229,38 +304,6 @@ class ModelRunner:
         return self.forward_pass.compute_logits(
             hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
         )
-
-    def _prompt_logprobs(
-        self, inputs: ModelInputs, hidden: torch.Tensor
-    ) -> tuple[dict[str, list[TokenLogprobs]], dict[str, str]]:
-        """Log probabilities of the prompt tokens that follow this step's positions, and for whom that failed."""
-        result, errors = dict[str, list[TokenLogprobs]](), dict[str, str]()
-        for index, request in enumerate(inputs.requests):
-            count = request.sampling_params.prompt_logprobs
-            if count is None:
-                continue
-            first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
-            try:
-                entries = self._prompt_entries(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-                log_fault(request.request_id, "its prompt was scored", error)
-                errors[request.request_id] = REQUEST_FAILED
-                continue
-            if entries:
-                result[request.request_id] = entries
-        return result, errors
-
-    def _prompt_entries(self, request: RequestRow, hidden: torch.Tensor, count: int) -> list[TokenLogprobs]:
-        """Score the tokens behind a request's hidden states of this step, a slice of rows at a time."""
-        position = int(self.batch.num_computed_tokens[request.row])
-        num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
-        targets = self.batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].tolist()
-        entries: list[TokenLogprobs] = []
-        for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
-            part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
-            logprobs = torch.log_softmax(self.model.compute_logits(hidden[start : start + len(part)]), dim=-1)
-            entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
-        return entries
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:

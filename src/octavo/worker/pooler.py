@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from octavo.worker.host_copies import HostCopies
     from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 
 
@@ -24,6 +25,19 @@ class _Sum:
 
     total: NDArray[np.float64]
     num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Hidden states of a request of a step, on the way to the host: float32 [n, hidden], from a position on.
+
+    is_complete: the prompt ends there.
+    """
+
+    request: RequestRow
+    states: torch.Tensor
+    position: int
+    is_complete: bool
 
 
 class Pooler:
@@ -41,34 +55,57 @@ class Pooler:
         for request_id in request_ids:
             self._sums.pop(request_id, None)
 
-    def pool(
-        self, inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, errors: dict[str, str]
-    ) -> dict[str, bytes]:
-        """Take a step's hidden states [num_outputs, hidden]; return the vectors that are complete, float32 each.
+    @staticmethod
+    def take(
+        inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
+    ) -> list[PooledRows]:
+        """Take what is needed of a step's hidden states [num_outputs, hidden], which may be written to afterwards.
+
+        Notes in errors for whom that failed.
+        """
+        taken: list[PooledRows] = []
+        for index, request in enumerate(inputs.requests):
+            pooling = request.sampling_params.pooling
+            if pooling is None:
+                continue
+            is_complete = index in inputs.sampled
+            if pooling == "last" and not is_complete:
+                continue
+            first, end = (int(row) for row in inputs.output_start[index : index + 2])
+            try:
+                states = hidden[end - 1 if pooling == "last" else first : end].float().clone()
+                position = int(batch.num_computed_tokens[request.row])
+                taken.append(PooledRows(request, copies.to_host(states), position, is_complete))
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+                log_fault(request.request_id, "its hidden states were taken", error)
+                errors[request.request_id] = REQUEST_FAILED
+        return taken
+
+    def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
+        """Return the vectors that are complete with what was taken and has come to the host, float32 each.
 
         Notes in errors for whom that failed.
         """
         result: dict[str, bytes] = {}
-        for index, request in enumerate(inputs.requests):
-            if request.sampling_params.pooling is None:
-                continue
-            rows = hidden[int(inputs.output_start[index]) : int(inputs.output_start[index + 1])]
+        for rows in taken:
+            request_id = rows.request.request_id
             try:
-                vector = self._pool(request, rows, batch, is_complete=index in inputs.sampled)
+                vector = self._pool(rows)
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-                log_fault(request.request_id, "its hidden states were pooled", error)
-                errors[request.request_id] = REQUEST_FAILED
+                log_fault(request_id, "its hidden states were pooled", error)
+                errors[request_id] = REQUEST_FAILED
                 continue
             if vector is not None:
-                result[request.request_id] = vector
+                result[request_id] = vector
         return result
 
-    def _pool(self, request: RequestRow, rows: torch.Tensor, batch: InputBatch, *, is_complete: bool) -> bytes | None:
-        if request.sampling_params.pooling == "last":
-            return _rows(rows[-1:])[0].tobytes() if is_complete else None
-        position = int(batch.num_computed_tokens[request.row])
-        total = self._add(request.request_id, position, _rows(rows))
-        return (total.total / total.num_tokens).astype(np.float32).tobytes() if is_complete else None
+    def _pool(self, rows: PooledRows) -> bytes | None:
+        states: NDArray[np.float32] = rows.states.numpy()
+        if rows.request.sampling_params.pooling == "last":
+            (last,) = states
+            return bytes(last.tobytes())
+        total = self._add(rows.request.request_id, rows.position, states)
+        return (total.total / total.num_tokens).astype(np.float32).tobytes() if rows.is_complete else None
 
     def _add(self, request_id: str, position: int, rows: NDArray[np.float32]) -> _Sum:
         kept = self._sums.get(request_id)
@@ -80,8 +117,3 @@ class Pooler:
             kept.total += row
         kept.num_tokens += len(rows)
         return kept
-
-
-def _rows(hidden: torch.Tensor) -> NDArray[np.float32]:
-    rows: NDArray[np.float32] = hidden.float().cpu().numpy()
-    return rows

@@ -9,7 +9,6 @@ that the worker knows, and only the others of a step are looked at one by one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from octavo.data.model_output import TokenLogprobs
 from octavo.kernels.interface import SamplingRows
 from octavo.runtime.faults import is_fault
+from octavo.worker.host_copies import SharedMemory
 from octavo.worker.typical import keep_typical
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import Kernels
     from octavo.sampling_params import SamplingParams
+    from octavo.worker.host_copies import HostCopies
 
 _INT64_SIGN = 1 << 63
 
@@ -35,12 +36,14 @@ _INT64_SIGN = 1 << 63
 class SamplingColumns:
     """What the sampling kernel needs of every request that the worker knows, a row each.
 
-    is_plain  bool [rows]  nothing else is asked of the row's request: no `SampleTask`
+    is_plain      bool [rows]  nothing else is asked of the row's request: no `SampleTask`
+    reads_tokens  bool [rows]  its task looks at tokens that came before, so that the host has to know them
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, copies: HostCopies) -> None:
         self.is_plain = np.zeros(num_rows, dtype=bool)
-        self._tensor = partial(on_device, device=device)
+        self.reads_tokens = np.zeros(num_rows, dtype=bool)
+        self._tensor = copies.to_device
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._top_p = np.zeros(num_rows, dtype=np.float32)
@@ -52,7 +55,7 @@ class SamplingColumns:
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
         """Note a request's parameters in its row."""
-        self.is_plain[row] = _is_plain(params)
+        self.is_plain[row], self.reads_tokens[row] = _is_plain(params), _reads_tokens(params)
         self._temperature[row] = params.temperature
         # What `keep_typical` has left needs no other filter.
         filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
@@ -87,7 +90,8 @@ class SamplingColumns:
 class SampleTask:
     """What a row of logits is to go through before and beside the sampling kernel.
 
-    known_tokens: prompt and output so far. allowed: bool [vocab], by a grammar.
+    known_tokens: prompt and output so far; of others than `SamplingColumns.reads_tokens` only their number counts.
+    allowed: bool [vocab], by a grammar.
     """
 
     sampling_params: SamplingParams
@@ -107,16 +111,26 @@ class SampleTask:
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
+    @property
+    def excludes_tokens(self) -> bool:
+        """Whether any token is excluded before the temperature, so that perhaps none is left."""
+        is_early = self.num_output_tokens < self.sampling_params.min_tokens
+        return self.allowed is not None or self.sampling_params.allowed_token_ids is not None or is_early
+
 
 def _changes_every_row(params: SamplingParams) -> bool:
     """Whether every row of logits of such a request is changed before the temperature, whatever came before."""
-    return bool(
-        params.allowed_token_ids is not None
-        or params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return bool(params.allowed_token_ids is not None or params.logit_bias or _is_penalized(params))
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    """Whether tokens that came before are less likely."""
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+
+def _reads_tokens(params: SamplingParams) -> bool:
+    """Whether the next token hangs on which tokens came before in another way than by the logits."""
+    return params.structured_outputs is not None or _is_penalized(params)
 
 
 def _is_plain(params: SamplingParams) -> bool:
@@ -134,48 +148,104 @@ def _is_plain(params: SamplingParams) -> bool:
 class Sampled:
     """What came of each row.
 
-    token_ids: one per row, -1 where the logits were no numbers. logprobs: of the rows whose tasks asked for them.
-    faults: of the rows whose tasks could not be done.
+    token_ids: one per row, -1 where the logits were no numbers or nothing was left of them. nothing_left: rows of the
+    latter kind. logprobs: of the rows whose tasks asked for them. faults: of the rows whose tasks could not be done.
     """
 
     token_ids: list[int]
+    nothing_left: set[int]
     logprobs: dict[int, TokenLogprobs]
     faults: dict[int, BaseException]
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log probabilities of one token of each row and of its most probable ones, on the way to the host.
+
+    own float32 [n], ranks int64 [n]; values, ids [n, most], None where nobody asks for any. num_best: of each row.
+    """
+
+    own: Tensor
+    ranks: Tensor
+    values: Tensor | None
+    ids: Tensor | None
+    num_best: Sequence[int]
+
+    def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Return an entry of each row, once its copies are made; token_ids: the tokens, which the host knows now."""
+        best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
+        best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
+        return [
+            TokenLogprobs([token_id, *ids[:count]], [value, *values[:count]], rank)
+            for token_id, value, rank, ids, values, count in zip(
+                token_ids, self.own.tolist(), self.ranks.tolist(), best_ids, best_values, self.num_best, strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is chosen of rows of logits, as the device will have it, and on the way to the host.
+
+    token_ids: int64 [n] on the device. to_read: the same. are_numbers: bool, of each of `restricted`: rows of which a
+    token was excluded. logprobs: with the rows they are of. faults: as in `Sampled`.
+    """
+
+    token_ids: Tensor
+    to_read: Tensor
+    restricted: list[int]
+    are_numbers: Tensor | None
+    logprobs: list[tuple[list[int], LogprobRows]]
+    faults: dict[int, BaseException]
+
+    def read(self) -> Sampled:
+        """Return it, once the copies to the host are made."""
+        token_ids: list[int] = self.to_read.tolist()
+        entries: dict[int, TokenLogprobs] = {}
+        for rows, logprobs in self.logprobs:
+            entries.update(zip(rows, logprobs.read([max(token_ids[row], 0) for row in rows]), strict=True))
+        are_numbers = [] if self.are_numbers is None else self.are_numbers.tolist()
+        with_numbers = (row for row, good in zip(self.restricted, are_numbers, strict=True) if good)
+        nothing_left = {row for row in with_numbers if token_ids[row] < 0}
+        return Sampled(token_ids, nothing_left, entries, self.faults)
+
+
 class Sampler:
-    """Chooses one token per row."""
+    """Chooses one token per row. Nothing of it waits for the device but typical sampling.
 
-    def __init__(self, kernels: Kernels) -> None:
+    copies: of the device that the logits are on; None for a CPU.
+    """
+
+    def __init__(self, kernels: Kernels, copies: HostCopies | None = None) -> None:
         self._kernels = kernels
+        self._copies = copies or SharedMemory()
 
-    def sample(
+    def choose(
         self,
         logits: Tensor,
         rows: SamplingRows,
         tasks: Mapping[int, SampleTask],
         choose: Callable[[Tensor, SamplingRows], Tensor] | None = None,
-    ) -> Sampled:
-        """Choose a token for every row of float32 [n, vocab]; the logits are changed in place.
+    ) -> Choices:
+        """Let a token be chosen for every row of float32 [n, vocab]; the logits are changed in place.
 
         tasks: of the rows that ask for more than the kernel does. choose: what chooses in place of the kernel.
         """
+        copies = self._copies
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
-        raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
+        indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
+        raw_logprobs = None if indices is None else torch.log_softmax(logits[indices], dim=-1)
         faults = self.adjust(logits, tasks)
-        token_ids: list[int] = (choose or self._kernels.sample)(logits, rows).tolist()
-        if raw_logprobs is None:
-            return Sampled(token_ids, {}, faults)
-        chosen = [max(token_ids[row], 0) for row in with_logprobs]
-        counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
-        try:
-            entries = self.token_logprobs(raw_logprobs, chosen, counts)
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            # Whose fault it is shows row by row.
-            return Sampled(token_ids, self._logprobs_alone(raw_logprobs, with_logprobs, chosen, counts, faults), faults)
-        return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)), faults)
+        restricted = [row for row, task in tasks.items() if task.excludes_tokens]
+        are_numbers = None
+        if restricted:
+            are_numbers = copies.to_host(~logits[copies.to_device(np.array(restricted))].isnan().any(dim=-1))
+        token_ids = (choose or self._kernels.sample)(logits, rows)
+        logprobs: list[tuple[list[int], LogprobRows]] = []
+        if raw_logprobs is not None:
+            counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
+            logprobs = self._logprobs(raw_logprobs, with_logprobs, token_ids[indices].clamp(min=0), counts, faults)
+        return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
         """Apply what is asked of rows before the kernel, in place; return for which rows that failed, and how."""
@@ -183,79 +253,73 @@ class Sampler:
         for row, task in tasks.items():
             try:
                 if task.adjusts_logits:
-                    _adjust(logits[row], task)
+                    _adjust(logits[row], task, self._copies.to_device)
                 if task.sampling_params.typical_p < 1.0:
                     keep_typical(logits[row], task.sampling_params, self._kernels)
             except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
                 faults[row] = error
         return faults
 
-    def _logprobs_alone(
+    def _logprobs(
         self,
         logprobs: Tensor,
-        rows: Sequence[int],
-        token_ids: Sequence[int],
+        rows: list[int],
+        token_ids: Tensor,
         num_best: Sequence[int],
         faults: dict[int, BaseException],
-    ) -> dict[int, TokenLogprobs]:
-        """Report each row by itself, which gives the same; note in faults where that fails."""
-        found = {}
+    ) -> list[tuple[list[int], LogprobRows]]:
+        """Report all rows together, or where that fails each by itself, which gives the same: whose fault it is shows.
+
+        Notes in faults whose it is.
+        """
+        try:
+            return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+        found = []
         for index, row in enumerate(rows):
+            part = slice(index, index + 1)
             try:
-                (found[row],) = self.token_logprobs(logprobs[index : index + 1], [token_ids[index]], [num_best[index]])
+                found.append(([row], self.token_logprobs(logprobs[part], token_ids[part], num_best[part])))
             except BaseException as error:  # noqa: BLE001
                 faults[row] = error
         return found
 
-    def token_logprobs(
-        self, logprobs: Tensor, token_ids: Sequence[int], num_best: Sequence[int]
-    ) -> list[TokenLogprobs]:
+    def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
         """Report each row's token and its `num_best` most probable ones, from float32 log probabilities [n, vocab]."""
-        own = logprobs[torch.arange(len(token_ids)), torch.tensor(token_ids, device=logprobs.device)]
-        ranks = (logprobs > own[:, None]).sum(dim=-1) + 1
+        own = logprobs.gather(1, token_ids[:, None])
+        ranks = (logprobs > own).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])
-        best_values: list[list[float]] = [[]] * len(token_ids)
-        best_ids: list[list[int]] = [[]] * len(token_ids)
-        if most:
-            values, ids = self._kernels.top_tokens(logprobs, most)
-            best_values, best_ids = values.tolist(), ids.tolist()
-        return [
-            TokenLogprobs([token_id, *ids[:count]], [value, *values[:count]], rank)
-            for token_id, value, rank, ids, values, count in zip(
-                token_ids, own.tolist(), ranks.tolist(), best_ids, best_values, num_best, strict=True
-            )
-        ]
+        to_host = self._copies.to_host
+        values, ids = map(to_host, self._kernels.top_tokens(logprobs, most)) if most else (None, None)
+        return LogprobRows(to_host(own[:, 0]), to_host(ranks), values, ids, num_best)
 
 
-def _adjust(row: Tensor, task: SampleTask) -> None:
+def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.generic]], Tensor]) -> None:
     """Apply what changes a row before the temperature. Mutates `row` [vocab]."""
     params = task.sampling_params
     if task.allowed is not None:
-        row.masked_fill_(torch.from_numpy(~task.allowed).to(row.device), -torch.inf)
+        row.masked_fill_(to_device(~task.allowed), -torch.inf)
     if params.allowed_token_ids is not None:
-        allowed = row[params.allowed_token_ids].clone()
+        allowed_ids = to_device(np.array(params.allowed_token_ids, dtype=np.int64))
+        allowed = row[allowed_ids]
         row.fill_(-torch.inf)
-        row[params.allowed_token_ids] = allowed
+        row[allowed_ids] = allowed
     if task.num_output_tokens < params.min_tokens and task.stop_token_ids:
-        row[list(task.stop_token_ids)] = -torch.inf
+        row[to_device(np.array(list(task.stop_token_ids), dtype=np.int64))] = -torch.inf
     if params.logit_bias:
-        ids = list(params.logit_bias)
-        row[ids] += torch.tensor([params.logit_bias[i] for i in ids], dtype=row.dtype, device=row.device)
+        ids = to_device(np.array(list(params.logit_bias), dtype=np.int64))
+        row[ids] += to_device(np.array(list(params.logit_bias.values()), dtype=np.float32))
     if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(task.known_tokens)).to(row.device)
+        seen = to_device(np.unique(task.known_tokens))
         values = row[seen]
         penalized = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         row[seen] = torch.where(values.isinf(), values, penalized)  # -inf times what underflows to zero is no number
     if params.presence_penalty or params.frequency_penalty:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty
-        row[torch.from_numpy(ids_array).to(row.device)] -= torch.from_numpy(penalty).to(row)
-
-
-def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return an array as a tensor there; on a CPU they share memory where the array is contiguous."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+        row[to_device(ids_array)] -= to_device(penalty.astype(np.float32))
 
 
 def _as_int64(seed: int) -> int:

@@ -8,7 +8,7 @@ import queue
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
     from octavo.worker.kv_transfers import KVMover
-
-    _Result = ModelOutput | ExecutionError
+    from octavo.worker.launched_step import LaunchedStep
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
 TRANSFER_WAIT_S = 0.01  # at most at once for KV on its way: so long who arrives or leaves meanwhile is not heard
 _WARM_UP = "octavo-warm-up"  # the id of its request
+ArgumentT = TypeVar("ArgumentT")
 ResultT = TypeVar("ResultT")
 
 
@@ -273,9 +273,29 @@ class Worker:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step, in any thread."""
+        return self._on_device(lambda: self.runner.execute(scheduled))
+
+    def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
+        """Whether all steps before have to be collected before this one is launched."""
+        return self.runner.needs_sampled_tokens(scheduled)
+
+    def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
+        """Do the first half of `execute`; see `ModelRunner.launch`."""
+        return self._on_device(lambda: self.runner.launch(scheduled))
+
+    def collect(self, step: LaunchedStep) -> ModelOutput:
+        """Do the second half."""
+        return self._on_device(lambda: self.runner.collect(step))
+
+    def wait_idle(self) -> None:
+        """Wait until the device has done all that was launched. Raises what that failed with."""
+        self._on_device(lambda: self.runner.copies.mark().synchronize())
+
+    def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
+        """Run something that computes, in any thread."""
         if self.device.index is not None:  # which a CPU has not, and most GPUs have not either
             use_device(self.device)
-        return self._alone(lambda: self.runner.execute(scheduled))
+        return self._alone(run)
 
     def _alone(self, run: Callable[[], ResultT]) -> ResultT:
         """Run something while torch computes on this thread alone, where the kernels bring threads of their own.
@@ -329,20 +349,40 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
 
 
+@dataclass(slots=True)
+class _Submitted:
+    """A step of a `LocalExecutor`. future, launched: while its result, or its error, is not here."""
+
+    scheduled: SchedulerOutput
+    future: Future[ModelOutput | None] | None = None
+    launched: LaunchedStep | None = None
+    result: ModelOutput | None = None
+    error: ExecutionError | None = None
+
+
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    in_background: a thread computes, and `submit` returns at once.
+    launches_ahead: `submit` launches, `collect` waits for the device. It has the next step before the oldest one is
+    collected, unless that one's tokens must be known on the host first.
+    in_background: a thread computes, and `submit` returns at once: for a CPU, on which launching is computing.
     ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
     it is closed with the executor. num_threads: for loads from it.
     """
 
     def __init__(
-        self, worker: Worker, store: TieredStore | None = None, *, num_threads: int = 1, in_background: bool = False
+        self,
+        worker: Worker,
+        store: TieredStore | None = None,
+        *,
+        num_threads: int = 1,
+        in_background: bool = False,
+        launches_ahead: bool = False,
     ) -> None:
         self.worker = worker
+        self._launches_ahead = launches_ahead
         self._thread = ThreadPoolExecutor(1, "octavo-worker") if in_background else None
-        self._steps: deque[tuple[_Result | Future[_Result], bool]] = deque()  # bool: it only waits for transfers
+        self._steps: deque[_Submitted] = deque()
         self._has_failed = False  # what is submitted until that is heard is not computed
         self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
@@ -359,22 +399,42 @@ class LocalExecutor:
         return grammars.prepare(wanted, tenant)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute a step; a failure is kept for `collect`."""
-        result = self._run(scheduled) if self._thread is None else self._thread.submit(self._run, scheduled)
-        self._steps.append((result, scheduled.only_waits_for_transfers))
+        """Compute a step, or launch it; a failure is kept for `collect`."""
+        step = _Submitted(scheduled)
+        if self._launches_ahead:
+            if self._steps and self.worker.needs_sampled_tokens(scheduled):
+                for before in self._steps:
+                    self._finish(before)
+            step.launched = self._run(step, self.worker.launch, scheduled)
+        elif self._thread is not None:
+            step.future = self._thread.submit(self._run, step, self.worker.execute, scheduled)
+        else:
+            step.result = self._run(step, self.worker.execute, scheduled)
+        self._steps.append(step)
 
-    def _run(self, scheduled: SchedulerOutput) -> _Result:
+    def _run(self, step: _Submitted, do: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | None:
+        """Do a part of a step; return None where it failed, as it then says by itself, and so where one before did."""
         if self._has_failed:
-            return ExecutionError("the step before failed")
+            step.error = ExecutionError("the step before failed")
+            return None
         try:
-            return self.worker.execute(scheduled)
+            return do(argument)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
             self._has_failed = True
-            logger.exception("step %d failed", scheduled.step)
-            return ExecutionError(f"the model failed in this step: {type(error).__name__}")
+            logger.exception("step %d failed", step.scheduled.step)
+            step.error = ExecutionError(f"the model failed in this step: {type(error).__name__}")
+            return None
         except BaseException:
             self._has_failed = True
             raise
+
+    def _finish(self, step: _Submitted) -> None:
+        """Wait for a step's result, or error."""
+        if step.future is not None:
+            step.result, step.future = step.future.result(), None
+        elif step.launched is not None:
+            launched, step.launched = step.launched, None
+            step.result = self._run(step, self.worker.collect, launched)
 
     def collect(self) -> ModelOutput:
         """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
@@ -382,24 +442,33 @@ class LocalExecutor:
         A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
         """
         assert self._steps, "collect without submit"
-        result, only_waits = self._steps[0]
-        if isinstance(result, Future):
-            result = result.result()
+        step = self._steps[0]
+        self._finish(step)
         self._steps.popleft()
-        if isinstance(result, ExecutionError):
-            raise result
+        if step.error is not None:
+            raise step.error
+        result, only_waits = step.result, step.scheduled.only_waits_for_transfers
+        assert result is not None
         if only_waits or not self.ended_transfers.empty():
             result.kv_transfers.extend(self._take_ended_transfers(only_waits=only_waits))
         return result
 
     def abandon(self) -> None:
-        """Give up all steps that were not collected; one that is computed just now is waited for."""
+        """Give up all steps that were not collected; what is computed just now is waited for."""
         self._has_failed = True
         try:
-            wait([result for result, _ in self._steps if isinstance(result, Future) and not result.cancel()])
+            wait([step.future for step in self._steps if step.future is not None and not step.future.cancel()])
+            if self._launches_ahead:
+                self._wait_idle()
         finally:
             self._steps.clear()
             self._has_failed = False
+
+    def _wait_idle(self) -> None:
+        try:
+            self.worker.wait_idle()
+        except Exception:  # of steps that nobody wants any more
+            logger.exception("the device failed in steps that were given up")
 
     def wake(self) -> None:
         """End a step that only waits for KV, from any thread: there is something new to decide."""

@@ -1,0 +1,83 @@
+"""Log probabilities of prompt tokens: of those that follow a step's positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from octavo.runtime.faults import REQUEST_FAILED, log_fault
+from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo.data.model_output import TokenLogprobs
+    from octavo.models.layers import CausalLM
+    from octavo.worker.host_copies import HostCopies
+    from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
+    from octavo.worker.sampler import LogprobRows, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of one request and step, on the way to the host: the tokens that are scored, a slice of rows after the other."""
+
+    request: RequestRow
+    parts: list[tuple[list[int], LogprobRows]]
+
+
+class PromptScorer:
+    """Scores prompts for `SamplingParams.prompt_logprobs`."""
+
+    def __init__(self, model: CausalLM, batch: InputBatch, sampler: Sampler, copies: HostCopies) -> None:
+        self._model = model
+        self._batch = batch
+        self._sampler = sampler
+        self._copies = copies
+
+    def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
+        """Let the tokens behind a step's hidden states [num_outputs, hidden] be scored; note for whom that failed."""
+        result: list[PromptScores] = []
+        for index, request in enumerate(inputs.requests):
+            count = request.sampling_params.prompt_logprobs
+            if count is None:
+                continue
+            first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
+            try:
+                parts = self._score(request, hidden[first_row:end_row], count)
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+                log_fault(request.request_id, "its prompt was scored", error)
+                errors[request.request_id] = REQUEST_FAILED
+                continue
+            if parts:
+                result.append(PromptScores(request, parts))
+        return result
+
+    def _score(self, request: RequestRow, hidden: torch.Tensor, num_best: int) -> list[tuple[list[int], LogprobRows]]:
+        """Score the tokens behind a request's hidden states of this step, a slice of rows at a time."""
+        position = int(self._batch.num_computed_tokens[request.row])
+        num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
+        targets = self._batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
+        parts: list[tuple[list[int], LogprobRows]] = []
+        for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
+            part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
+            logprobs = torch.log_softmax(self._model.compute_logits(hidden[start : start + len(part)]), dim=-1)
+            token_ids, counts = self._copies.to_device(part), [num_best] * len(part)
+            parts.append((part.tolist(), self._sampler.token_logprobs(logprobs, token_ids, counts)))
+        return parts
+
+    @staticmethod
+    def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
+        """Return the entries of each request, once the copies are made; note for whom that failed."""
+        result: dict[str, list[TokenLogprobs]] = {}
+        for each in scores:
+            name = each.request.request_id
+            try:
+                result[name] = [entry for token_ids, rows in each.parts for entry in rows.read(token_ids)]
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+                log_fault(name, "its prompt's scores were read", error)
+                errors[name] = REQUEST_FAILED
+        return result

@@ -1,0 +1,105 @@
+"""Arrays of steps in flight on their way to a device that makes its copies late, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from late_queue import LateQueue, OverwrittenError
+
+from octavo.worker import host_copies
+from octavo.worker.host_copies import PinnedMemory, SharedMemory, create_host_copies
+
+CPU = torch.device("cpu")
+ARRAYS = [
+    np.arange(7),
+    np.arange(6, dtype=np.int32).reshape(3, 2)[:, ::-1],  # not contiguous
+    np.array([True, False]),
+    np.zeros((0, 3), dtype=np.float32),
+    np.arange(40_000, dtype=np.float32),  # of more bytes than a set has at first
+    np.arange(9, dtype=np.float64),
+]
+
+
+def pinned(queue, num_sets=host_copies.NUM_SETS):
+    return PinnedMemory(CPU, queue, num_sets)
+
+
+@pytest.mark.parametrize("copies", [SharedMemory(), pinned(LateQueue())], ids=["shared", "pinned"])
+def test_arrays_come_to_the_device_and_back_as_they_are(copies):
+    for _ in range(3):
+        copies.begin()
+        on_device = [copies.to_device(array) for array in ARRAYS]
+        on_host = [copies.to_host(tensor) for tensor in on_device]
+        copies.mark().synchronize()
+        for array, there, back in zip(ARRAYS, on_device, on_host, strict=True):
+            assert there.numpy().dtype == back.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(there.numpy(), array)
+            np.testing.assert_array_equal(back.numpy(), array)
+
+
+def test_an_array_may_change_as_soon_as_it_is_handed_over():
+    queue, array = LateQueue(), np.arange(5)
+    copies = pinned(queue)
+    copies.begin()
+    copies.to_device(array)
+    array[:] = 0
+    copies.mark().synchronize()
+
+
+def launch(copies, number):
+    copies.begin()
+    copies.to_device(np.full(3, number))
+    return copies.to_host(torch.tensor([number])), copies.mark()
+
+
+def test_a_step_is_launched_behind_another_one_without_waiting():
+    queue = LateQueue()
+    copies = pinned(queue)
+    before, end = launch(copies, 0)
+    for number in range(1, 6):
+        num_waits = queue.num_waits
+        read, next_end = launch(copies, number)
+        assert queue.num_waits == num_waits, "the launch waited for the step before"
+        assert before.item() != number - 1, "what is read is there only when somebody waits for it"
+        end.synchronize()
+        assert before.item() == number - 1
+        before, end = read, next_end
+
+
+def test_with_one_set_a_launch_waits_and_if_it_did_not_the_step_before_would_read_the_next_ones_arrays(monkeypatch):
+    queue = LateQueue()
+    copies = pinned(queue, num_sets=1)
+    _, end = launch(copies, 0)
+    _, end = launch(copies, 1)
+    assert queue.num_waits == 1
+    end.synchronize()
+    monkeypatch.setattr(host_copies._PinnedSet, "rewind", lambda self: setattr(self, "_num_used", 0))
+    _, end = launch(copies, 2)
+    launch(copies, 3)
+    with pytest.raises(OverwrittenError, match=r"\[2, 2, 2\] became \[3, 3, 3\]"):
+        end.synchronize()
+
+
+def test_a_third_step_waits_for_the_first():
+    queue = LateQueue()
+    copies = pinned(queue)
+    for number in range(2):
+        launch(copies, number)
+    assert queue.num_waits == 0
+    launch(copies, 2)
+    assert (queue.num_waits, queue.num_made) == (1, 2)
+
+
+def test_a_gpu_copies_by_way_of_pinned_memory(monkeypatch):
+    assert isinstance(create_host_copies(CPU), SharedMemory)
+    asked, empty = [], torch.empty
+
+    def watch(*shape, **options):
+        asked.append(options.pop("pin_memory", False))
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", watch)
+    copies = create_host_copies(torch.device("cuda"))
+    assert isinstance(copies, PinnedMemory)
+    assert asked == [True] * host_copies.NUM_SETS

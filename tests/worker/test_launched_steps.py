@@ -1,0 +1,272 @@
+"""Steps that are launched before the one before them is collected, against the same ones by one: outputs are `==`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from late_queue import LateQueue
+
+from octavo.data.scheduler_output import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import load_model
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.worker import model_runner
+from octavo.worker.host_copies import PinnedMemory
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 16, 48, 3
+NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    config = tiny_config("Qwen3ForCausalLM", hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=64)
+    path = write_checkpoint(tmp_path_factory.mktemp("tiny"), config, std=0.3)
+    return load_model(
+        FolderWeights(path), read_architecture(path), kernels=ReferenceKernels(), dtype="float32", device=CPU,
+        max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def make_runner(model, monkeypatch):
+    """Return a function that makes a runner on a device that makes its copies late; it has its `queue`."""
+
+    def make():
+        queue = LateQueue()
+        monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, queue))
+        cache = PagedKVCache(
+            model.architecture.kv_layout, num_blocks=9, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
+        )
+        runner = ModelRunner(
+            model, ReferenceKernels(), cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64,
+            max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        return runner, queue
+
+    return make
+
+
+@dataclass
+class Core:
+    """What decides the steps: a request has a third of the blocks from its beginning on."""
+
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    num_computed: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+
+    def decide(self, counts, new=(), finished=(), **more):
+        """new: (id, prompt, params) of who is new in this step."""
+        for name in finished:
+            self.places.pop(name), self.num_computed.pop(name)
+        data = []
+        for name, prompt, params in new:
+            place = self.places[name] = min({0, 1, 2} - set(self.places.values()))
+            blocks = list(range(place * NUM_BLOCKS, (place + 1) * NUM_BLOCKS))
+            self.num_computed[name] = 0
+            data.append(NewRequestData(name, prompt, len(prompt), params, place + 5, 0, frozenset({7}), blocks, 0))
+        cached = [name for name in counts if name not in {each.request_id for each in data}]
+        told = CachedRequestData(cached, [[] for _ in cached], [self.num_computed[name] for name in cached])
+        for name, count in counts.items():
+            self.num_computed[name] += count
+        total = sum(counts.values())
+        self.steps.append(
+            SchedulerOutput(
+                len(self.steps) + 1, data, told, dict(counts), total, finished_req_ids=set(finished), **more
+            )
+        )
+        return self
+
+
+def one_by_one(runner, steps):
+    return [runner.execute(step) for step in steps]
+
+
+def ahead(runner, steps, queue):
+    """Launch each step before the last one is collected, where it may be; return the outputs, and how often it was."""
+    outputs, launched, num_ahead = [], None, 0
+    for step in steps:
+        if launched is not None and runner.needs_sampled_tokens(step):
+            outputs.append(runner.collect(launched))
+            launched = None
+        num_ahead += launched is not None
+        num_waits = queue.num_waits
+        following = runner.launch(step)
+        assert queue.num_waits == num_waits, "a launch waited for the device"
+        if launched is not None:
+            outputs.append(runner.collect(launched))
+        launched = following
+    return [*outputs, runner.collect(launched)], num_ahead
+
+
+PLAIN = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 0.0, "min_tokens": 4},
+    {"temperature": 1.0, "logit_bias": {5: 3.0, 9: -2.0}},
+    {"temperature": 1.0, "allowed_token_ids": list(range(30, 50))},
+    {"temperature": 1.0, "prompt_logprobs": 2},
+]
+
+
+def params_of(asked):
+    return SamplingParams(max_tokens=20, **asked)
+
+
+def decodes(asked, number=8):
+    """Three requests that decode; the first is of the kind that is asked about."""
+    core = Core()
+    first = ("a", [3, 4, 5, 6, 8], params_of(asked))
+    others = [("b", [9, 8], params_of({"temperature": 1.0})), ("c", [20, 21, 22], params_of({"temperature": 0.0}))]
+    core.decide({"a": 5, "b": 2, "c": 2}, [first, *others])  # c's prompt is cut
+    for _ in range(number):
+        core.decide({"a": 1, "b": 1, "c": 1})
+    return core.steps
+
+
+@pytest.mark.parametrize("asked", PLAIN, ids=str)
+def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, asked):
+    steps = decodes(asked)
+    expected = one_by_one(make_runner()[0], steps)
+    outputs, num_ahead = ahead(*_with_queue(make_runner, steps))
+    assert outputs == expected
+    assert num_ahead == len(steps) - 1
+    assert len({token for output in outputs for token in output.sampled_token_ids["a"]}) > 2
+
+
+def _with_queue(make_runner, steps):
+    runner, queue = make_runner()
+    return runner, steps, queue
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 5.0, "logit_bias": {41: 100.0, 42: 60.0}},
+        {"frequency_penalty": 2.0, "allowed_token_ids": [41, 42, 43]},
+    ],
+    ids=["repetition", "frequency"],
+)
+def test_who_looks_at_tokens_waits_for_them(make_runner, monkeypatch, asked):
+    steps = decodes({"temperature": 0.0, **asked}, number=16)
+    expected = one_by_one(make_runner()[0], steps)
+    outputs, num_ahead = ahead(*_with_queue(make_runner, steps))
+    assert outputs == expected
+    assert num_ahead == 0
+    monkeypatch.setattr(ModelRunner, "needs_sampled_tokens", lambda *_: False)
+    outputs, _ = ahead(*_with_queue(make_runner, steps))
+    assert outputs != expected, "it does not hang on the rule"
+
+
+def test_which_steps_wait(make_runner):
+    """A request waits only for what is its own, and no longer than it is here."""
+    runner, _ = make_runner()
+    form = params_of({"structured_outputs": StructuredOutputsParams(regex="a+")})
+    penalized = params_of({"repetition_penalty": 2.0})
+    core = Core()
+    core.decide(
+        {"a": 2, "b": 2, "c": 2}, [("a", [3, 4], params_of({})), ("b", [3, 4, 5], penalized), ("c", [1] * 9, form)]
+    )
+    core.decide({"a": 1, "b": 1})
+    first = runner.launch(core.steps[0])
+    step = core.steps[1]
+    assert not runner.needs_sampled_tokens(step)
+    second = runner.launch(step)
+    assert runner.needs_sampled_tokens(step), "b's first token is awaited"
+    runner.collect(first)
+    assert runner.needs_sampled_tokens(step)
+    runner.collect(second)
+    assert not runner.needs_sampled_tokens(step)
+    for changes in ({"preempted_req_ids": {"a"}}, {"copies": BlockCopies(block_copies=[(1, 2)])}, {"kv_cancels": [1]}):
+        assert runner.needs_sampled_tokens(core.decide({}, **changes).steps[-1])
+    third = runner.launch(core.decide({"b": 1}).steps[-1])
+    assert runner.needs_sampled_tokens(step)
+    fourth = runner.launch(core.decide({"a": 1}, finished=["b"]).steps[-1])
+    assert not runner.needs_sampled_tokens(step)
+    assert runner.collect(third).sampled_token_ids == {}, "b has left"
+    assert set(runner.collect(fourth).sampled_token_ids) == {"a"}
+
+
+def test_a_row_goes_on_to_another_request_while_its_last_step_is_computed(make_runner):
+    """a ends, and is computed in vain once more; its row and its id are others' before that is read."""
+    greedy = params_of({"temperature": 0.0})
+    core = Core()
+    core.decide({"a": 4, "b": 2}, [("a", [3, 4, 5, 6], greedy), ("b", [9, 8], greedy)])
+    core.decide({"a": 1, "b": 1})
+    core.decide({"b": 1, "d": 2}, [("d", [11, 12, 13], greedy)], finished=["a"])
+    core.decide({"a": 3, "b": 1, "d": 1}, [("a", [30, 31, 32], greedy)])
+    core.decide({"a": 1, "d": 1})
+    core.decide({"a": 1, "b": 1, "d": 1})  # b was left out of a step
+    core.decide({"b": 1, "e": 2}, [("e", [40, 41], greedy)], finished=["a", "d"])
+    core.decide({"e": 1, "b": 1})
+    expected = one_by_one(make_runner()[0], core.steps)
+    runner, queue = make_runner()
+    outputs, num_ahead = ahead(runner, core.steps, queue)
+    assert num_ahead == len(core.steps) - 1
+    for output, names in ((expected[1], ["a"]), (expected[5], ["a", "d"])):
+        for name in names:
+            del output.sampled_token_ids[name]  # in vain
+    assert outputs == expected
+    assert runner.batch.num_awaited.tolist() == [0, 0, 0]
+
+
+def test_behind_a_row_without_a_token_nothing_comes_of_its_request(make_runner):
+    """b's logits are no numbers in the third step. It is computed once more, in vain, behind token 0."""
+    steps = decodes({"temperature": 1.0, "logprobs": 1}, number=6)
+
+    def broken():
+        runner, queue = make_runner()
+        compute, sample, fed = runner._compute_logits, runner.sample, []
+
+        def break_one(step, inputs, hidden):
+            fed.append(step.inputs.token_ids.tolist())
+
+            def logits_of(hidden):
+                logits = compute(hidden)
+                if step.scheduled.step == 3:
+                    logits[[inputs.requests[i].request_id for i in inputs.sampled].index("b")] = torch.nan
+                return logits
+
+            runner._compute_logits = logits_of
+            sample(step, inputs, hidden)
+
+        runner.sample = break_one
+        return runner, queue, fed
+
+    expected = one_by_one(broken()[0], steps[:3])
+    assert expected[2].errors == {"b": "the logits are not numbers"}
+    runner, queue, fed = broken()
+    outputs, _ = ahead(runner, steps, queue)
+    assert outputs[:3] == expected
+    assert fed[3][1] == 0, "the choice was -1"
+    whole = one_by_one(make_runner()[0], steps)
+    for output, of_all in zip(outputs[3:], whole[3:], strict=True):
+        assert output.errors == {}
+        assert output.sampled_token_ids == {name: of_all.sampled_token_ids[name] for name in "ac"}
+        assert output.logprobs == of_all.logprobs
+
+
+def test_embeddings_are_those_of_their_own_steps(make_runner):
+    """Hidden states stand in memory that the next step writes."""
+    core = Core()
+    mean, last = (SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("mean", "last"))
+    prompt = np.arange(20, 40).tolist()
+    core.decide({"a": 8, "b": 20, "c": 3}, [("a", prompt, mean), ("b", prompt, last), ("c", [5, 6, 7], params_of({}))])
+    core.decide({"a": 7, "c": 1})
+    core.decide({"a": 5, "c": 1}, finished=["b"])
+    core.decide({"c": 1})
+    core.decide({"c": 1}, finished=["a"])
+    expected = one_by_one(make_runner()[0], core.steps)
+    outputs, num_ahead = ahead(*_with_queue(make_runner, core.steps))
+    assert outputs == expected
+    assert num_ahead == len(core.steps) - 1
+    assert [set(each.pooled) for each in outputs] == [{"b"}, set(), {"a"}, set(), set()]
