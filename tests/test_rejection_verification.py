@@ -20,7 +20,7 @@ from octavo.worker.drafting import Drafting
 from octavo.worker.verification import ExactVerification
 
 A, B, C = 67, 68, 69  # "abc"
-PROMPT = {"prompt_token_ids": [A, B, C, A, B, C, A]}
+PROMPT = {"prompt_token_ids": [A, B, C, A, A]}  # behind which the model doubts which comes
 PROMPTS = [PROMPT, "Once upon a time there was a little fox who", "one two three one two three"]
 NUM_ANSWERS = 600
 LEAST_P = 1e-4

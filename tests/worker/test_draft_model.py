@@ -25,7 +25,7 @@ ITSELF = {"method": "draft_model", "model": str(built_in_model_path())}
 SMALLER = {"method": "draft_model", "model": BUILT_IN_DRAFT}
 QUANTIZED = {"method": "quantized"}
 BLOCK = 16
-PROMPT = [7 + i * 13 % 900 for i in range(10 * BLOCK + 3)]
+PROMPT = [7 + i * 31 % 900 for i in range(10 * BLOCK + 3)]  # the answer does not repeat itself
 DRAFTS = 4
 
 
