@@ -2,8 +2,7 @@
 
 The steps: write text with `demo_data`, train a byte-level BPE tokenizer on it, train a Qwen3 model on the assistant's
 turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16. A second
-stage, `tools` (of the sibling `draft_tools`), goes on from those weights and teaches calls of tools, with text of
-`demo_tools` beside the former.
+stage, `tools`, goes on from those weights and teaches calls of tools, with text of `demo_tools` beside the former.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-FIRST_STAGES = {"tools": "main", "draft_tools": "draft"}  # of second stages
 EPILOG = """
 examples:
   python tools/train_demo_model.py                      train everything
@@ -74,15 +72,13 @@ class Batch:
 
 
 def shape_of(name: str) -> Shape:
-    """The dimensions of a model, and how long a stage takes."""
-    first = {
-        "main": Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000),
-        "draft": Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600),
-    }
-    if name in first:
-        return first[name]
-    steps = {"tools": 6000, "draft_tools": 1200}[name]
-    return replace(first[FIRST_STAGES[name]], steps=steps, rate=0.5, batch_tokens=1536, row_tokens=384)
+    """The dimensions of the `main` model, its second stage `tools`, or the `draft` model."""
+    main = Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
+    if name == "main":
+        return main
+    if name == "tools":
+        return replace(main, steps=6000, rate=0.5, batch_tokens=1536, row_tokens=384)
+    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -245,8 +241,8 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
 
 
 def training_text(rng: random.Random, stage: str, phase: int, more: float) -> str:
-    """One conversation. In a second stage six of ten offer some tools, and a few ask for what would need one."""
-    chance = rng.random() if stage in FIRST_STAGES else 1.0
+    """One conversation. In the stage `tools` six of ten offer some, and a few ask for what would need one."""
+    chance = rng.random() if stage == "tools" else 1.0
     if chance < 0.6:
         messages, tools = demo_tools.conversation(rng, more)
         return render(messages, tools=tools)
@@ -258,7 +254,7 @@ def training_text(rng: random.Random, stage: str, phase: int, more: float) -> st
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, stage: str, shape: Shape) -> Batch:
     """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others shorter ones."""
-    is_tools = stage in FIRST_STAGES
+    is_tools = stage == "tools"
     rng = random.Random(f"train:tools:{seed}:{step}" if is_tools else f"train:{seed}:{step}")
     phase = 2 if is_tools else phase_of(step, shape.steps)
     length, more = (1024, 0.9) if step % 8 == 7 else (shape.row_tokens, 0.6)
@@ -383,7 +379,7 @@ class Trainer:
 
     def report(self, count: int) -> dict[str, float]:
         """Log the held-out accuracy per task."""
-        tool_tasks = demo_tools.TOOL_TASKS if self.name in FIRST_STAGES else ()
+        tool_tasks = demo_tools.TOOL_TASKS if self.name == "tools" else ()
         scores = held_out_accuracy(self.trunk, self.trunk.embedding, self.tokenizer, count, tool_tasks)
         mean = sum(scores.values()) / len(scores)
         self.log(f"held-out {mean:.1%}: " + " ".join(f"{task} {score:.0%}" for task, score in scores.items()))
@@ -484,10 +480,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", choices=("main", "tools", "draft", "draft_tools", "all"), default="all", help="which stage (default all)"
+        "--model", choices=("main", "tools", "draft", "all"), default="all", help="which model or stage (default all)"
     )
     parser.add_argument(
-        "--from", dest="start", help="model folder that a second stage begins with (default: what the first one wrote)"
+        "--from", dest="start", help="model folder that the stage tools begins with (default: what main wrote)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of text, tokenizer and weights (default 0)")
     parser.add_argument("--steps", type=int, help="updates per model (default: the number of the accepted training)")
@@ -519,16 +515,15 @@ def main() -> None:
     outputs = {
         "main": work / "main" / "model",
         "tools": Path(args.output) / "demo",
-        "draft": work / "draft" / "model",
-        "draft_tools": Path(args.output) / "demo-draft",
+        "draft": Path(args.output) / "demo-draft",
     }
     for name in outputs if args.model == "all" else (args.model,):
         shape = shape_of(name)
         if args.steps:
             shape = replace(shape, steps=args.steps)
         trainer = Trainer(name, shape, tokenizer, args)
-        if name in FIRST_STAGES:
-            load_weights(trainer.trunk, Path(args.start) if args.start else outputs[FIRST_STAGES[name]])
+        if name == "tools":
+            load_weights(trainer.trunk, Path(args.start) if args.start else outputs["main"])
         if args.resume:
             trainer.resume()
         if trainer.run(deadline):

@@ -171,7 +171,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     watched.drafts.kv._filled[:] = 0
     assert watched.step()[0] <= BLOCK
     assert watched.finish() == {"a": right}
-    assert watched.accepted == watched.drafted
+    assert watched.accepted == watched.drafted > 25
     assert watched.engine.core.scheduler.get_stats().total_swapped == 1
 
 
