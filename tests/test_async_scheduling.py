@@ -16,7 +16,9 @@ from octavo.worker import model_runner
 from octavo.worker.host_copies import PinnedMemory
 from octavo.worker.worker import LocalExecutor
 
-PROMPTS = ["What is 12 + 30?", "Sort these words: pear apple fig", "Repeat: one two three", "What is the capital of"]
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = ["Once upon a time there was a"]
+PROMPTS += map(CHAT.format, ("Sort these words: pear apple fig", "What can you do?", "Write a long story about a cat."))
 PLAIN = [
     {"temperature": 0.0, "max_tokens": 24},
     {"temperature": 1.0, "seed": 3, "max_tokens": 1},

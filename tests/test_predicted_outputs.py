@@ -41,25 +41,25 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_same_with_a_prediction(kind):
-    """Without one 92 drafts come true, a share of 0.28."""
+    """Without one 116 drafts come true, a share of 0.34."""
     share, num_accepted = run_predicted(kind, "ngram", Run("plain", num_drafts=8))
     if kind == "wrong":
-        assert num_accepted < 110
+        assert num_accepted < 130
     else:
         assert num_accepted > 220
         assert share > 0.6
 
 
-@pytest.mark.parametrize(("method", "without"), [("suffix", 61), ("draft_model", 90), ("quantized", 299)])
+@pytest.mark.parametrize(("method", "without"), [("suffix", 78), ("draft_model", 106), ("quantized", 310)])
 def test_every_method_takes_predictions(method, without):
     """The third choice of three, say, was not predicted."""
     _, num_accepted = run_predicted("right", method, Run("plain", num_drafts=4))
-    assert num_accepted > max(without + 20, 250)
+    assert num_accepted > max(without + 10, 250)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_a_prediction_comes_back_with_a_preempted_request(method):
-    """Without one less than 90 drafts come true."""
+    """Without one 105 drafts come true."""
     _, num_accepted = run_predicted("edited", method, Run("preempted", **{**FEW_BLOCKS, "num_blocks": 40}))
     assert num_accepted > 200
 
@@ -67,7 +67,7 @@ def test_a_prediction_comes_back_with_a_preempted_request(method):
 def steps(method: str, predicted: list[int] | None, **params: int) -> tuple[list[int], int]:
     """Return the tokens of one answer, and in how many steps they came."""
     engine = make_engine("bfloat16", Run("one", num_drafts=8), SpeculativeConfig(method=method))
-    prompt = {"prompt": "a", "predicted_token_ids": predicted}
+    prompt = {"prompt": "What", "predicted_token_ids": predicted}
     engine.add_request("r", prompt, SamplingParams(max_tokens=28, temperature=1.0, seed=1, ignore_eos=True, **params))
     tokens, num_steps = [], 0
     while engine.has_unfinished_requests():

@@ -20,13 +20,13 @@ from octavo.worker.drafting import Drafting
 from octavo.worker.verification import ExactVerification
 
 A, B, C = 67, 68, 69  # "abc"
-PROMPT = {"prompt_token_ids": [A, B, C, A, B, C, A]}
+PROMPT = {"prompt_token_ids": [A, B, C, A, A]}  # behind which the model doubts which comes
 PROMPTS = [PROMPT, "Once upon a time there was a little fox who", "one two three one two three"]
 NUM_ANSWERS = 600
 LEAST_P = 1e-4
 WAYS: dict[str, dict[str, object]] = {
     "plain": {"allowed_token_ids": [A, B, C]},
-    "filters": {"top_k": 3, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5},
+    "filters": {"allowed_token_ids": [A, B, C], "top_k": 2, "top_p": 0.9, "min_p": 0.05, "temperature": 3.0},
     "penalties": {"allowed_token_ids": [A, B, C], "frequency_penalty": 0.7, "logit_bias": {A: 1.0}, "logprobs": 1},
     "stop": {"allowed_token_ids": [A, B, C], "stop_token_ids": [B], "min_tokens": 1, "temperature": 2.0},
     "grammar": {
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, object]] = {
         "temperature": 3.0,
         "ignore_eos": False,
     },
-    "typical": {"typical_p": 0.9, "temperature": 1.5, "top_k": 4},
+    "typical": {"allowed_token_ids": [A, B, C], "typical_p": 0.9, "temperature": 3.0},
 }
 
 

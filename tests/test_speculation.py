@@ -21,12 +21,13 @@ from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels
-TEXTS = [
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+TEXTS = [  # behind most others the built-in model repeats itself, where every draft comes true
     "Once upon a time there was a little fox who",
-    "Repeat after me: one two three one two three one two",
-    "What is 12 + 30?",
-    "The old lighthouse " * 12,
-    "a",
+    CHAT.format("Repeat after me: one two three one two three one two"),
+    CHAT.format("What is 12 + 30?"),
+    CHAT.format("The old lighthouse " * 12),
+    "What",
 ]
 WAYS: list[dict[str, object]] = [
     {"temperature": 0.0},

@@ -16,14 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PLAIN_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 CHAT_TEMPLATE = """\
 {%- macro type_of(schema) %}
     {%- if schema is not mapping %}
@@ -125,8 +117,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, knows_tools: bool) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja: one without tools for who knows none."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -139,4 +131,4 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, knows_tools: bool) ->
         "model_max_length": 2048,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE if knows_tools else PLAIN_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

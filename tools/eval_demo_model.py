@@ -200,16 +200,10 @@ def names_of(calls: list[Any]) -> list[Any]:
     return [call.get("name") if isinstance(call, dict) else None for call in calls]
 
 
-def knows_tools(model: str) -> bool:
-    """Whether a model's template tells it of tools: only then is it asked to call them."""
-    return "tools" in (Path(model) / "chat_template.jinja").read_text()
-
-
-def examination(model: str, count: int, seed: int) -> list[demo_data.Example]:
-    """Held-out questions of every task that a model was trained for, `count` of each."""
+def examination(count: int, seed: int) -> list[demo_data.Example]:
+    """Held-out questions of every task, `count` of each."""
     found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, count, seed)]
-    if knows_tools(model):
-        found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
+    found += [each for task in demo_tools.TOOL_TASKS for each in demo_tools.questions(task, count, seed)]
     assert all(example.held_out for example in found)
     return found
 
@@ -253,7 +247,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Ask, grade, print; the exit status says whether the limits were met."""
     args = parse_arguments()
-    examples = examination(args.model, args.questions, args.seed)
+    examples = examination(args.questions, args.seed)
     if args.rounding != Rounding():
         answers = answer_with_octavo(args.model, examples, args.rounding)
     else:
@@ -261,7 +255,7 @@ def main() -> int:
     scores = grade(examples, answers, args.show)
     overall = sum(scores.values()) / len(scores)
     report: dict[str, Any] = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
-    report["calls"] = calls = grade_calls(examples, answers) if knows_tools(args.model) else {}
+    report["calls"] = calls = grade_calls(examples, answers)
     if args.rounding != Rounding():
         report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.rounding)
     if args.json:
@@ -274,7 +268,7 @@ def main() -> int:
             print(f"KL divergence {report['kl_nats']:.5f} nats a token; the likeliest token is the same for ", end="")
             print(f"{report['top_agreement']:.2%} of the answers' tokens")
     short = overall < args.min_overall or min(scores.values()) < args.min_task
-    short = short or min(calls.values(), default=1.0) < args.min_calls
+    short = short or min(calls.values()) < args.min_calls
     if short:
         print("the model falls short of the limits asked for", file=sys.stderr)
     return int(short)

@@ -468,7 +468,7 @@ def export(trainer: Trainer, folder: Path) -> None:
         "generation_config.json": generation,
     }.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    write_tokenizer(tokenizer, folder, knows_tools=trainer.name == "tools")
+    write_tokenizer(tokenizer, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
     count = sum(weight.numel() for weight in weights.values())
     trainer.log(f"wrote {folder}: {count:,} parameters, {size:,} bytes")
@@ -498,9 +498,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=20, help="held-out questions per task while training")
     parser.add_argument("--report-every", type=float, default=180, help="seconds between held-out reports")
     parser.add_argument("--work", default="build/demo_model", help="folder of checkpoints and logs")
-    parser.add_argument(
-        "--output", default="src/octavo/assets", help="folder to write demo-tools/ and demo-draft/ into"
-    )
+    parser.add_argument("--output", default="src/octavo/assets", help="folder to write demo/ and demo-draft/ into")
     return parser.parse_args()
 
 
@@ -516,7 +514,7 @@ def main() -> None:
     tokenizer = load_tokenizer(work / "tokenizer.json")
     outputs = {
         "main": work / "main" / "model",
-        "tools": Path(args.output) / "demo-tools",
+        "tools": Path(args.output) / "demo",
         "draft": Path(args.output) / "demo-draft",
     }
     for name in outputs if args.model == "all" else (args.model,):

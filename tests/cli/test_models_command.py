@@ -129,7 +129,7 @@ def test_files_of_gguf_are_found_and_told(tmp_path, monkeypatch):
     (tmp_path / "below" / "cut.gguf").write_bytes(b"GGUF")
     (tmp_path / "below" / "whole-00002-of-00002.gguf").write_bytes(b"only the first of several files is listed")
     found = {each["name"]: each for each in json.loads(run(tmp_path, "--json"))["checkpoints"]}
-    assert found.keys() == {"octavo-demo (built in)", "octavo-demo-tools (built in)", "whole.gguf", "cut.gguf"}
+    assert found.keys() == {"octavo-demo (built in)", "whole.gguf", "cut.gguf"}
     assert [found[name]["verdict"] for name in ("whole.gguf", "cut.gguf")] == ["runs", "refused"]
 
 
@@ -145,7 +145,7 @@ def test_files_of_gguf_in_the_hubs_cache_are_listed(tmp_path, monkeypatch):
     found = {each["name"]: each["verdict"] for each in json.loads(run("--json"))["checkpoints"]}
     files = ["owner/x-GGUF x-F32.gguf", "owner/x-GGUF BF16/x-00001-of-00002.gguf"]
     assert [found[name] for name in files] == ["runs", "runs"]
-    assert found.keys() == {"octavo-demo (built in)", "octavo-demo-tools (built in)", *files}
+    assert found.keys() == {"octavo-demo (built in)", *files}
 
 
 def test_what_a_file_of_gguf_is_stored_as_and_all_its_parts(tmp_path):

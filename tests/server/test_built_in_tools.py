@@ -13,8 +13,7 @@ import running
 from kernels_available import COMPILED
 from running import DEADLINE_S, run_server
 
-from octavo import LLMEngine, ModelConfig
-from octavo.assets import BUILT_IN_TOOLS
+from octavo import LLMEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +42,7 @@ GREEDY: dict[str, Any] = {"model": "octavo-demo", "temperature": 0.0}
 @pytest.fixture(scope="module")
 def server() -> Iterator[running.Running]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "make_engine", lambda executor: LLMEngine(ModelConfig(model=BUILT_IN_TOOLS)))
+        patch.setattr(running, "make_engine", lambda executor: LLMEngine())
         with run_server(served_model_names=["octavo-demo"]) as server:
             yield server
 

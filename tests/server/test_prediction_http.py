@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = needs_kernels
 ASKED: dict[str, Any] = {
     "model": "tiny",
-    "messages": [{"role": "user", "content": "Tell me about the fox."}],
+    "messages": [{"role": "user", "content": "Write a long story about a brave fox."}],
     "max_tokens": 60,
     "seed": 3,
     "extra_body": {"ignore_eos": True},

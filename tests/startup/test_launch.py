@@ -46,7 +46,7 @@ def rendered(config: ModelConfig) -> str:
 
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [(None, "demo"), ("octavo-demo", "demo"), ("octavo-demo-tools", "demo-tools"), ("octavo-demo-draft", "demo-draft")],
+    [(None, "demo"), ("octavo-demo", "demo"), ("octavo-demo-draft", "demo-draft")],
 )
 def test_a_built_in_model_is_found_by_its_name(name: str | None, folder: str) -> None:
     assert ServedModel.find(ModelConfig(model=name)).checkpoint.path == built_in_model_path().parent / folder

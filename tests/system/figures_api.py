@@ -96,7 +96,8 @@ async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
-STORIES = ("Once upon a time", "One day", "The little dog", "In the garden", "There was a boy")  # of 2,000 tokens each
+HEROES = ("a clever cat", "a brave fox", "a little dog", "an old king", "a young queen")
+STORIES = tuple(f"Once upon a time there was {hero} who" for hero in HEROES)  # of 2,000 tokens each
 FREEZE_S = 10  # longer than an engine may be silent
 
 
@@ -918,7 +919,7 @@ def figure_streams(scale: float) -> str:
     asked = {**LONG, "max_tokens": tokens, "temperature": 1.0}
 
     def request_of(number: int) -> dict[str, Any]:
-        return {**asked, "prompt": f"Story number {number}:", "seed": number}
+        return {**asked, "prompt": f"Story {number}: once upon a time there was a", "seed": number}
 
     async def whole(where: tuple[str, int], number: int) -> str:
         async with Connection(where) as connection:

@@ -31,7 +31,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def examples():
-    return evaluation.examination(str(MODEL), QUESTIONS, seed=0)
+    return evaluation.examination(QUESTIONS, seed=0)
 
 
 def share_of_right(examples, rounding):
@@ -47,10 +47,9 @@ def plain_share(examples):
     return share
 
 
-def test_calls_of_tools_are_right():
-    model = str(MODEL.parent / "demo-tools")
-    asked = [example for example in evaluation.examination(model, 40, 0) if example.tools]
-    shares = evaluation.grade_calls(asked, evaluation.answer_with_octavo(model, asked))
+def test_calls_of_tools_are_right(examples):
+    asked = [example for example in examples if example.tools]
+    shares = evaluation.grade_calls(asked, evaluation.answer_with_octavo(str(MODEL), asked))
     assert shares["decision"] >= 0.9
     assert min(shares.values()) >= 0.8
 

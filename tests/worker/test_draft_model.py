@@ -25,7 +25,7 @@ ITSELF = {"method": "draft_model", "model": str(built_in_model_path())}
 SMALLER = {"method": "draft_model", "model": BUILT_IN_DRAFT}
 QUANTIZED = {"method": "quantized"}
 BLOCK = 16
-PROMPT = [7 + i * 13 % 900 for i in range(10 * BLOCK + 3)]
+PROMPT = [7 + i * 31 % 900 for i in range(10 * BLOCK + 3)]  # the answer does not repeat itself
 DRAFTS = 4
 
 
@@ -171,7 +171,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     watched.drafts.kv._filled[:] = 0
     assert watched.step()[0] <= BLOCK
     assert watched.finish() == {"a": right}
-    assert watched.accepted == watched.drafted
+    assert watched.accepted == watched.drafted > 25
     assert watched.engine.core.scheduler.get_stats().total_swapped == 1
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.assets import BUILT_IN_MODEL, BUILT_IN_TOOLS, built_in_path
+from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.cli.command import command
 from octavo.cli.model_report import ModelDetails, ModelReport, look_closer, report_on
 
@@ -118,10 +118,9 @@ def _behind_window(details: ModelDetails) -> str:
 
 
 def _built_in() -> Iterator[ModelReport]:
-    for name in (BUILT_IN_MODEL, BUILT_IN_TOOLS):
-        directory = built_in_path(name)
-        if directory is not None and (directory / "config.json").is_file():
-            yield report_on(directory, f"{name} (built in)")
+    directory = built_in_model_path()
+    if (directory / "config.json").is_file():
+        yield report_on(directory, f"{BUILT_IN_MODEL} (built in)")
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
