@@ -215,7 +215,8 @@ def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"out_features": 97}, {"out_features": -64}, {"out_features": 64.0}, {"out_features": 2**62}, {"in_features": 0},
+        {"out_features": 97}, {"out_features": -64}, {"out_features": 64.0}, {"out_features": 2**62},
+        {"in_features": 0},
         {"in_features": 128, "out_features": 128}, {"in_features": "256"}, {"dtype_number": 99}, {"dtype_number": -1},
         {"dtype_number": KIND_NUMBERS[BlockKind.Q5_K]}, {"dtype_number": 4}, {"dtype_number": True}, {"group_size": 32},
         {"group_size": -32}, {"has_zeros": 1}, {"has_order": 1},
