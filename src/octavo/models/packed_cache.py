@@ -42,6 +42,7 @@ FORMAT_VERSION = 2  # to be counted up when the same weights stand otherwise in 
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20  # of a thread that reads
 _PIECE_BYTES = 1 << 20  # is checked while the processor's cache has it
+_LINE_BYTES = 64  # of a cache
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
 _SUFFIX = ".packed.safetensors"
@@ -233,7 +234,10 @@ class _TensorBeingRead(NamedTuple):
 
 
 class _Reader:
-    """Reads a kept file weight by weight, a few ahead, each checked."""
+    """Reads a kept file weight by weight, a few ahead, each checked.
+
+    All stand in one piece of memory, which then has few pages that are not huge, and lives while one of them does.
+    """
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
@@ -261,10 +265,10 @@ class _Reader:
     ) -> None:
         self._file = file
         self._start = start
-        self._num_bytes = os.fstat(file).st_size - start
-        self._tensors = tensors
+        self._places = _places(tensors, os.fstat(file).st_size - start)
+        self._memory = kernels.allocate(sum(_whole_lines(last - first) for first, last in self._places.values()))
+        self._taken = 0
         self._linears = linears
-        self._kernels = kernels
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-read")
         self._names = list(linears)
         self._begun: dict[str, list[tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int]]]] = {}
@@ -297,10 +301,9 @@ class _Reader:
         return self._begin(_tensor_name(name, index, "data"), part["data"]), bias, part["numbers"]
 
     def _begin(self, name: str, digest: str) -> _TensorBeingRead:
-        first, last = self._tensors[name]["data_offsets"]
-        if not 0 <= first < last <= self._num_bytes:
-            raise ValueError(f"{name} is cut off")
-        data = self._kernels.allocate(last - first)
+        first, last = self._places.pop(name)
+        data = self._memory[self._taken : self._taken + last - first]
+        self._taken += _whole_lines(last - first)
         offsets = range(self._start + first, self._start + last, _TASK_BYTES)
         tasks = [self._pool.submit(self._read, *each) for each in zip(_cut(data, _TASK_BYTES), offsets, strict=True)]
         return _TensorBeingRead(name, data, digest, tasks)
@@ -318,6 +321,21 @@ class _Reader:
             sums.append(xxh64(piece))
             offset += done
         return sums
+
+
+def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
+    """Return where each tensor begins and ends in so many bytes. Raises `ValueError` unless they have room there."""
+    places: dict[str, tuple[int, int]] = {name: tuple(tensor["data_offsets"]) for name, tensor in tensors.items()}
+    end = 0
+    for name, (first, last) in sorted(places.items(), key=lambda item: item[1]):
+        if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
+            raise ValueError(f"{name} is cut off")
+        end = last
+    return places
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _read_header(file: int) -> tuple[dict[str, Any], int]:
