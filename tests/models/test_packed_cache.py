@@ -326,6 +326,14 @@ def test_a_file_of_somebody_else_is_told_and_made_again(change, tmp_path, cache,
     assert packs == []  # what is refused above is not the forging itself
 
 
+@pytest.mark.parametrize("offsets", [[8, 65], [-8, 0], [16, 16], [24, 16], [4, 16], [8.0, 16], [8, True], [8, None]])
+def test_memory_is_taken_for_tensors_that_have_room_in_the_file(offsets):
+    tensors = {"first": {"data_offsets": [0, 8]}, "second": {"data_offsets": offsets}}
+    with pytest.raises(ValueError, match="second is cut off"):
+        packed_cache._places(tensors, 64)
+    assert packed_cache._places({"first": tensors["first"]}, 8) == {"first": (0, 8)}
+
+
 def test_the_longest_unused_go_first(tmp_path, cache, packs):
     paths = [write_checkpoint(tmp_path / f"m{i}", tiny_config("LlamaForCausalLM"), seed=i) for i in range(4)]
     load(paths[0], cache)

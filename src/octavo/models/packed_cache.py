@@ -325,12 +325,13 @@ class _Reader:
 
 def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
     """Return where each tensor begins and ends in so many bytes. Raises `ValueError` unless they have room there."""
-    places: dict[str, tuple[int, int]] = {name: tuple(tensor["data_offsets"]) for name, tensor in tensors.items()}
+    places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, (first, last) in sorted(places.items(), key=lambda item: item[1]):
+    for name, tensor in tensors.items():  # as they stand there
+        first, last = tensor["data_offsets"]
         if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
             raise ValueError(f"{name} is cut off")
-        end = last
+        places[name], end = (first, last), last
     return places
 
 
