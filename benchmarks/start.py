@@ -8,8 +8,10 @@ Ways: `LLM(...)` and its first token; `octavo generate CHECKPOINT` to the first 
 GET /ready answers 200. The first time no packed weights are kept on disk (see octavo.models.packed_cache); the cache is
 a folder of its own that is removed before each such start. bf16 keeps none, so both of its columns are alike. Files of
 the checkpoint are in the page cache: each case runs once more than it is counted. Peak memory is VmHWM of `LLM`'s
-process, kept. A GGUF file is served as it is, and of it a second table says how long its weights take to be read and
-packed beside a plain reading of the file, in turns in one process: from the page cache, and without it.
+process, kept. A GGUF file is served as it is, and of it a second table says how long its weights take to be loaded
+beside a plain reading of the file, in turns in one process: from the page cache, and without it. A reading is one into
+a buffer of 16 MiB, or one into memory of its own; loaded is opened, its metadata read, and its weights packed, or read
+as they were kept. Seconds of CPU time say what other processes on the machine did not.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 """
 LOAD_PROGRAM = """
 import json, os, sys, time
+from pathlib import Path
 import torch
 from octavo.kernels.cpu import CpuKernels
 from octavo.models.loader import load_model
+from octavo.models.packed_cache import PackedCache
 from octavo.startup.checkpoint import open_checkpoint
 
 def read():
@@ -51,38 +55,67 @@ def read():
         while file.readinto(buffer):
             pass
 
-def load():
-    weights, dtype = checkpoint.weights, architecture.dtype
-    load_model(weights, architecture, kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=512)
+def read_whole():
+    with open(path, "rb", buffering=0) as file:
+        file.read()
 
-path, repeat = sys.argv[1], int(sys.argv[2])
-checkpoint, kernels = open_checkpoint(path), CpuKernels()
-architecture = checkpoint.read_architecture()
+def describe():
+    checkpoint = open_checkpoint(path)
+    return checkpoint.weights, checkpoint.read_architecture()
+
+def load(weights, architecture, packed_cache=None):
+    dtype = architecture.dtype
+    load_model(weights, architecture, kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=512,
+               packed_cache=packed_cache)
+
+def forget_pages():
+    for file in (path, *cache.directory.glob("*.packed.safetensors")):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+path, repeat, cache = sys.argv[1], int(sys.argv[2]), PackedCache(1 << 40, Path(sys.argv[3]))
+kernels, described = CpuKernels(), describe()
+load(*described, cache)
+works = {
+    "read": read, "read_whole": read_whole, "described": describe, "packed": lambda: load(*described),
+    "kept": lambda: load(*described, cache),
+}
 for is_cached in (True, False):
     for _ in range(repeat + 1):
-        seconds = []
-        for work in (read, load):
+        for name, work in works.items():
             if not is_cached:
-                with open(path, "rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            begin = time.perf_counter()
+                forget_pages()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             work()
-            seconds.append(time.perf_counter() - begin)
-        print(json.dumps([is_cached, *seconds]))
+            print(json.dumps([is_cached, name, time.perf_counter() - begin, time.process_time() - begin_cpu]))
 """
 
 
+NAMES = {
+    "read": "file read",
+    "read_whole": "file read into memory",
+    "described": "metadata read",
+    "packed": "weights packed",
+    "kept": "weights read as they were kept",
+}
+
+
 def compare_with_reading(model: str, repeat: int) -> None:
-    """Print how long loading a GGUF file takes beside reading it; the first turn of each kind is not counted."""
-    program = [sys.executable, "-c", LOAD_PROGRAM, model, str(repeat)]
-    printed = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
+    """Print how long parts of loading a GGUF file take beside reading it; the first turn of each is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, "-c", LOAD_PROGRAM, model, str(repeat), folder]
+        printed = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout
     turns = [json.loads(line) for line in printed.splitlines()]
-    print("\n| file's pages | read, s | loaded, s | ratio |\n|---|---|---|---|")
-    for is_cached, name in ((True, "in memory"), (False, "on disk")):
-        counted = [seconds for cached, *seconds in turns if cached is is_cached][1:]
-        read, loaded = (statistics.median(each) for each in zip(*counted, strict=True))
-        ratio = statistics.median(loaded / read for read, loaded in counted)
-        print(f"| {name} | {read:.2f} | {loaded:.2f} | {ratio:.2f} |")
+    print("\n| files' pages | | s | of CPU time | of reading |\n|---|---|---|---|---|")
+    for is_cached, where in ((True, "in memory"), (False, "on disk")):
+        taken = {
+            name: [seconds for cached, of, *seconds in turns if (cached, of) == (is_cached, name)][1:] for name in NAMES
+        }
+        for name, each in taken.items():
+            wall, cpu = (statistics.median(seconds) for seconds in zip(*each, strict=True))
+            ratio = statistics.median(one[0] / read[0] for one, read in zip(each, taken["read"], strict=True))
+            print(f"| {where} | {NAMES[name]} | {wall:.2f} | {cpu:.2f} | {ratio:.2f} |")
 
 
 def first_output(command: list[str], environment: dict[str, str]) -> tuple[float, bytes]:

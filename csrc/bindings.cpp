@@ -26,6 +26,7 @@
 #include "kernels.h"
 #include "program.h"
 #include "rejection.h"
+#include "xxh64.h"
 
 namespace nb = nanobind;
 
@@ -420,6 +421,8 @@ void advise_huge_pages(Address address, int64_t bytes) {
 #endif
 }
 
+uint64_t xxh64(Address address, int64_t bytes, uint64_t seed) { return Xxh64::of(at<uint8_t>(address), bytes, seed); }
+
 // A method that makes a call at once, and one that adds it to a program, of the function that reads its arguments.
 template <auto kArgs, class Args, class... Values>
 auto call_of(void (KernelSet::*method)(const Args&), Args (*)(Values...)) {
@@ -461,6 +464,7 @@ NB_MODULE(_kernels, m) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
+  m.def("xxh64", &octavo::xxh64, Released());
   m.def("rejection_sample", &octavo::rejection_sample, nb::call_guard<nb::gil_scoped_release>());
   m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Program>(m, "Program")

@@ -9,6 +9,7 @@ from test_int4 import memory_before_a_guard
 from test_quantized import assert_same_bits, random
 
 from octavo.kernels.block_weight import BlockKind, random_blocks
+from octavo.kernels.panels import KIND_NUMBERS
 from octavo.kernels.reference import ReferenceKernels
 
 KINDS = list(BlockKind)
@@ -193,3 +194,50 @@ def test_rows_are_packed_in_parts_that_are_forgotten_one_by_one(compiled, genera
     assert torch.equal(in_parts, whole)
     assert [len(rows) for rows in forgotten] == [32] * 6 + [8]
     assert torch.equal(torch.cat(forgotten), weight.rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_kept_is_the_same_weight(compiled, fastest, generator, kind):
+    """Whichever instruction set has packed it; with parts of two kinds, each with its bias."""
+    other = BlockKind.Q8_0 if kind is not BlockKind.Q8_0 else BlockKind.Q6_K
+    weights = [random_blocks(generator, kind, 64, 256), random_blocks(generator, other, 33, 256)]
+    x, bias = random(generator, 3, 256), random(generator, 97)
+    packed = compiled.pack_linear(weights, bias)
+    kept = compiled.keep_linear(packed)
+    assert len(kept) == 2
+    restored = fastest.restore_linear(kept)
+    assert (restored.out_features, restored.in_features, restored.num_bytes) == (97, 256, packed.num_bytes)
+    assert torch.equal(fastest.linear(x, restored), compiled.linear(x, packed))
+    vocabulary = fastest.restore_linear(compiled.keep_linear(compiled.pack_linear(weights[:1])))
+    assert torch.equal(fastest.embedding(torch.arange(64), vocabulary, torch.float32), weights[0].dequantize())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"out_features": 97}, {"out_features": -64}, {"out_features": 64.0}, {"out_features": 2**62},
+        {"in_features": 0},
+        {"in_features": 128, "out_features": 128}, {"in_features": "256"}, {"dtype_number": 99}, {"dtype_number": -1},
+        {"dtype_number": KIND_NUMBERS[BlockKind.Q5_K]}, {"dtype_number": 4}, {"dtype_number": True}, {"group_size": 32},
+        {"group_size": -32}, {"has_zeros": 1}, {"has_order": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_kernels_must_not_be_given_are_refused(fastest, generator, changes):
+    """128 x 128 has as many bytes, but rows that are no whole blocks."""
+    (kept,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
+    with pytest.raises(ValueError, match="no packed weight"):
+        fastest.restore_linear([replace(kept, numbers=kept.numbers | changes)])
+
+
+def test_parts_that_do_not_belong_together_are_refused(fastest, generator):
+    (first,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 256)]))
+    (longer,) = fastest.keep_linear(fastest.pack_linear([random_blocks(generator, BlockKind.Q4_K, 64, 512)]))
+    (floats,) = fastest.keep_linear(fastest.pack_linear(random(generator, 64, 256)))
+    for parts in ([first, longer], [first, floats], [floats, floats], []):
+        with pytest.raises(ValueError, match="parts are no packed weight"):
+            fastest.restore_linear(parts)
+    with pytest.raises(ValueError, match="65 values are no packed bias of 64"):
+        fastest.restore_linear([replace(first, bias=torch.zeros(65))])
+    with pytest.raises(ValueError, match="bytes are no packed weight of 64 x 256"):
+        fastest.restore_linear([replace(first, data=first.data[:-64])])

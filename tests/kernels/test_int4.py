@@ -89,7 +89,13 @@ def test_columns_in_an_order_of_their_own(compiled, generator, x_dtype, shape):
     expected = reference(x[:, order], weight)
     assert_same_bits(compiled.linear(x, packed), expected)
     assert_same_bits(reference(x, replace(weight, order=order.int())), expected)
-    assert_same_bits(compiled.linear(x, compiled.restore_linear(compiled.keep_linear(packed))), expected)
+    (kept,) = compiled.keep_linear(packed)
+    assert_same_bits(compiled.linear(x, compiled.restore_linear([kept])), expected)
+    for outside in (-1, depth):
+        data = kept.data.clone()
+        data[-4:].view(torch.int32).fill_(outside)
+        with pytest.raises(ValueError, match=f"none of {depth}"):
+            compiled.restore_linear([replace(kept, data=data)])
     assert packed.num_bytes == compiled.pack_linear(weight).num_bytes + 4 * depth
 
 

@@ -136,6 +136,23 @@ def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path
     assert tensors.blocks("model.layers.1.mlp.down_proj.weight") is not None
 
 
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [("blk.1.attn_norm.weight", "model.layers.1.input_layernorm.weight"),
+     ("blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias")],
+)  # fmt: skip
+def test_a_norm_or_bias_that_is_no_number_is_refused_by_its_name(own, name, number, tmp_path):
+    _, path = make(tmp_path, "Qwen2ForCausalLM", kind="Q8_0")
+    read = GGUFFile.read(path)
+    assert GGUFWeights(read).open().tensor(name).isfinite().all()
+    with path.open("r+b") as file:
+        file.seek(read.tensors[own].offset + 12)
+        file.write(np.array(number, "<f4").tobytes())
+    with pytest.raises(ModelError, match=rf"model\.gguf: {own} holds a value that is infinite or no number"):
+        GGUFWeights(read).open().tensor(name)
+
+
 def test_kinds_of_blocks_are_those_of_the_kernels():
     assert {kind.name for kind in BLOCK_KINDS} == {kind.name for kind in BlockKind}
     for kind, more in BLOCK_KINDS.items():

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from kernels_available import COMPILED, INSTRUCTION_SETS
 from safetensors import safe_open
 
 from octavo.config import DEFAULT_GROUP_SIZE, kernels_required
+from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models import packed_cache, weight_hashes
 from octavo.models.loader import load_model
@@ -19,6 +21,7 @@ from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
+from octavo.startup.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels"
@@ -75,6 +78,25 @@ def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **optio
     )  # fmt: skip
 
 
+def load_gguf(path, cache, isa="auto"):
+    from octavo.kernels.cpu import CpuKernels
+
+    checkpoint, kernels = open_checkpoint(path), CpuKernels(isa, num_threads=1)
+    return load_model(
+        checkpoint.weights, checkpoint.read_architecture(), kernels, dtype="float32", device=torch.device("cpu"),
+        max_model_len=64, packed_cache=cache,
+    )  # fmt: skip
+
+
+def make_gguf(tmp_path, kind, *, tied=False, **options):
+    """A Qwen2, which has biases, with rows that are whole blocks of every kind."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 288}
+    config = tiny_config("Qwen2ForCausalLM", tie_word_embeddings=tied, **sizes)
+    return write_gguf(
+        write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf", kind=kind, **options
+    )
+
+
 def kept_files(cache):
     return sorted(path for path in cache.directory.glob("*") if path.name != HASHES_FILE)
 
@@ -106,6 +128,30 @@ def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cac
             path.unlink()
         for isa in order:
             assert torch.equal(prompt_logits(load(checkpoint, cache, *formats, isa), PROMPT), alone[isa]), isa
+
+
+@pytest.mark.parametrize("kind", [each.name for each in BlockKind])
+def test_blocks_of_a_gguf_file_are_kept(kind, tmp_path, cache, packs, prompt_logits):
+    """Queries, keys and values are of two kinds here, and one matrix is of floats."""
+    tied, other = kind in {"Q8_0", "Q4_K"}, "Q6_K" if kind != "Q6_K" else "Q8_0"
+    path = make_gguf(tmp_path, kind, tied=tied, kinds={"attn_v": other, "ffn_down": "F16"})
+    expected = prompt_logits(load_gguf(path, None), PROMPT)
+    assert expected.isfinite().all()
+    packs.clear()
+    first = load_gguf(path, cache)
+    assert len(packs) == 2 * 4 + (1 if tied else 2)
+    packs.clear()
+    second = load_gguf(path, cache)
+    assert packs == []
+    for model in (first, second):
+        assert torch.equal(prompt_logits(model, PROMPT), expected)
+
+
+def test_blocks_that_one_instruction_set_packed_are_right_for_the_others(tmp_path, cache, prompt_logits):
+    path = make_gguf(tmp_path, "Q5_K")
+    alone = {isa: prompt_logits(load_gguf(path, None, isa), PROMPT) for isa in INSTRUCTION_SETS}
+    for isa in (*INSTRUCTION_SETS, *INSTRUCTION_SETS[::-1]):
+        assert torch.equal(prompt_logits(load_gguf(path, cache, isa), PROMPT), alone[isa]), isa
 
 
 def test_groups_of_another_size_are_other_weights(checkpoint, cache, prompt_logits):
@@ -231,6 +277,63 @@ def test_a_damaged_file_is_told_and_made_again(damage, checkpoint, cache, packs,
     assert kept_files(cache) == [file]
 
 
+def forge(file, change):
+    """Change what a file says, and make its checksum fit, as who may write there can."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    linears = json.loads(header["__metadata__"]["linears"])
+    text = change(header, linears) or json.dumps(linears)
+    header["__metadata__"] |= {"linears": text, "digest": packed_cache._digest_text(text)}
+    head = json.dumps(header).encode()
+    file.write_bytes(len(head).to_bytes(8, "little") + head + content[8 + size :])
+
+
+QKV = "+".join(f"model.layers.0.self_attn.{each}_proj" for each in "qkv")
+GATE_UP, DOWN = ("+".join(f"model.layers.0.mlp.{each}_proj" for each in names) for names in (("gate", "up"), ("down",)))
+FORGERIES = {
+    "another shape": lambda _, linears: linears[DOWN][0]["numbers"].update(in_features=128, out_features=512),
+    "another matrix": lambda header, linears: (
+        linears.update({DOWN: linears[GATE_UP]}), header.update({f"{DOWN}.data": header[f"{GATE_UP}.data"]}), None
+    )[2],
+    "a part too many": lambda header, linears: (
+        linears[DOWN].append(linears[DOWN][0]), header.update({f"{DOWN}.1.data": header[f"{DOWN}.data"]}), None
+    )[2],
+    "no part": lambda _, linears: linears[DOWN].clear(),
+    "no bias": lambda _, linears: linears[QKV][0].update(bias=None),
+    "behind the end": lambda header, _: header[f"{DOWN}.data"].update(data_offsets=[64, 1 << 60]),
+    "before the begin": lambda header, _: header[f"{DOWN}.data"].update(data_offsets=[-(1 << 60), 64]),
+    "no numbers": lambda header, _: header[f"{DOWN}.data"].update(data_offsets=["0", None]),
+    "nested": lambda *_: "[" * 200_000,
+    "a list": lambda *_: "[]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
+def test_a_file_of_somebody_else_is_told_and_made_again(change, tmp_path, cache, packs, prompt_logits, caplog):
+    path = make_gguf(tmp_path, "Q4_K")
+    expected = prompt_logits(load_gguf(path, cache), PROMPT)
+    (file,) = kept_files(cache)
+    forge(file, change)
+    for _ in range(2):
+        assert torch.equal(prompt_logits(load_gguf(path, cache), PROMPT), expected)
+    assert "packed again" in caplog.text
+    packs.clear()
+    assert torch.equal(prompt_logits(load_gguf(path, cache), PROMPT), expected)
+    assert packs == []
+    forge(file, lambda *_: None)
+    load_gguf(path, cache)
+    assert packs == []  # what is refused above is not the forging itself
+
+
+@pytest.mark.parametrize("offsets", [[8, 65], [-8, 0], [16, 16], [24, 16], [4, 16], [8.0, 16], [8, True], [8, None]])
+def test_memory_is_taken_for_tensors_that_have_room_in_the_file(offsets):
+    tensors = {"first": {"data_offsets": [0, 8]}, "second": {"data_offsets": offsets}}
+    with pytest.raises(ValueError, match="second is cut off"):
+        packed_cache._places(tensors, 64)
+    assert packed_cache._places({"first": tensors["first"]}, 8) == {"first": (0, 8)}
+
+
 def test_the_longest_unused_go_first(tmp_path, cache, packs):
     paths = [write_checkpoint(tmp_path / f"m{i}", tiny_config("LlamaForCausalLM"), seed=i) for i in range(4)]
     load(paths[0], cache)
@@ -346,13 +449,14 @@ def test_what_a_killed_process_left_is_removed(checkpoint, cache):
     assert len(kept_files(cache)) == 2
 
 
-def test_what_is_as_fast_without_is_not_kept(checkpoint, cache):
+def test_what_is_as_fast_without_is_not_kept(checkpoint, cache, tmp_path):
     load(checkpoint, cache, quantization=None)
     load(checkpoint, cache, load_format="dummy")
     load_model(
         FolderWeights(checkpoint), read_architecture(checkpoint), ReferenceKernels(), dtype="float32",
         device=torch.device("cpu"), max_model_len=64, quantization="int8", packed_cache=cache,
     )  # fmt: skip
+    load_gguf(make_gguf(tmp_path, "F16"), cache)
     assert kept_files(cache) == []
 
 

@@ -159,17 +159,22 @@ def test_a_file_with_a_broken_scale_is_not_served(folder, tmp_path):
         tokens_of(path)
 
 
-def test_rounded_weights_are_kept_for_the_next_start(folder, path, tmp_path, monkeypatch):
+@pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
+@pytest.mark.parametrize(("kind", "quantization"), [("F32", "int8"), ("Q8_0", None)])
+def test_weights_of_integers_are_kept_for_the_next_start(kind, quantization, folder, tmp_path, monkeypatch):
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
     monkeypatch.setattr("octavo.models.packed_cache.LEAST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = tokens_of(path, quantization="int8")
+    first = tokens_of(path, quantization=quantization, packed_cache_bytes=0)
+    assert not (tmp_path / "cache").exists()
+    assert tokens_of(path, quantization=quantization) == first
     (kept,) = (tmp_path / "cache").rglob("*.packed.safetensors")
     written = kept.stat().st_ino
-    assert tokens_of(path, quantization="int8") == first
+    assert tokens_of(path, quantization=quantization) == first
     assert kept.stat().st_ino == written
     other = write_checkpoint(tmp_path / "other", tiny_config("LlamaForCausalLM", vocab_size=288), std=0.1, seed=1)
-    write_gguf(other, path)
-    assert tokens_of(path, quantization="int8") != first
+    write_gguf(other, path, kind=kind)
+    assert tokens_of(path, quantization=quantization) != first
 
 
 def exercise(path: Path) -> None:

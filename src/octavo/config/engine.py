@@ -122,8 +122,8 @@ class ModelConfig:
     )
     packed_cache_bytes: int = option(
         DEFAULT_PACKED_CACHE_BYTES,
-        "Disk that int8 and int4 weights may take in ~/.cache/octavo, so that the next start need not round "
-        "them again; the longest unused go first; 0: keep none.",
+        "Disk that int8 and int4 weights, and those of GGUF files, may take in ~/.cache/octavo, so that the next "
+        "start need not round and pack them again; the longest unused go first; 0: keep none.",
         unit="SIZE",
     )
     max_model_len: int | None = option(

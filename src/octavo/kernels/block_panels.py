@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.kernels.block_weight import BlockKind, BlockWeight, group_by_kind
+from octavo.kernels.block_weight import BlockWeight, group_by_kind
 from octavo.kernels.interface import PackedLinear
-from octavo.kernels.panels import NO_INT4, PANEL_COLUMNS, PanelWeight
+from octavo.kernels.panels import KIND_NUMBERS, NO_INT4, PANEL_COLUMNS, PanelWeight, packed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from octavo.kernels.cpu import CpuKernels
 
 _BYTES_AT_ONCE = 32 << 20  # of rows that are packed before they are forgotten
-KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # csrc/types.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,9 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
-    data = kernels.allocate(-(-out_features // PANEL_COLUMNS) * panel_bytes)
-    number, place = KIND_NUMBERS[kind], data.data_ptr()
+    number = KIND_NUMBERS[kind]
+    data = kernels.allocate(packed_bytes(number, out_features, in_features, NO_INT4))
+    place = data.data_ptr()
     rows_at_once = max(1, _BYTES_AT_ONCE // kind.row_bytes(in_features) // PANEL_COLUMNS) * PANEL_COLUMNS
     for weight in weights:
         for first in range(0, weight.shape[0], rows_at_once):

@@ -16,10 +16,9 @@ import torch
 
 from octavo.kernels.block_panels import BlockPanels
 from octavo.kernels.block_weight import BlockWeight
-from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
-from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, Int4Format, PanelWeight, packed_bytes
+from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 
@@ -28,7 +27,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, WeightToPack
+    from octavo.kernels.interface import (
+        Activation,
+        AttentionBatch,
+        KeptLinear,
+        PackedLinear,
+        SamplingRows,
+        WeightToPack,
+    )
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
@@ -98,8 +104,9 @@ class CpuKernels:
 
     @property
     def layout(self) -> str:
-        """To be counted up when csrc/kernels.h, `rotate` or `Int4Weight.whole_scales` says something else of a weight.
+        """To be counted up when one of these says something else of a weight.
 
+        csrc/kernels.h, csrc/block_formats.h, `octavo.kernels.panels.KIND_NUMBERS`, `rotate`, `Int4Weight.whole_scales`.
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
@@ -168,31 +175,19 @@ class CpuKernels:
             return BlockPanels.pack(self, cast("Sequence[BlockWeight]", weight), bias).as_linear()
         return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
-    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
-        """Return the panels, or None for those of blocks, which are packed as fast as they are read."""
+    def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
+        """Return the panels: of blocks those of each kind."""
         storage: PanelWeight | BlockPanels = packed.storage
-        if isinstance(storage, BlockPanels):
-            return None
-        numbers = {
-            "out_features": storage.out_features,
-            "in_features": storage.in_features,
-            "dtype_number": storage.dtype_number,
-            "group_size": storage.int4.group_size,
-            "has_zeros": int(storage.int4.has_zeros),
-            "has_order": int(storage.int4.has_order),
-        }
-        return KeptLinear(storage.data, storage.bias, numbers)
+        return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
-    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
+    def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
         """Return a weight of panels that were kept."""
-        numbers = kept.numbers
-        int4 = Int4Format(numbers["group_size"], bool(numbers["has_zeros"]), bool(numbers["has_order"]))
-        shape = (numbers["out_features"], numbers["in_features"])
-        if kept.data.nbytes != packed_bytes(numbers["dtype_number"], *shape, int4):
-            raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
-        if kept.bias is not None and len(kept.bias) != -(-shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS:
-            raise ValueError(f"{len(kept.bias)} values are no packed bias of {shape[0]}")
-        return PanelWeight(kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
+        panels = tuple(PanelWeight.restore(part) for part in kept)
+        if panels and all(part.is_of_blocks and part.in_features == panels[0].in_features for part in panels):
+            return BlockPanels(panels).as_linear()
+        if len(panels) != 1:
+            raise ValueError(f"{len(panels)} parts are no packed weight")
+        return panels[0].as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return memory aligned to cache lines, on huge pages where the system gives them."""

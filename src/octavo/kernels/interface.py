@@ -38,7 +38,9 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A packed weight as it can be kept on disk: made by `Kernels.keep_linear`, taken by `Kernels.restore_linear`.
+    """A part of a packed weight as it can be kept on disk.
+
+    Made by `Kernels.keep_linear`, taken by `Kernels.restore_linear`.
 
     data uint8 [num_bytes]; bias float32 or None; numbers: what else the backend must know, as JSON can hold it.
     """
@@ -160,14 +162,15 @@ class Kernels(Protocol):
         """The name and version of the layout that weights are packed into, or None: they are not to be kept on disk."""
         ...
 
-    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
-        """Return what `restore_linear` makes the same weight of, an alias, or None for what cannot be kept."""
+    def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
+        """Return the parts that `restore_linear` makes the same weight of, aliases; none of what cannot be kept."""
         ...
 
-    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
-        """Return the packed weight that was kept, in memory from `allocate`.
+    def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
+        """Return the packed weight whose parts were kept, in memory from `allocate`.
 
-        Raises `ValueError` where the bytes are not those of such a weight, `KeyError` where a number is missing.
+        Whatever they hold, the kernels then read and write no other memory. Raises `ValueError` where the bytes are not
+        those of such a weight, `KeyError` where a number is missing.
         """
         ...
 

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from octavo.kernels.interface import PackedLinear
+from octavo.kernels.block_weight import BlockKind
+from octavo.kernels.interface import KeptLinear, PackedLinear
 from octavo.kernels.quantization import GROUP_MULTIPLE, MAX_IN_FEATURES, Int4Weight, Int8Weight
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from octavo.kernels.cpu import CpuKernels
     from octavo.kernels.quantization import QuantizedWeight
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
+KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # as there, behind those
 PANEL_COLUMNS = 32  # as in csrc/kernels.h
 
 
@@ -25,6 +29,7 @@ PANEL_COLUMNS = 32  # as in csrc/kernels.h
 class PanelWeight:
     """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise.
 
+    dtype_number: of `DTYPE_NUMBERS`, or of `KIND_NUMBERS` where it is a part of `octavo.kernels.block_panels`.
     data: uint8; behind the panels the order of an int4 weight's columns, if it has one: int32 [in_features].
     """
 
@@ -73,6 +78,35 @@ class PanelWeight:
             first += values.shape[0]
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
+    def keep(self) -> KeptLinear:
+        """Return what `restore` takes, an alias."""
+        numbers = {
+            "out_features": self.out_features,
+            "in_features": self.in_features,
+            "dtype_number": self.dtype_number,
+            "group_size": self.int4.group_size,
+            "has_zeros": int(self.int4.has_zeros),
+            "has_order": int(self.int4.has_order),
+        }
+        return KeptLinear(self.data, self.bias, numbers)
+
+    @classmethod
+    def restore(cls, kept: KeptLinear) -> PanelWeight:
+        """Return what was kept.
+
+        Raises `ValueError` for what kernels must not be given, `KeyError` where a number is missing.
+        """
+        shape, number, int4 = _check_numbers(kept.numbers)
+        if kept.data.nbytes != packed_bytes(number, *shape, int4):
+            raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
+        if kept.bias is not None and len(kept.bias) != -(-shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS:
+            raise ValueError(f"{len(kept.bias)} values are no packed bias of {shape[0]}")
+        if int4.has_order:
+            order = kept.data[-4 * shape[1] :].view(torch.int32)
+            if order.min() < 0 or order.max() >= shape[1]:
+                raise ValueError(f"its columns meet input features that are none of {shape[1]}")
+        return cls(kept.data, number, int4, kept.bias, *shape)
+
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
         """Return a bias in float32 for all columns of the panels."""
@@ -86,6 +120,11 @@ class PanelWeight:
         """Return what callers of the kernels see of it."""
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
+
+    @property
+    def is_of_blocks(self) -> bool:
+        """Whether these are blocks of a kind."""
+        return self.dtype_number in _KINDS
 
     @property
     def order_address(self) -> int:
@@ -114,10 +153,15 @@ class Int4Format(NamedTuple):
 NO_INT4 = Int4Format(0, has_zeros=False)
 
 
-def packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it."""
+def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
+    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it.
+
+    number: of a dtype or of a kind of blocks, which fill rows.
+    """
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
-    dtype = next(dtype for dtype, number in DTYPE_NUMBERS.items() if number == dtype_number)
+    if number in _KINDS:
+        return _KINDS[number].packed_bytes(columns, in_features)
+    dtype = _DTYPES[number]
     if dtype == torch.uint8:
         groups = -(-in_features // int4.group_size)
         of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a float32 unit
@@ -126,3 +170,31 @@ def packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: I
         return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
     together = 2 if dtype == torch.bfloat16 else 1
     return columns * -(-in_features // together) * together * dtype.itemsize
+
+
+def _check_numbers(numbers: Mapping[str, int]) -> tuple[tuple[int, int], int, Int4Format]:
+    """Return (out_features, in_features), the number of the type, and the format. Raises as `PanelWeight.restore`."""
+    names = ("out_features", "in_features", "dtype_number", "group_size", "has_zeros", "has_order")
+    found = [numbers[name] for name in names]
+    if not all(type(each) is int and 0 <= each < _TOO_LARGE for each in found):
+        raise ValueError(f"{dict(numbers)} describes no packed weight")
+    out_features, in_features, number, group_size, *flags = found
+    kind = _KINDS.get(number)
+    is_int4 = _DTYPES.get(number) == torch.uint8
+    is_right = (
+        out_features > 0
+        and in_features > 0
+        and (kind is not None or number in _DTYPES)
+        and (kind is None or in_features % kind.block_values == 0)
+        and (group_size % GROUP_MULTIPLE == 0 or group_size == in_features)
+        and (0 < group_size <= in_features if is_int4 else group_size == 0)
+        and max(flags) <= int(is_int4)
+    )
+    if not is_right:
+        raise ValueError(f"{dict(numbers)} describes no packed weight")
+    return (out_features, in_features), number, Int4Format(group_size, *map(bool, flags))
+
+
+_DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+_KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
+_TOO_LARGE = 1 << 31

@@ -67,12 +67,12 @@ class ReferenceKernels:
 
     layout = None
 
-    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
+    def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
         """Keep nothing: weights are used as the checkpoint has them."""
         del packed
-        return None
+        return ()
 
-    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
+    def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
         """Refuse: nothing was kept."""
         raise NotImplementedError
 

@@ -107,23 +107,29 @@ class GGUFTensors:
         for first in range(0, out_features, step):
             part = weight.select_rows(slice(first, first + step))
             if part.has_broken_scale():
-                raise _broken(stored, own)
+                raise _broken(stored, own, "scale")
             if step < out_features:
                 weight.forget(part.rows)
         heads = self._weights.heads_of_pairs(own)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the numbers of a tensor: float32 where they are integers in blocks, else of its own type."""
+        """Return the numbers of a tensor: float32 where they are integers in blocks, else of its own type.
+
+        Raises `ModelError` for numbers that are not finite in norms, biases and what stood in blocks. Matrices of
+        floats are handed out unread, as those of safetensors files are.
+        """
         own = self._names[name]
         stored = self._weights.file.tensors[own]
         data = self._bytes(stored)
         if stored.type in _FLOATS:
             numbers = data.view(_FLOATS[stored.type]).view(stored.shape)
+            if len(stored.shape) == 1 and not bool(numbers.isfinite().all()):
+                raise _broken(stored, own, "value")
         else:
             numbers = _expand(stored, data.view(-1, stored.type.block_bytes)).view(stored.shape)
             if not bool(numbers.isfinite().all()):
-                raise _broken(stored, own)
+                raise _broken(stored, own, "scale")
         heads = self._weights.heads_of_pairs(own)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
@@ -168,9 +174,9 @@ def _map(path: Path) -> Tensor:
         raise ModelError(f"{path} cannot be read ({error})") from error
 
 
-def _broken(stored: StoredArray, name: str) -> ModelError:
+def _broken(stored: StoredArray, name: str, what: str) -> ModelError:
     return ModelError(
-        f"{stored.path}: {name} holds a scale that is infinite or no number, and tokens would come out of NaN; the "
+        f"{stored.path}: {name} holds a {what} that is infinite or no number, and tokens would come out of NaN; the "
         "file is broken, download it again"
     )
 

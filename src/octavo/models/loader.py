@@ -16,7 +16,7 @@ from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_o
 from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
-from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
+from octavo.models.packed_cache import FORMAT_VERSION, Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin, make_query_scale
@@ -74,7 +74,7 @@ def load_model(
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
     `seed` and reads no file. quantization and group_size: how weights are rounded that are not integers in the
     checkpoint, as in `octavo.config.ModelConfig`; see `octavo.kernels.quantization`.
-    packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
+    packed_cache: where weights of integers are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
     largest ones that are computed together.
@@ -162,11 +162,10 @@ def _tell_of_small_floats(
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
     """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
-    is_rounded = packer.quantization is not None or packer.stored is not None
-    if not is_rounded or packer.files is None or packer.kernels.layout is None:
+    if not packer.has_integers or packer.files is None or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
-    versions = (ROUNDING_VERSION, READING_VERSION)
+    versions = (ROUNDING_VERSION, READING_VERSION, FORMAT_VERSION)
     files = [*weights.config_files(), *weights.weight_files()]
     identity = Identity(files, (*formats, *versions), cache.hashes(), packer.tell_progress)
     path = cache.path(weights.path, *formats)
@@ -193,6 +192,7 @@ class _Packer:
         self.source = source
         self.files = files  # None where the source has none
         self.stored = architecture.stored
+        self.has_integers = bool(quantization or architecture.stored or architecture.block_bytes)
         self.unchecked_scales = [] if files is None else architecture.scale_names()
         self.kernels = kernels
         self.dtype = dtype

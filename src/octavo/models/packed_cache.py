@@ -1,8 +1,9 @@
-"""Rounded weights kept on disk as they are packed: a later start need not round and pack them again.
+"""Weights of integers kept on disk as they are packed: a later start need not round, check and pack them again.
 
 One file per checkpoint, number formats and layout, in safetensors' format (anyone can look into it; it holds no code),
 in the user's cache directory. It is used only if it was made from what the checkpoint's files hold now, byte for byte,
-and every tensor is checked against its BLAKE2b digest as it is read. What does not agree is made anew.
+and every tensor is checked against its checksum as it is read. What does not agree is made anew. The checksum finds
+what a disk has damaged; who may write into the directory can make it fit, gets other tokens by that, and no more.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from octavo.config import cache_directory
+from octavo.kernels.checksum import xxh64
 from octavo.kernels.interface import KeptLinear
 from octavo.models.weight_hashes import FileHashes, FileState, written_whole
 
@@ -36,7 +38,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20  # smaller models are packed in no time
-_READERS = 2
+FORMAT_VERSION = 2  # to be counted up when the same weights stand otherwise in a file
+_READERS, _WEIGHTS_AHEAD = 2, 4
+_TASK_BYTES = 8 << 20  # of a thread that reads
+_PIECE_BYTES = 1 << 20  # is checked while the processor's cache has it
+_LINE_BYTES = 64  # of a cache
+_MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
 _SUFFIX = ".packed.safetensors"
 _ABANDONED_S = 3600.0
@@ -140,7 +147,7 @@ class KeptWeights:
         self._kernels = kernels
         self._source = source
         self._goes_on = goes_on
-        self._packed: dict[str, KeptLinear] = {}
+        self._packed: dict[str, tuple[KeptLinear, ...]] = {}
         self._is_complete = True  # everything asked for so far can be kept
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
@@ -149,9 +156,9 @@ class KeptWeights:
         name = "+".join(declared.names)
         if self._reader is not None:
             try:
-                kept = self._reader.take(name)
+                restored = self._restore(declared, self._reader.take(name))
                 self._source.skip(declared)
-                return self._kernels.restore_linear(kept)
+                return restored  # noqa: TRY300
             except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
@@ -159,12 +166,18 @@ class KeptWeights:
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
         packed = self._source.linear(declared)
-        entry = self._kernels.keep_linear(packed)
-        if entry is None:
-            self._is_complete = False
-        else:
-            self._packed[name] = entry
+        self._packed[name] = self._kernels.keep_linear(packed)
+        self._is_complete = self._is_complete and bool(self._packed[name])
         return packed
+
+    def _restore(self, declared: Linear, kept: list[KeptLinear]) -> PackedLinear:
+        """Return a weight that was kept. Raises `ValueError` for one that the model did not ask for, among others."""
+        restored = self._kernels.restore_linear(kept)
+        found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
+        asked = declared.out_features, declared.in_features, {declared.has_bias}
+        if found != asked or len(kept) > len(declared.parts):
+            raise ValueError(f"{'+'.join(declared.names)} is not as the model has it")
+        return restored
 
     def norm(self, declared: Norm) -> Tensor:
         """Return the weight of a norm, from the checkpoint."""
@@ -182,7 +195,7 @@ class KeptWeights:
             self._identity.keep()
             return
         packed, self._packed = self._packed, {}
-        num_bytes = sum(entry.data.nbytes for entry in packed.values())
+        num_bytes = sum(part.data.nbytes for parts in packed.values() for part in parts)
         if not packed or not self._is_complete or num_bytes < LEAST_BYTES:
             return
         try:
@@ -205,8 +218,26 @@ class KeptWeights:
             self._reader = None
 
 
+class _TensorBeingRead(NamedTuple):
+    """Memory that threads read into. tasks: what they return are checksums of its pieces."""
+
+    name: str
+    data: Tensor
+    digest: str
+    tasks: list[Future[list[int]]]
+
+    def result(self) -> Tensor:
+        """Wait for it. Raises `ValueError` for what is not as it was written."""
+        if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
+            raise ValueError(f"{self.name} is damaged")
+        return self.data
+
+
 class _Reader:
-    """Reads a kept file tensor by tensor, a few ahead, each checked."""
+    """Reads a kept file weight by weight, a few ahead, each checked.
+
+    All stand in one piece of memory, which then has few pages that are not huge, and lives while one of them does.
+    """
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
@@ -230,56 +261,87 @@ class _Reader:
             return None
 
     def __init__(
-        self, file: int, start: int, tensors: dict[str, Any], linears: dict[str, dict[str, Any]], kernels: Kernels
+        self, file: int, start: int, tensors: dict[str, Any], linears: dict[str, list[dict[str, Any]]], kernels: Kernels
     ) -> None:
         self._file = file
         self._start = start
-        self._tensors = tensors
+        self._places = _places(tensors, os.fstat(file).st_size - start)
+        self._memory = kernels.allocate(sum(_whole_lines(last - first) for first, last in self._places.values()))
+        self._taken = 0
         self._linears = linears
-        self._kernels = kernels
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-read")
         self._names = list(linears)
-        self._begun: dict[str, Future[KeptLinear]] = {}
+        self._begun: dict[str, list[tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int]]]] = {}
         self._num_begun = 0
 
-    def take(self, name: str) -> KeptLinear:
-        """Return a weight and begin to read those behind it. Raises `ValueError` for what is not as it was written."""
+    def take(self, name: str) -> list[KeptLinear]:
+        """Return the parts of a weight and begin to read those behind it.
+
+        Raises `ValueError`, among others, for what is not as it was written.
+        """
         index = self._names.index(name)
-        for ahead in self._names[self._num_begun : index + 1 + 2 * _READERS]:
-            self._begun[ahead] = self._pool.submit(self._read_linear, ahead)
+        for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
+            self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]
             self._num_begun += 1
-        return self._begun.pop(name).result()
+        kept = []
+        for data, bias, numbers in self._begun.pop(name):
+            values = None if bias is None else bias.result().view(torch.float32)
+            kept.append(KeptLinear(data.result(), values, numbers))
+        return kept
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._begun.clear()
         os.close(self._file)
 
-    def _read_linear(self, name: str) -> KeptLinear:
-        linear = self._linears[name]
-        bias = None
-        if linear["bias"] is not None:
-            bias = self._read(f"{name}.bias", linear["bias"]).view(torch.float32)
-        return KeptLinear(self._read(f"{name}.data", linear["data"]), bias, linear["numbers"])
+    def _begin_part(
+        self, name: str, index: int, part: dict[str, Any]
+    ) -> tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int]]:
+        bias = None if part["bias"] is None else self._begin(_tensor_name(name, index, "bias"), part["bias"])
+        return self._begin(_tensor_name(name, index, "data"), part["data"]), bias, part["numbers"]
 
-    def _read(self, name: str, expected: str) -> Tensor:
-        first, last = self._tensors[name]["data_offsets"]
-        data = self._kernels.allocate(last - first)
-        view = _bytes_of(data)
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._file, [view[done:]], self._start + first + done)
-            if count == 0:
-                raise ValueError(f"{name} is cut off")
-            done += count
-        if hashlib.blake2b(view, digest_size=16).hexdigest() != expected:
-            raise ValueError(f"{name} is damaged")
-        return data
+    def _begin(self, name: str, digest: str) -> _TensorBeingRead:
+        first, last = self._places.pop(name)
+        data = self._memory[self._taken : self._taken + last - first]
+        self._taken += _whole_lines(last - first)
+        offsets = range(self._start + first, self._start + last, _TASK_BYTES)
+        tasks = [self._pool.submit(self._read, *each) for each in zip(_cut(data, _TASK_BYTES), offsets, strict=True)]
+        return _TensorBeingRead(name, data, digest, tasks)
+
+    def _read(self, data: Tensor, offset: int) -> list[int]:
+        """Read bytes from a place in the file on, and return the checksum of each piece."""
+        sums = []
+        for piece in _cut(data, _PIECE_BYTES):
+            view, done = _bytes_of(piece), 0
+            while done < len(view):
+                count = os.preadv(self._file, [view[done:]], offset + done)
+                if count == 0:
+                    raise ValueError("it became shorter")
+                done += count
+            sums.append(xxh64(piece))
+            offset += done
+        return sums
+
+
+def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
+    """Return where each tensor begins and ends in so many bytes. Raises `ValueError` unless they have room there."""
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, tensor in tensors.items():  # as they stand there
+        first, last = tensor["data_offsets"]
+        if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
+            raise ValueError(f"{name} is cut off")
+        places[name], end = (first, last), last
+    return places
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _read_header(file: int) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(os.pread(file, 8, 0), "little")
-    if not 0 < size <= os.fstat(file).st_size - 8:
+    if not 0 < size <= min(os.fstat(file).st_size - 8, _MAX_HEADER_BYTES):
         raise ValueError("it is cut off")
     header = json.loads(os.pread(file, size, 8))
     if not isinstance(header, dict):
@@ -287,18 +349,26 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def _write(path: Path, identity: str, packed: dict[str, KeptLinear], goes_on: Callable[[], None]) -> None:
+def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], goes_on: Callable[[], None]) -> None:
     """Write a file of safetensors' format beside `path`, then put it in its place."""
     tensors: dict[str, Tensor] = {}
-    for name, entry in packed.items():
-        tensors[f"{name}.data"] = entry.data
-        if entry.bias is not None:
-            tensors[f"{name}.bias"] = entry.bias.view(torch.uint8)
+    for name, parts in packed.items():
+        for index, part in enumerate(parts):
+            tensors[_tensor_name(name, index, "data")] = part.data
+            if part.bias is not None:
+                tensors[_tensor_name(name, index, "bias")] = part.bias.view(torch.uint8)
     with ThreadPoolExecutor(_READERS) as pool:
         digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
     linears = {
-        name: {"numbers": entry.numbers, "data": digests[f"{name}.data"], "bias": digests.get(f"{name}.bias")}
-        for name, entry in packed.items()
+        name: [
+            {
+                "numbers": part.numbers,
+                "data": digests[_tensor_name(name, index, "data")],
+                "bias": digests.get(_tensor_name(name, index, "bias")),
+            }
+            for index, part in enumerate(parts)
+        ]
+        for name, parts in packed.items()
     }
     text = json.dumps(linears)
     metadata = {"identity": identity, "linears": text, "digest": _digest_text(text)}
@@ -316,8 +386,22 @@ def _write(path: Path, identity: str, packed: dict[str, KeptLinear], goes_on: Ca
             goes_on()
 
 
+def _tensor_name(linear: str, part: int, what: str) -> str:
+    """Return what is called a tensor of a weight, of its first part, mostly the only one, or of another."""
+    return f"{linear}.{what}" if part == 0 else f"{linear}.{part}.{what}"
+
+
+def _cut(data: Tensor, num_bytes: int) -> list[Tensor]:
+    return [data[first : first + num_bytes] for first in range(0, len(data), num_bytes)]
+
+
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+    return _digest_sums(map(xxh64, _cut(tensor, _PIECE_BYTES)))
+
+
+def _digest_sums(sums: Iterable[int]) -> str:
+    """Return a hash over the checksums of all pieces of a tensor, in their order."""
+    return hashlib.blake2b(b"".join(each.to_bytes(8, "little") for each in sums), digest_size=16).hexdigest()
 
 
 def _digest_text(text: str) -> str:
