@@ -9,7 +9,14 @@ import pytest
 import torch
 from late_queue import LateQueue
 
-from octavo.data.scheduler_output import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.data.scheduler_output import (
+    BlockCopies,
+    CachedRequestData,
+    KVTransfer,
+    NewRequestData,
+    SchedulerOutput,
+    TransferDirection,
+)
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -21,6 +28,7 @@ from octavo.worker.host_copies import PinnedMemory
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.model_runner import ModelRunner
 
+SAVE = KVTransfer(1, TransferDirection.SAVE, [b"key"], [0])
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS = 16, 48, 3
 NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
@@ -101,6 +109,8 @@ def ahead(runner, steps, queue):
         num_waits = queue.num_waits
         following = runner.launch(step)
         assert queue.num_waits == num_waits, "a launch waited for the device"
+        chosen = following.chosen
+        assert chosen is None or queue.is_host(chosen.to_read), "to read it would be to wait for all that is enqueued"
         if launched is not None:
             outputs.append(runner.collect(launched))
         launched = following
@@ -186,7 +196,12 @@ def test_which_steps_wait(make_runner):
     assert runner.needs_sampled_tokens(step)
     runner.collect(second)
     assert not runner.needs_sampled_tokens(step)
-    for changes in ({"preempted_req_ids": {"a"}}, {"copies": BlockCopies(block_copies=[(1, 2)])}, {"kv_cancels": [1]}):
+    for changes in (
+        {"preempted_req_ids": {"a"}},
+        {"copies": BlockCopies(block_copies=[(1, 2)])},
+        {"kv_cancels": [1]},
+        {"kv_transfers": [SAVE]},
+    ):
         assert runner.needs_sampled_tokens(core.decide({}, **changes).steps[-1])
     third = runner.launch(core.decide({"b": 1}).steps[-1])
     assert runner.needs_sampled_tokens(step)

@@ -146,8 +146,7 @@ class InputBatch:
             None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
-        self.num_tokens[row], self.num_awaited[row] = len(data.token_ids), 0
-        self.num_blocks[row], self.num_window_blocks[row] = 0, 0
+        self.num_tokens[row], self.num_blocks[row], self.num_window_blocks[row] = len(data.token_ids), 0, 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
