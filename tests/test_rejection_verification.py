@@ -20,6 +20,7 @@ from octavo.worker.drafting import Drafting
 from octavo.worker.verification import ExactVerification
 
 A, B, C = 67, 68, 69  # "abc"
+END = 2
 PROMPT = {"prompt_token_ids": [A, B, C, A, A]}  # behind which the model doubts which comes
 PROMPTS = [PROMPT, "Once upon a time there was a little fox who", "one two three one two three"]
 NUM_ANSWERS = 600
@@ -31,6 +32,7 @@ WAYS: dict[str, dict[str, object]] = {
     "stop": {"allowed_token_ids": [A, B, C], "stop_token_ids": [B], "min_tokens": 1, "temperature": 2.0},
     "grammar": {
         "structured_outputs": StructuredOutputsParams(regex="(a|b){2,3}c?a?"),
+        "allowed_token_ids": [A, B, C, A + 4, END],
         "temperature": 3.0,
         "ignore_eos": False,
     },
