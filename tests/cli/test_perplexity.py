@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from sdks import transformers
 from typer.testing import CliRunner
 
 from octavo.assets import built_in_model_path
@@ -29,7 +29,7 @@ def test_losses_are_those_of_each_piece_alone(llm):
     losses = mean_losses(llm, pieces, on_piece=seen.append)
     assert seen == pieces
     assert losses == [mean_losses(llm, [piece])[0] for piece in pieces]
-    theirs = AutoModelForCausalLM.from_pretrained(built_in_model_path(), dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(built_in_model_path(), dtype=torch.float32)
     for piece, loss in zip(pieces, losses, strict=True):
         with torch.no_grad():
             logits = theirs(torch.tensor([piece])).logits[0, :-1]

@@ -5,8 +5,8 @@ import json
 from datetime import datetime
 
 import pytest
+from sdks import transformers
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ModelError, RequestError
@@ -132,7 +132,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "ä <x>",
 @pytest.fixture(scope="module")
 def oracle():
     backend = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
 def both(oracle, template, messages, **options):

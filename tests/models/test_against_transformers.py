@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from sdks import transformers
 from transformers_cases import CASES, make_prompts
 
 from octavo import LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
@@ -70,7 +70,9 @@ def generate_staggered(path, prompts, num_tokens=NUM_TOKENS, max_model_len=None)
 
 
 def load_oracle(path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.inference_mode()
@@ -106,8 +108,8 @@ def with_config(model, **changes):
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)
-    config = AutoConfig.for_model(**config.to_dict())
-    altered = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(**config.to_dict())
+    altered = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     altered.load_state_dict(model.state_dict())
     return altered.eval()
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+from sdks import transformers
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
@@ -81,7 +81,7 @@ def test_new_style_equals_old_style(name, tmp_path):
     old = tiny_config(name, rope_theta=5e5, rope_scaling=scaling, torch_dtype="bfloat16")
     del old["dtype"], old["rope_parameters"]
     expected = read_architecture(write(tmp_path, old))
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     ropes = saved["rope_parameters"]
     assert ropes.get("full_attention", ropes)["rope_theta"] == 5e5
@@ -95,7 +95,7 @@ def test_new_style_equals_old_style(name, tmp_path):
 def test_tensor_shapes_are_those_of_transformers(name, tied, tmp_path):
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
     assert architecture.tensor_shapes() == expected
     assert architecture.num_parameters == model.num_parameters()

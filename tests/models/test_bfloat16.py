@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from sdks import transformers
 from transformers_cases import CASES, make_prompts
 
 from octavo.kernels import create_kernels
@@ -51,7 +51,7 @@ def load(path, backend):
 
 @torch.inference_mode()
 def oracle_logits(path, prompts, dtype):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 

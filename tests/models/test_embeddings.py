@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModel
+from sdks import transformers
 
 from octavo import LLM, ModelError, RequestError, SamplingParams
 from octavo.models.quantize_checkpoint import quantize_checkpoint
@@ -37,7 +37,7 @@ def embed(llm: LLM, **options) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_are_those_of_transformers(checkpoint, pooling):
-    theirs = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    theirs = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
     llm = make(checkpoint)
     for prompt, ours, unit in zip(
         PROMPTS, embed(llm, pooling=pooling, normalize=False), embed(llm, pooling=pooling), strict=True

@@ -5,18 +5,15 @@ import logging
 
 import pytest
 import torch
-from compressed_tensors.compressors import FloatQuantizationCompressor, MXFP4PackedCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from sdks import compressed_tensors, transformers
 from test_quantized_checkpoints import MODULE, PROMPT, linear_names, load, plain_checkpoint, rewrite, weight_of
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo.errors import ModelError
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.registry import read_architecture
 
-FP8_ACTIVATIONS = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True)
+FP8_ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
 def rewritten(path, config, store):
@@ -57,7 +54,9 @@ def block_checkpoint(path, blocks=(32, 32), **config):
 
 
 def compressed_config(weights, activations, name):
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    scheme = compressed_tensors.quantization.QuantizationScheme(
+        targets=["Linear"], weights=weights, input_activations=activations
+    )
     return scheme, {
         "quant_method": "compressed-tensors",
         "format": name,
@@ -93,7 +92,10 @@ def assert_blocks(path, meant, prompt_logits):
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
 def test_fp8_of_compressed_tensors(strategy, activations, scale_dtype, tmp_path):
     structure = [32, 32] if strategy == "block" else None
-    weights = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, block_structure=structure)
+    weights = compressed_tensors.quantization.QuantizationArgs(
+        num_bits=8, type="float", symmetric=True, strategy=strategy, block_structure=structure
+    )
+    activations = activations and compressed_tensors.quantization.QuantizationArgs(**activations)
     scheme, config = compressed_config(weights, activations, "float-quantized")
 
     def store(weight, _):
@@ -101,9 +103,11 @@ def test_fp8_of_compressed_tensors(strategy, activations, scale_dtype, tmp_path)
         state = {"weight": weight.to(scale_dtype), "weight_scale": fp8(weight, blocks)[1].to(scale_dtype)}
         if strategy == "tensor":
             state["weight_scale"] = state["weight_scale"].flatten()
-        compressed = FloatQuantizationCompressor.compress(state, scheme)
+        compressed = compressed_tensors.compressors.FloatQuantizationCompressor.compress(state, scheme)
         assert compressed["weight"].dtype == torch.float8_e4m3fn
-        return compressed, FloatQuantizationCompressor.decompress(dict(compressed), scheme)["weight"]
+        return compressed, compressed_tensors.compressors.FloatQuantizationCompressor.decompress(
+            dict(compressed), scheme
+        )["weight"]
 
     meant = rewritten(tmp_path, config, store)
     assert_weights(tmp_path, meant, dtype=str(scale_dtype).removeprefix("torch."))
@@ -112,7 +116,10 @@ def test_fp8_of_compressed_tensors(strategy, activations, scale_dtype, tmp_path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fp8_in_blocks_of_deepseek(dtype, tmp_path):
     modules = block_checkpoint(tmp_path)
-    tensors, theirs = load_file(tmp_path / "model.safetensors"), Fp8Dequantize(hf_quantizer=None)
+    tensors, theirs = (
+        load_file(tmp_path / "model.safetensors"),
+        transformers.integrations.finegrained_fp8.Fp8Dequantize(hf_quantizer=None),
+    )
     meant = {
         module: theirs._dequantize_one(
             tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"], output_dtype=dtype
@@ -171,14 +178,16 @@ def test_fp8_of_fbgemm(tmp_path):
 
 
 def test_mxfp4_of_compressed_tensors(tmp_path, prompt_logits):
-    weights = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
+    weights = compressed_tensors.quantization.QuantizationArgs(
+        num_bits=4, type="float", symmetric=True, strategy="group", group_size=32
+    )
     scheme, config = compressed_config(weights, None, "mxfp4-pack-quantized")
 
     def store(weight, generator):
         exponents = torch.randint(-6, -2, (weight.shape[0], weight.shape[1] // 32), generator=generator)
         state = {"weight": weight.bfloat16(), "weight_scale": torch.exp2(exponents.float()).bfloat16()}
-        compressed = MXFP4PackedCompressor.compress(state, scheme)
-        meant = MXFP4PackedCompressor.decompress(dict(compressed), scheme)["weight"]
+        compressed = compressed_tensors.compressors.MXFP4PackedCompressor.compress(state, scheme)
+        meant = compressed_tensors.compressors.MXFP4PackedCompressor.decompress(dict(compressed), scheme)["weight"]
         assert meant.unique().numel() > 8
         return compressed, meant
 
@@ -190,7 +199,9 @@ def test_mxfp4_in_blocks(tmp_path, prompt_logits):
         groups = weight.shape[1] // 32
         blocks = torch.randint(0, 256, (len(weight), groups, 16), generator=generator, dtype=torch.uint8)
         scales = torch.randint(110, 130, (len(weight), groups), generator=generator, dtype=torch.uint8)
-        meant = convert_moe_packed_tensors(blocks[None], scales[None])[0].T  # of one expert
+        meant = transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks[None], scales[None])[
+            0
+        ].T  # of one expert
         return {"weight_blocks": blocks, "weight_scales": scales}, meant
 
     config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}

@@ -5,11 +5,9 @@ import shutil
 
 import pytest
 import torch
-from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from sdks import compressed_tensors, transformers
 from typer.testing import CliRunner
 
 from octavo.cli import app
@@ -74,15 +72,17 @@ def weight_of(model, module):
 
 
 def scheme_of(bits, group_size, *, symmetric):
-    weights = QuantizationArgs(
+    weights = compressed_tensors.quantization.QuantizationArgs(
         num_bits=bits,
         type="int",
         symmetric=symmetric,
         strategy="channel" if group_size is None else "group",
         group_size=group_size,
     )
-    activations = QuantizationArgs(**INT8_ACTIVATIONS) if bits == 8 else None
-    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    activations = compressed_tensors.quantization.QuantizationArgs(**INT8_ACTIVATIONS) if bits == 8 else None
+    return compressed_tensors.quantization.QuantizationScheme(
+        targets=["Linear"], weights=weights, input_activations=activations
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,11 @@ def scheme_of(bits, group_size, *, symmetric):
 def test_what_compressed_tensors_writes_is_read_as_it_means_it(bits, group_size, symmetric, tmp_path, generator):
     path = plain_checkpoint(tmp_path)
     scheme = scheme_of(bits, group_size, symmetric=symmetric)
-    compressor = IntQuantizationCompressor if bits == 8 else PackedQuantizationCompressor
+    compressor = (
+        compressed_tensors.compressors.IntQuantizationCompressor
+        if bits == 8
+        else compressed_tensors.compressors.PackedQuantizationCompressor
+    )
     tensors, meant = load_file(path / "model.safetensors"), {}
     for module in linear_names(tensors):
         weight = tensors.pop(f"{module}.weight")
@@ -220,7 +224,7 @@ def test_transformers_reads_what_octavo_writes(precision, group_size, tied, tmp_
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
     quantize_checkpoint(source, tmp_path / "rounded", precision, group_size=group_size)
     assert (tmp_path / "rounded" / "generation_config.json").read_text() == '{"temperature": 0.5}'
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded", dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "rounded", dtype=torch.bfloat16)
     model, plain = load(tmp_path / "rounded"), load_file(source / "model.safetensors")
     with torch.no_grad():
         theirs(torch.tensor([PROMPT]))  # it decompresses when it runs
@@ -483,8 +487,12 @@ def test_act_order_of_compressed_tensors(tmp_path, generator):
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
         places = order.argsort()
         scales = (torch.rand(weight.shape[0], weight.shape[1] // 32, generator=generator) + 0.5) * 0.04
-        compressed = PackedQuantizationCompressor.compress({"weight": weight[:, order], "weight_scale": scales}, scheme)
-        meant[module] = PackedQuantizationCompressor.decompress(dict(compressed), scheme)["weight"][:, places]
+        compressed = compressed_tensors.compressors.PackedQuantizationCompressor.compress(
+            {"weight": weight[:, order], "weight_scale": scales}, scheme
+        )
+        meant[module] = compressed_tensors.compressors.PackedQuantizationCompressor.decompress(
+            dict(compressed), scheme
+        )["weight"][:, places]
         values = unpack_nibbles(compressed["weight_packed"], dim=1)[:, : weight.shape[1]]
         compressed["weight_packed"] = pack_words(values[:, places], 1)
         compressed["weight_g_idx"] = (places // 32).int()

@@ -7,10 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from sdks import transformers
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
@@ -66,7 +63,9 @@ def test_table_equals_transformers(kind, numbers, style, tmp_path):
     attention = architecture.layers[0].attention
     assert attention.rope.kind == kind
     assert attention.rope.theta == 5e5
-    embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    )
     cosine, sine = embedding(torch.zeros(1), torch.arange(2000)[None])
     table = make_cos_sin(attention.rope, attention.head_dim, 2000)
     half = attention.head_dim // 2
@@ -162,7 +161,9 @@ def phi3_table(directory, style, kind, num_positions):
     (directory / "config.json").write_text(json.dumps(config | style(kind, LONGROPE)))
     architecture = read_architecture(directory)
     rope = architecture.layers[0].attention.rope
-    embedding = Phi3RotaryEmbedding(AutoConfig.from_pretrained(directory))
+    embedding = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(
+        transformers.AutoConfig.from_pretrained(directory)
+    )
     cosine, sine = embedding(torch.zeros(1), torch.arange(num_positions)[None])
     assert cosine.shape[-1] == 48
     theirs = torch.cat([cosine[0, :, :24], sine[0, :, :24]], dim=-1)
@@ -194,7 +195,9 @@ def test_factors_are_chosen_by_the_longest_sequence():
 def test_queries_are_scaled_as_in_transformers():
     numbers = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 100}
     rope = read_rope(ConfigFile(None, new_style("default", numbers)), 2048, scales_queries=True)
-    expected = get_llama_4_attn_scale(torch.arange(1000)[None], 0.1, 100)[0, 0, :, 0]
+    expected = transformers.models.ministral3.modeling_ministral3.get_llama_4_attn_scale(
+        torch.arange(1000)[None], 0.1, 100
+    )[0, 0, :, 0]
     torch.testing.assert_close(make_query_scale(rope, 1000, CPU), expected, rtol=0, atol=2e-7)
     assert make_query_scale(rope, 1000, CPU)[99] == 1.0
     assert make_query_scale(RopeConfig(), 1000, CPU) is None

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from sdks import transformers
 
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
@@ -211,11 +211,13 @@ WHOLES = {  # text parts of other models, and what stands around them; the numbe
 def test_logits_are_those_of_transformers_for_the_whole_model(name, tmp_path, prompt_logits):
     """A checkpoint as transformers writes it, pictures and all, asked about text alone."""
     whole, text_config, around = WHOLES[name]
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         **around, text_config=text_config, tie_word_embeddings=text_config["tie_word_embeddings"]
     )
     torch.manual_seed(3)
-    oracle = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    oracle = transformers.AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in oracle.model.language_model.parameters():
             parameter.copy_(torch.randn(parameter.shape) / 10 + (parameter.dim() == 1))

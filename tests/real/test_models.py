@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from sdks import transformers
 
 from octavo import LLM, SamplingParams
 
@@ -28,8 +28,10 @@ CHATS = [
 @pytest.fixture(scope="module")
 def oracle(real_model):
     path = real_model("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    return model, AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
 def test_prompts_and_tokens_equal(real_model, oracle, sampled):

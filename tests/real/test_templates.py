@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from transformers.utils import chat_template_utils
+from sdks import transformers
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import RequestError
@@ -110,7 +110,7 @@ def _frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         def now(cls, tz: Any = None) -> datetime:
             return NOW.replace(tzinfo=tz)
 
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
 
 
 def spellings(messages: Messages) -> Iterator[Messages]:
@@ -154,7 +154,7 @@ def of_transformers(source: str, messages: Messages, options: dict[str, Any]) ->
     best, best_faults = None, None
     for spelled in spellings(messages):
         try:
-            ((text,), _) = chat_template_utils.render_jinja_template(
+            ((text,), _) = transformers.utils.chat_template_utils.render_jinja_template(
                 [spelled], chat_template=source, add_generation_prompt=True, **SPECIAL, **options
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-import transformers
 from content_tokens import Writer, check_answer
+from sdks import transformers
 
 from octavo import ModelConfig
 from octavo.engine.output_processor import OutputProcessor

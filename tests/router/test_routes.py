@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 
-import anthropic
-import ollama
-import openai
 import pytest
 from fakes import answer_text
 from router.routing import run_router
+from sdks import anthropic, ollama, openai
 from server.running import DEADLINE_S, run_server
 
 from octavo.config import RouterConfig

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import anthropic
-import ollama
-import openai
 import pytest
 import running
 from kernels_available import COMPILED
 from running import DEADLINE_S, run_server
+from sdks import anthropic, ollama, openai
 
 from octavo import LLMEngine
 

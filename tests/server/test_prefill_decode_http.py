@@ -6,12 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from alone_and_crowd import needs_kernels
 from router.routing import Routing, run_router
 from running import wait_until
+from sdks import anthropic, openai
 from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig

@@ -12,14 +12,12 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import huggingface_hub
-import ollama
-import openai
 import pytest
 import running
 from alone_and_crowd import needs_kernels
 from running import DEADLINE_S, run_server, wait_until
+from sdks import anthropic, ollama, openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig

@@ -9,13 +9,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import anthropic
 import httpx
-import openai
 import psutil
 import pytest
 from mooncake_master import needs_mooncake
 from router.routing import Routing, run_router
+from sdks import anthropic, openai
 from serving_process import Served, serve
 
 if TYPE_CHECKING:

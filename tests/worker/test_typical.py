@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from kernels_available import COMPILED
-from transformers.generation import logits_process as theirs
+from sdks import transformers
 
 from octavo.kernels import create_kernels
 from octavo.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ def kernels(request):
 
 
 def kept_by_theirs(row: torch.Tensor, params: SamplingParams) -> list[int]:
+    theirs = transformers.generation.logits_process
     scores = row.double()[None] / params.temperature
     warpers = [theirs.TypicalLogitsWarper(mass=params.typical_p)]
     if params.top_p < 1.0:

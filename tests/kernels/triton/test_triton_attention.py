@@ -35,7 +35,7 @@ def assert_right(paged_attention, generator, heads, dtype, *, window=None, softc
     assert_attention_is_as_exact(result, q, batch, numbers, window, softcap)
 
 
-@pytest.mark.sweep(100)
+@pytest.mark.sweep(200)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", WINDOWS)

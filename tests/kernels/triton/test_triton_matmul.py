@@ -29,7 +29,7 @@ def random(generator, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -124,7 +124,7 @@ def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
     assert not torch.allclose(one_too_many.matmul(x, weight, torch.empty(4, 3)), expected)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("stored", INTEGERS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)

@@ -41,7 +41,7 @@ def assert_same_as_torch(write, generator, options):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])

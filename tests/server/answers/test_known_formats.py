@@ -94,7 +94,7 @@ def test_it_is_read_in_two_pieces_wherever_it_is_cut(family: type[ToolFormat]) -
         assert read(form, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @each_format
 def test_nothing_of_a_call_that_was_cut_off_is_content(family: type[ToolFormat]) -> None:
     form = family()
@@ -128,7 +128,7 @@ def test_calls_that_are_none_are_content(family: type[ToolFormat]) -> None:
         assert read(form, list(text)) == read(form, [text])
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @each_format
 def test_garbage_is_read_the_same_way_however_it_is_cut(family: type[ToolFormat]) -> None:
     form, rng = family(), random.Random(7)
@@ -159,7 +159,7 @@ def grammars_of(request: pytest.FixtureRequest) -> Callable[[type[ToolFormat]], 
 PLAIN = {"city": 'Rö"me <b>', "days": 3, "deep": {"a": [1, "x"]}, "is_long": False, "unit": "F"}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @each_format
 def test_grammars_let_pass_what_a_family_writes(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor, make_engine
 from running import DEADLINE_S, run_server, wait_until
+from sdks import openai
 
 from octavo.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.server.answers.answer_form import AnswerStyle

@@ -7,10 +7,10 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from running import DEADLINE_S, run_server
+from sdks import anthropic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,10 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import ollama
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor, answer_text
 from running import DEADLINE_S, run_server, wait_until
+from sdks import ollama
 
 from octavo.outputs import RequestMetrics
 from octavo.sampling_params import SamplingParams

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from fakes import TEXT, answer_text
 from running import DEADLINE_S, run_server
+from sdks import openai
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,11 +6,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor, answer_text
 from running import DEADLINE_S, run_server
+from sdks import anthropic, openai
 
 from octavo.server.api import extra_fields
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, As, ExtraFields, Off

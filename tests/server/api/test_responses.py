@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from running import DEADLINE_S, run_server
+from sdks import openai
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering

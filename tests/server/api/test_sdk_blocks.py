@@ -5,6 +5,7 @@ So is every field of those that are read: what a later SDK adds makes these test
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable
 from typing import (
@@ -21,13 +22,9 @@ from typing import (
     get_type_hints,
 )
 
-import anthropic.types as plain
 import pytest
-from anthropic.types import beta, message_create_params
-from anthropic.types.beta import message_create_params as beta_message_create_params
-from openai.types import chat, responses
-from openai.types.responses import response_create_params, response_input_param, response_reasoning_item_param
 from pydantic import BaseModel
+from sdks import anthropic, openai
 from typing_extensions import is_typeddict
 
 from octavo.errors import RequestError
@@ -104,11 +101,13 @@ def thinking(config: Any) -> Any:
     return messages._template_options(request, [{"role": "user"}])
 
 
-def of_anthropic(sdk: Any, prefix: str, params: Any) -> dict[str, Place]:
+def of_anthropic(sdk: Any, prefix: str = "") -> dict[str, Place]:
+    params = sdk.message_create_params
+
     def hint(name: str, field: str) -> Any:
         return hints(getattr(sdk, prefix + name))[field]
 
-    document_param = "DocumentBlockParam" if sdk is plain else "RequestDocumentBlockParam"
+    document_param = "DocumentBlockParam" if not prefix else "RequestDocumentBlockParam"
     search = {"type": "search_result", "source": "s", "title": "t"}
     return {
         "system": Place(
@@ -148,6 +147,7 @@ def in_chat(role: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_chat() -> dict[str, Place]:
+    chat = openai.types.chat
     roles = {
         "developer": chat.ChatCompletionDeveloperMessageParam,
         "system": chat.ChatCompletionSystemMessageParam,
@@ -178,18 +178,19 @@ def in_input(**item: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def of_responses() -> dict[str, Place]:
-    reasoning = hints(response_reasoning_item_param.ResponseReasoningItemParam)
+    responses = openai.types.responses
+    reasoning = hints(responses.response_reasoning_item_param.ResponseReasoningItemParam)
     message = in_input(role="user", content=None)
     return {
         "input": Place(
-            hints(response_create_params.ResponseCreateParamsNonStreaming)["input"],
+            hints(responses.response_create_params.ResponseCreateParamsNonStreaming)["input"],
             response_items.ITEMS,
             lambda item: read_items(None, [item]),
             default="message",
         ),
         "a message": Place(hints(responses.EasyInputMessageParam)["content"], response_items.MESSAGE_PARTS, message),
         "a strict message": Place(
-            hints(response_input_param.Message)["content"], response_items.MESSAGE_PARTS, message
+            hints(responses.response_input_param.Message)["content"], response_items.MESSAGE_PARTS, message
         ),
         "an answer": Place(
             hints(responses.ResponseOutputMessageParam)["content"],
@@ -197,7 +198,7 @@ def of_responses() -> dict[str, Place]:
             in_input(role="assistant", content=None),
         ),
         "a result": Place(
-            hints(response_input_param.FunctionCallOutput)["output"],
+            hints(responses.response_input_param.FunctionCallOutput)["output"],
             response_items.MESSAGE_PARTS,
             in_input(type="function_call_output", call_id="a", output=None),
         ),
@@ -206,49 +207,61 @@ def of_responses() -> dict[str, Place]:
     }
 
 
-PLACES = {
-    **{f"messages: {name}": place for name, place in of_anthropic(plain, "", message_create_params).items()},
-    **{f"beta: {name}": place for name, place in of_anthropic(beta, "Beta", beta_message_create_params).items()},
-    **{f"chat: {name}": place for name, place in of_chat().items()},
-    **{f"responses: {name}": place for name, place in of_responses().items()},
-}
+@functools.cache
+def places(api: str) -> dict[str, Place]:
+    """Return the places of an API, by name."""
+    if api == "messages":
+        return of_anthropic(anthropic.types)
+    if api == "beta":
+        return of_anthropic(anthropic.types.beta, "Beta")
+    return of_chat() if api == "chat" else of_responses()
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_every_type_of_the_sdks_is_read_or_refused_by_name(name: str) -> None:
-    allowed, known, read, default = PLACES[name]
-    kinds = {kind for cls in members(allowed) for kind in kinds_of(cls, default)}
-    assert kinds
-    assert kinds - known.taken.keys() - known.refused.keys() == set()
-    assert not known.taken.keys() & known.refused.keys()
-    for kind in known.refused:
-        with pytest.raises(RequestError, match=f"'{kind}', which is not supported by this server: ") as caught:
-            read({"type": kind})
-        assert caught.value.parameter
-    with pytest.raises(RequestError, match=r"must be an object of type \w.*, got type 'sonnet'"):
-        read({"type": "sonnet"})
+APIS = ("messages", "beta", "chat", "responses")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_type_of_the_sdks_is_read_or_refused_by_name(api: str) -> None:
+    for name, (allowed, known, read, default) in places(api).items():
+        kinds = {kind for cls in members(allowed) for kind in kinds_of(cls, default)}
+        assert kinds, name
+        assert kinds - known.taken.keys() - known.refused.keys() == set(), name
+        assert not known.taken.keys() & known.refused.keys(), name
+        for kind in known.refused:
+            with pytest.raises(RequestError, match=f"'{kind}', which is not supported by this server: ") as caught:
+                read({"type": kind})
+            assert caught.value.parameter, name
+        with pytest.raises(RequestError, match=r"must be an object of type \w.*, got type 'sonnet'"):
+            read({"type": "sonnet"})
 
 
 def unanswered(cls: Any, known: Fields) -> set[str]:
     return hints(cls).keys() - known.read - known.harmless.keys() - known.unsupported.keys()
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_every_field_of_what_is_read_has_an_answer(name: str) -> None:
-    allowed, known, read, default = PLACES[name]
-    for cls in members(allowed):
-        for kind in kinds_of(cls, default) & known.taken.keys():
-            assert unanswered(cls, known.taken[kind]) == set(), f"{cls.__name__} of type {kind}"
-    for kind, fields in known.taken.items():
-        assert not fields.read & (fields.harmless.keys() | fields.unsupported.keys())
-        for field in fields.unsupported:
-            with pytest.raises(RequestError, match=f"{field} is not supported by this server"):
-                read({"type": kind, field: "changes something"})
+@pytest.mark.parametrize("api", APIS)
+def test_every_field_of_what_is_read_has_an_answer(api: str) -> None:
+    for name, (allowed, known, read, default) in places(api).items():
+        for cls in members(allowed):
+            for kind in kinds_of(cls, default) & known.taken.keys():
+                assert unanswered(cls, known.taken[kind]) == set(), f"{name}: {cls.__name__} of type {kind}"
+        for kind, fields in known.taken.items():
+            assert not fields.read & (fields.harmless.keys() | fields.unsupported.keys()), name
+            for field in fields.unsupported:
+                with pytest.raises(RequestError, match=f"{field} is not supported by this server"):
+                    read({"type": kind, field: "changes something"})
 
 
-@pytest.mark.parametrize(
-    ("sent", "known"),
-    [
+def around() -> list[tuple[Any, Fields]]:
+    """Return what holds blocks, parts and items, and what is known of its fields."""
+    plain, beta, chat, responses = (
+        anthropic.types,
+        anthropic.types.beta,
+        openai.types.chat,
+        openai.types.responses,
+    )
+    create = responses.response_create_params
+    return [
         (plain.UserMessageParam, message_blocks.MESSAGE),
         (plain.AssistantMessageParam, message_blocks.MESSAGE),
         (beta.BetaUserMessageParam, message_blocks.MESSAGE),
@@ -259,21 +272,20 @@ def test_every_field_of_what_is_read_has_an_answer(name: str) -> None:
         (chat.ChatCompletionAssistantMessageParam, conversation.MESSAGE_FIELDS),
         (chat.ChatCompletionToolMessageParam, conversation.MESSAGE_FIELDS),
         (chat.ChatCompletionFunctionMessageParam, conversation.MESSAGE_FIELDS),
-        (response_create_params.PromptCacheOptions, _NESTED["prompt_cache_options"]),
-        *(
-            (cls, _NESTED["reasoning"])
-            for cls in members(hints(response_create_params.ResponseCreateParamsBase)["reasoning"])
-        ),
+        (create.PromptCacheOptions, _NESTED["prompt_cache_options"]),
+        *((cls, _NESTED["reasoning"]) for cls in members(hints(create.ResponseCreateParamsBase)["reasoning"])),
         (responses.ResponseTextConfigParam, _NESTED["text"]),
-    ],
-)
-def test_every_field_around_them_has_an_answer(sent: Any, known: Fields) -> None:
-    assert hints(sent)
-    assert unanswered(sent, known) == set()
+    ]
+
+
+def test_every_field_around_them_has_an_answer() -> None:
+    for sent, known in around():
+        assert hints(sent)
+        assert unanswered(sent, known) == set(), sent.__name__
 
 
 def test_what_anthropics_objects_hold_is_read_or_refused() -> None:
-    for params in (message_create_params, beta_message_create_params):
+    for params in (anthropic.types.message_create_params, anthropic.types.beta.message_create_params):
         fields = hints(params.MessageCreateParamsNonStreaming)
         for config in members(fields["output_config"]):
             for name in hints(config).keys() - messages._OUTPUT_CONFIG:
@@ -286,6 +298,7 @@ def test_what_anthropics_objects_hold_is_read_or_refused() -> None:
 
 def test_what_is_refused_stands_in_the_sdks() -> None:
     """A type that no SDK knows any more needs no word of its own."""
-    kinds = {kind for place in PLACES.values() for cls in members(place.allowed) for kind in kinds_of(cls, None)}
-    for place in PLACES.values():
+    all_places = [place for api in APIS for place in places(api).values()]
+    kinds = {kind for place in all_places for cls in members(place.allowed) for kind in kinds_of(cls, None)}
+    for place in all_places:
         assert place.known.refused.keys() <= kinds

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
-from anthropic.types.beta import message_create_params as beta_message_create_params
 from fakes import FakeChatTemplate
-from openai.types import completion_create_params, embedding_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
 from running import run_server
+from sdks import anthropic, openai
 
 from octavo.server.api.anthropic import messages
 from octavo.server.api.anthropic.messages import CountTokensRequest, MessagesRequest
@@ -27,47 +24,38 @@ if TYPE_CHECKING:
 
 API = Path(__file__).parents[3] / "docs" / "api.md"
 USER = {"role": "user", "content": "hello"}
-ROUTES: list[tuple[type, type[BaseModel], dict[str, Any], dict[str, str]]] = [
-    (
-        chat_create_params.CompletionCreateParamsStreaming,
+OF_ANTHROPIC = (messages._UNSUPPORTED, ANTHROPIC_HARMLESS)
+ROUTES: dict[str, tuple[Any, type[BaseModel], dict[str, Any], dict[str, str]]] = {  # by what the SDK sends there
+    "chat.completion_create_params.CompletionCreateParamsStreaming": (
+        openai,
         ChatCompletionRequest,
         ChatCompletionRequest.unsupported,
         HARMLESS,
     ),
-    (
-        completion_create_params.CompletionCreateParamsStreaming,
+    "completion_create_params.CompletionCreateParamsStreaming": (
+        openai,
         CompletionRequest,
         CompletionRequest.unsupported,
         HARMLESS,
     ),
-    (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest, embeddings._UNSUPPORTED, HARMLESS),
-    (response_create_params.ResponseCreateParamsStreaming, ResponsesRequest, responses._UNSUPPORTED, HARMLESS),
-    (
-        message_create_params.MessageCreateParamsStreaming,
-        MessagesRequest,
-        messages._UNSUPPORTED,
-        ANTHROPIC_HARMLESS,
+    "embedding_create_params.EmbeddingCreateParams": (openai, EmbeddingRequest, embeddings._UNSUPPORTED, HARMLESS),
+    "responses.response_create_params.ResponseCreateParamsStreaming": (
+        openai,
+        ResponsesRequest,
+        responses._UNSUPPORTED,
+        HARMLESS,
     ),
-    (
-        beta_message_create_params.MessageCreateParamsStreaming,
-        MessagesRequest,
-        messages._UNSUPPORTED,
-        ANTHROPIC_HARMLESS,
-    ),
-    (
-        message_count_tokens_params.MessageCountTokensParams,
-        CountTokensRequest,
-        messages._UNSUPPORTED,
-        ANTHROPIC_HARMLESS,
-    ),
-]
+    "message_create_params.MessageCreateParamsStreaming": (anthropic, MessagesRequest, *OF_ANTHROPIC),
+    "beta.message_create_params.MessageCreateParamsStreaming": (anthropic, MessagesRequest, *OF_ANTHROPIC),
+    "message_count_tokens_params.MessageCountTokensParams": (anthropic, CountTokensRequest, *OF_ANTHROPIC),
+}
 
 
-@pytest.mark.parametrize(("sent", "schema", "refused", "harmless"), ROUTES)
-def test_every_field_of_the_sdks_has_an_answer(
-    sent: type, schema: type[BaseModel], refused: dict[str, Any], harmless: dict[str, str]
-) -> None:
-    names = {*sent.__required_keys__, *sent.__optional_keys__}  # type: ignore[attr-defined]  # a TypedDict
+@pytest.mark.parametrize("name", ROUTES)
+def test_every_field_of_the_sdks_has_an_answer(name: str) -> None:
+    sdk, schema, refused, harmless = ROUTES[name]
+    sent = operator.attrgetter(name)(sdk.types)
+    names = {*sent.__required_keys__, *sent.__optional_keys__}  # it is a TypedDict
     assert "model" in names
     assert names - schema.model_fields.keys() - refused.keys() - harmless.keys() == set()
     assert not (schema.model_fields.keys() | refused.keys()) & harmless.keys() - {"metadata"}  # kept by /v1/responses

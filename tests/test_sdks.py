@@ -1,0 +1,28 @@
+"""Modules that take seconds are imported when a test first uses them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from sdks import LateModule
+
+TESTS = Path(__file__).parent
+LATE = re.compile(r"^(?:import|from) (?:anthropic|compressed_tensors|ollama|transformers)\b", re.MULTILINE)
+
+
+def test_no_file_of_tests_imports_them_as_it_is_collected() -> None:
+    assert [path.name for path in TESTS.rglob("*.py") if LATE.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_late_module_is_imported_when_it_is_asked_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taking_seconds.py").write_text("ANSWER = 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    late = LateModule("taking_seconds")
+    assert not hasattr(late, "__test__"), "pytest asks for such names"
+    assert not hasattr(late, "_mock_name")
+    assert "taking_seconds" not in sys.modules
+    assert late.ANSWER == 42
+    monkeypatch.delitem(sys.modules, "taking_seconds")
