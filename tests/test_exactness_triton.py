@@ -28,13 +28,15 @@ def _interpreter():
         yield
 
 
-def make_engine(model, **options):
+def make_engine(model, max_cudagraph_capture_size=0, **options):
     scheduler = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "mixed_step_ms": 0.0, **options}
     return LLMEngine(
         ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
         cache_config=CacheConfig(block_size=16, num_gpu_blocks=120),
         scheduler_config=SchedulerConfig(**scheduler),
-        device_config=DeviceConfig(device=str(kernels_device()), kernels="triton"),
+        device_config=DeviceConfig(
+            device=str(kernels_device()), kernels="triton", max_cudagraph_capture_size=max_cudagraph_capture_size
+        ),
     )
 
 
@@ -52,7 +54,7 @@ def make_requests(lengths, vocab_size, max_tokens):
 
 
 def test_a_tiny_model_is_exact(tmp_path):
-    """Prompts are cut, and share steps with decodes."""
+    """Prompts are cut, and share steps with decodes; the others of the crowd are computed by graphs."""
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=4,
         num_key_value_heads=2, num_hidden_layers=1, vocab_size=96, torch_dtype="bfloat16",
@@ -60,9 +62,15 @@ def test_a_tiny_model_is_exact(tmp_path):
     model = write_checkpoint(tmp_path / "tiny", config, std=0.2)
     requests = make_requests([3, 40, 17], 96, 2)
     expected = alone(make_engine(model), requests)
-    engine = make_engine(model, long_prefill_token_threshold=16, max_num_batched_tokens=24)
-    assert engine.core.executor.worker.kernels.name == "triton"
+    engine = make_engine(model, 4, long_prefill_token_threshold=16, max_num_batched_tokens=24)
+    worker = engine.core.executor.worker
+    assert worker.kernels.name == "triton"
+    graphs, by_graph = worker.runner.forward_pass.recorded, []
+    assert graphs.sizes == [1, 2, 4]
+    size_for = graphs.size_for
+    graphs.size_for = lambda batch: by_graph.append(size_for(batch)) or by_graph[-1]
     assert crowd(engine, requests) == expected
+    assert {size for size in by_graph if size}
 
 
 @pytest.mark.slow
@@ -70,5 +78,5 @@ def test_the_built_in_model_is_exact():
     requests = make_requests([1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 4, 6, 2, 3, 10, 20, 1, 5, 33, 40], 1536, 3)
     model = built_in_model_path()
     expected = alone(make_engine(model), requests)
-    assert crowd(make_engine(model, long_prefill_token_threshold=7), requests) == expected
+    assert crowd(make_engine(model, 20, long_prefill_token_threshold=7), requests) == expected
     assert len({tuple(tokens) for tokens, _ in expected}) > 10
