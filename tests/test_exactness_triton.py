@@ -32,13 +32,15 @@ def _interpreter():
         yield
 
 
-def make_engine(model, **options):
+def make_engine(model, max_cudagraph_capture_size=0, **options):
     scheduler = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "mixed_step_ms": 0.0, **options}
     return LLMEngine(
         ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
         cache_config=CacheConfig(block_size=16, num_gpu_blocks=120),
         scheduler_config=SchedulerConfig(**scheduler),
-        device_config=DeviceConfig(device=str(kernels_device()), kernels="triton"),
+        device_config=DeviceConfig(
+            device=str(kernels_device()), kernels="triton", max_cudagraph_capture_size=max_cudagraph_capture_size
+        ),
     )
 
 
@@ -56,7 +58,10 @@ def make_requests(lengths, vocab_size, max_tokens):
 
 
 def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
-    """Prompts are cut, and share steps with decodes. Steps are launched before those before them are collected."""
+    """Prompts are cut, and share steps with decodes; the others of the crowd are computed by graphs.
+
+    Steps are launched before those before them are collected.
+    """
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=4,
         num_key_value_heads=2, num_hidden_layers=1, vocab_size=96, torch_dtype="bfloat16",
@@ -66,9 +71,13 @@ def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
     expected = alone(make_engine(model), requests)
     if kernels_device().type == "cpu":
         monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
-    engine = make_engine(model, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True)
+    engine = make_engine(model, 4, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True)
     worker = engine.core.executor.worker
     assert worker.kernels.name == "triton"
+    graphs, by_graph = worker.runner.forward_pass.recorded, []
+    assert graphs.sizes == [1, 2, 4]
+    size_for = graphs.size_for
+    graphs.size_for = lambda batch: by_graph.append(size_for(batch)) or by_graph[-1]
     engine.core.executor.shutdown()
     engine.core.executor = LocalExecutor(worker, launches_ahead=True)
     launch, num_awaited = worker.launch, []
@@ -80,6 +89,7 @@ def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "launch", watch)
     assert crowd(engine, requests) == expected
     assert sum(num_awaited) > 0, "what was sampled is fed on the device"
+    assert {size for size in by_graph if size}
 
 
 @pytest.mark.slow
@@ -87,5 +97,5 @@ def test_the_built_in_model_is_exact():
     requests = make_requests([1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 4, 6, 2, 3, 10, 20, 1, 5, 33, 40], 1536, 3)
     model = built_in_model_path()
     expected = alone(make_engine(model), requests)
-    assert crowd(make_engine(model, long_prefill_token_threshold=7), requests) == expected
+    assert crowd(make_engine(model, 20, long_prefill_token_threshold=7), requests) == expected
     assert len({tuple(tokens) for tokens, _ in expected}) > 10

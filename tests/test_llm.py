@@ -187,7 +187,7 @@ def test_vllms_other_arguments(checkpoint):
     with pytest.warns(UserWarning, match="gpu_memory_utilization, tensor_parallel_size"):
         LLM(model=str(checkpoint), max_model_len=64, gpu_memory_utilization=0.5, tensor_parallel_size=1)
     for name, accepted in ACCEPTED_ARGUMENTS.items():
-        if accepted.values is not None and name != "enforce_eager":
+        if accepted.values is not None:
             with pytest.raises(ConfigError, match=name):
                 LLM(model=str(checkpoint), **{name: "surprise"})
     with pytest.raises(ConfigError, match="no_such_argument"):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STAGES = ("peaks", "correctness", "exactness", "tokens", "shares", "workloads", "nano_vllm")
+STAGES = ("peaks", "correctness", "exactness", "tokens", "graphs", "shares", "workloads", "nano_vllm")
 RESULT = "gpu_check: "  # begins a line with an entry in JSON
 LEAST_S = 20.0  # a stage is not begun with less
 

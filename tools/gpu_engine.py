@@ -58,7 +58,7 @@ def nano_vllm(check: Check, entries: Entries) -> None:
 def _same_tokens(check: Check) -> dict[str, Any]:
     sizes, rng = check.sizes, random.Random(0)
     vocab = 200 if check.is_dry else 1500
-    model = _random_model(check) if check.is_dry else ModelConfig()
+    model = random_model(check) if check.is_dry else ModelConfig()
     lengths = [1, sizes.longest_prompt, *(rng.randint(1, sizes.longest_prompt) for _ in range(sizes.requests - 2))]
     prompts = [{"prompt_token_ids": [rng.randrange(5, vocab) for _ in range(length)]} for length in lengths]
     params = [
@@ -67,29 +67,36 @@ def _same_tokens(check: Check) -> dict[str, Any]:
         )
         for index in range(len(prompts))
     ]
-    alone_engine = _engine(check, model, kv_bytes=1 << 30)
+    alone_engine = make_engine(check, model, kv_bytes=1 << 30)
     alone = [
         next(iter(alone_engine.generate_batch([prompt], [some]).values())).outputs[0].token_ids
         for prompt, some in zip(prompts, params, strict=True)
     ]
     cut = {"long_prefill_token_threshold": max(1, sizes.longest_prompt // 7), "max_num_batched_tokens": 512}
-    crowd_engine = _engine(check, model, kv_bytes=1 << 30, **cut)
+    crowd_engine = make_engine(check, model, kv_bytes=1 << 30, **cut)
     crowd = [each.outputs[0].token_ids for each in crowd_engine.generate_batch(prompts, params).values()]
     differ = [length for length, one, other in zip(lengths, alone, crowd, strict=True) if one != other]
     return {"is_equal": not differ, "num_requests": len(prompts)} | ({"prompts_that_differ": differ} if differ else {})
 
 
-def _engine(check: Check, model: ModelConfig, *, kv_bytes: int | None = None, **scheduler: Any) -> LLMEngine:
+def make_engine(
+    check: Check, model: ModelConfig, *, kv_bytes: int | None = None, dry_graphs: int = 0, **scheduler: Any
+) -> LLMEngine:
+    """Return an engine with decode graphs. dry_graphs: the most rows of one in a dry run, which has none by default."""
     kv_bytes = 1 << 22 if check.is_dry else kv_bytes
     return LLMEngine(
         model,
         SchedulerConfig(max_num_seqs=max(2, check.sizes.requests_at_once), **scheduler),
         cache_config=CacheConfig() if kv_bytes is None else CacheConfig(kv_cache_memory_bytes=kv_bytes),
-        device_config=DeviceConfig(device=check.device.type, kernels="triton"),
+        device_config=DeviceConfig(
+            device=check.device.type,
+            kernels="triton",
+            max_cudagraph_capture_size=dry_graphs if check.is_dry else None,
+        ),
     )
 
 
-def _random_model(check: Check) -> ModelConfig:
+def random_model(check: Check) -> ModelConfig:
     """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
     config = tiny_config("Qwen3ForCausalLM") if check.is_dry else SHAPES["qwen3-0.6b"]
     folder = check.folder / "shape"
@@ -101,8 +108,8 @@ def _random_model(check: Check) -> ModelConfig:
 
 def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
     """Return octavo's throughput."""
-    _free()
-    engine = _engine(check, _random_model(check))
+    free()
+    engine = make_engine(check, random_model(check))
     params = [
         SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
     ]
@@ -119,7 +126,7 @@ def _octavo(check: Check, prompts: list[list[int]], lengths: list[int]) -> dict[
 def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[str, float]:
     from nanovllm import LLM, SamplingParams as NanoParams  # type: ignore[import-not-found]  # noqa: I001, PLC0415
 
-    _free()
+    free()
     if not (folder / "tokenizer.json").exists():
         write_checkpoint(folder, SHAPES["qwen3-0.6b"])
         write_tokenizer(folder, train_tokenizer(TOKENIZER_SIZE))
@@ -136,7 +143,7 @@ def _peer(folder: Path, prompts: list[list[int]], lengths: list[int]) -> dict[st
     return {"wall_s": seconds, "output_tok_per_s": sum(lengths) / seconds}
 
 
-def _free() -> None:
+def free() -> None:
     """Give back the memory of an engine that is gone: its cycles hold tensors until they are collected."""
     gc.collect()
     if torch.cuda.is_available():

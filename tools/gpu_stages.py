@@ -11,6 +11,7 @@ import triton
 from gpu_correctness import correctness
 from gpu_engine import nano_vllm, tokens, workloads
 from gpu_exactness import exactness
+from gpu_graphs import graphs
 from gpu_speed import peaks, shares
 
 from octavo.kernels import triton as kernels_in_triton
@@ -27,6 +28,7 @@ STAGES: dict[str, Callable[[Check, Entries], None]] = {
     "correctness": correctness,
     "exactness": exactness,
     "tokens": tokens,
+    "graphs": graphs,
     "shares": shares,
     "workloads": workloads,
     "nano_vllm": nano_vllm,

@@ -130,9 +130,9 @@ class LLM:
     """Answers batches of prompts.
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
-    and the other fields of `SchedulerConfig` and `CacheConfig` by their names (admission="reservation", ...); nobody
-    reads along with a batch, so a step takes 1,024 tokens, and prompts may fill it (mixed_step_ms=0). What octavo has
-    no use for is listed in `octavo.compatibility`.
+    and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by their names (admission="reservation",
+    ...); nobody reads along with a batch, so a step takes 1,024 tokens, and prompts may fill it (mixed_step_ms=0). What
+    octavo has no use for is listed in `octavo.compatibility`.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
@@ -170,6 +170,7 @@ class LLM:
         kernels: str = "auto",
         isa: str = "auto",
         num_threads: int | None = None,
+        enforce_eager: bool = False,
         kv_disk_dir: str | None = None,
         kv_disk_bytes: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
@@ -177,6 +178,7 @@ class LLM:
     ) -> None:
         scheduler_options = {"mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
         cache_options = _take_fields(others, CacheConfig)
+        device_options = _take_fields(others, DeviceConfig)
         accept_arguments(others)
         max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
         with LoadingProgress() as progress:
@@ -215,7 +217,14 @@ class LLM:
                     enable_prefix_caching=enable_prefix_caching,
                     **cache_options,
                 ),
-                device_config=DeviceConfig(device=device, kernels=kernels, isa=isa, num_threads=num_threads),
+                device_config=DeviceConfig(
+                    device=device,
+                    kernels=kernels,
+                    isa=isa,
+                    num_threads=num_threads,
+                    enforce_eager=enforce_eager,
+                    **device_options,
+                ),
                 speculative_config=SpeculativeConfig.parse(speculative_config),
                 kv_transfer_config=KVTransferConfig(
                     disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir), disk_bytes=kv_disk_bytes
@@ -328,7 +337,9 @@ def final_only(params: SamplingParams) -> SamplingParams:
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-def _take_fields(arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig]) -> dict[str, Any]:
+def _take_fields(
+    arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig | DeviceConfig]
+) -> dict[str, Any]:
     """Take the arguments that are fields of a configuration and have no parameter of their own."""
     names = {each.name for each in fields(config)} - {"policy", "num_gpu_blocks"}
     return {name: arguments.pop(name) for name in sorted(names & arguments.keys())}

@@ -401,10 +401,21 @@ class DeviceConfig:
         "Threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this process "
         "may use (affinity, cgroup quota).",
     )
+    enforce_eager: bool = option(
+        False, "Launch every kernel by itself: no CUDA graphs of decode steps, which need kernels in Triton."
+    )
+    max_cudagraph_capture_size: int | None = option(
+        None,
+        "Decode steps of up to so many requests are captured as CUDA graphs as the engine starts. Default: "
+        "max_num_seqs, 512 at most, on a GPU; 0: none.",
+        unit="REQUESTS",
+        low=0,
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         at_least("num_threads", self.num_threads, 1, may_be_none=True)
+        at_least("max_cudagraph_capture_size", self.max_cudagraph_capture_size, 0, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import (
         Activation,
         AttentionBatch,
+        DecodePlan,
         KeptLinear,
         PackedLinear,
         SamplingRows,
@@ -57,6 +58,7 @@ class CpuKernels:
 
     name = "cpu"
     has_own_threads = True
+    captures_graphs = False
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -250,8 +252,10 @@ class CpuKernels:
         token_ids: Tensor,
         batch: AttentionBatch,
         max_tokens: int,
+        decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
+        del decodes
         wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
         try:

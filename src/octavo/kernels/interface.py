@@ -59,7 +59,8 @@ class AttentionBatch:
     block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end, or behind the window
                                                         of all of its rows, are never read
     positions    int64 [num_tokens]     absolute position of each row
-    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
+    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written; -1 for a
+                                        row that pads a graph, whose sequence has length 0: nothing is read or written
     outputs      which rows' hidden states are wanted; None for all of them
     windowed     the same rows, with tables and slots of layers with a window; None where those have the others'
     """
@@ -90,6 +91,18 @@ class OutputRows:
 
     rows: Tensor
     attention: AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Decode steps, one token a sequence and all of them wanted, that are worth being captured as graphs.
+
+    sizes: numbers of sequences, ascending; table_width: most blocks of one. num_bytes: what graphs may take.
+    """
+
+    sizes: tuple[int, ...]
+    table_width: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +137,12 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
+    captures_graphs: `record_forward` makes graphs of decode steps.
     """
 
     name: str
     has_own_threads: bool
+    captures_graphs: bool
 
     @property
     def identity(self) -> str:
@@ -215,10 +230,12 @@ class Kernels(Protocol):
         token_ids: Tensor,
         batch: AttentionBatch,
         max_tokens: int,
+        decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
 
-        The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows.
+        The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows. decodes: steps that
+        become graphs where the kernels capture these; None: none do.
 
         That way returns the same bits, in memory that its next call overwrites. None: there is none.
         """

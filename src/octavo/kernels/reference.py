@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, WeightToPack
+    from octavo.kernels.interface import Activation, DecodePlan, WeightToPack
 
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
@@ -47,6 +47,7 @@ class ReferenceKernels:
 
     name = identity = "reference"
     has_own_threads = False
+    captures_graphs = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -131,9 +132,10 @@ class ReferenceKernels:
         token_ids: Tensor,
         batch: AttentionBatch,
         max_tokens: int,
-    ) -> tuple[Tensor, None]:
+        decodes: DecodePlan | None = None,
+    ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Record nothing: torch computes, call by call."""
-        del max_tokens
+        del max_tokens, decodes
         return forward(token_ids, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.kernels.interface import AttentionBatch, Kernels
+    from octavo.kernels.interface import AttentionBatch, DecodePlan, Kernels
     from octavo.models.layers import CausalLM
     from octavo.worker.kv_cache import PagedKVCache
 
@@ -17,16 +17,24 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows that the recording has room for; more are computed without it. recorded: None until the first step,
-    and where the kernels cannot.
+    max_tokens: rows that the recording has room for; more are computed without it. decodes: steps that become graphs.
+    recorded: None until the first step, and where the kernels cannot.
     """
 
-    def __init__(self, model: CausalLM, kernels: Kernels, kv_cache: PagedKVCache, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kernels: Kernels,
+        kv_cache: PagedKVCache,
+        max_tokens: int,
+        decodes: DecodePlan | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.max_tokens = max_tokens
         self.recorded: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
         self._kernels = kernels
+        self._decodes = decodes
         self._is_recorded = False
         self._logits = torch.empty(0)
 
@@ -41,7 +49,7 @@ class ForwardPass:
             return self._compute(token_ids, batch)
         self._is_recorded = True
         hidden, self.recorded = self._kernels.record_forward(
-            self._compute, token_ids, batch, max(self.max_tokens, token_ids.shape[0])
+            self._compute, token_ids, batch, max(self.max_tokens, token_ids.shape[0]), self._decodes
         )
         return hidden
 

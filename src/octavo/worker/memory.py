@@ -58,11 +58,16 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     Logits come after it, in memory that is kept; the sampler has three float32 copies of them (logits, log
     probabilities, filtered).
     """
+    of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
+    return forward_bytes(architecture, num_tokens, dtype) + of_logits
+
+
+def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> int:
+    """Return the part of `activation_bytes` that the layers hold."""
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
     qkv = max(each.qkv_size for each in architecture.attentions)
-    per_token = width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner)
-    return num_tokens * per_token + max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
+    return num_tokens * (width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import Kernels, SamplingRows
+    from octavo.kernels.interface import DecodePlan, Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
@@ -51,7 +51,7 @@ class ModelRunner:
 
     proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
     draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
-    kv_mover: moves KV from and to a store outside; set by who makes one.
+    kv_mover: moves KV from and to a store outside; set by who makes one. decodes: steps that become graphs.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class ModelRunner:
         draft: DraftModel | None = None,
         draft_cache: PagedKVCache | None = None,
         verification: Verification | None = None,
+        decodes: DecodePlan | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
+        self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens, decodes)
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.blocks.device)

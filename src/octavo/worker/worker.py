@@ -23,6 +23,7 @@ from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
+from octavo.worker.decode_plan import capture_sizes, make_decode_plan
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
@@ -153,6 +154,16 @@ class Worker:
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes,
         )
+        sizes = capture_sizes(device_config, self.device, self.kernels, scheduler_config.max_num_seqs)
+        self._decodes = make_decode_plan(
+            architecture,
+            self.kernels,
+            sizes,
+            dtype=self.dtype,
+            max_model_len=max_model_len,
+            block_size=cache_config.block_size,
+            num_scratch_blocks=0 if self.draft is None else self.draft.num_scratch_blocks,
+        )
         self._take_steps_that_fit()
         size = decide_kv_size(
             architecture,
@@ -221,6 +232,7 @@ class Worker:
             draft=draft,
             draft_cache=draft_cache,
             verification=self.verification,
+            decodes=self._decodes,
         )
 
     def _make_cache(self, layout: KVLayout, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
@@ -234,14 +246,17 @@ class Worker:
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what the kernels allocate for themselves in a step of so many tokens, and what drafts take."""
+        """Return what kernels allocate for themselves in a step of so many tokens, and what drafts and graphs take."""
         architecture = self.model.architecture
         max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
-        return of_drafts + kernel_scratch_bytes(
-            architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens
+        of_graphs = 0 if self._decodes is None else self._decodes.num_bytes
+        return (
+            of_drafts
+            + of_graphs
+            + kernel_scratch_bytes(architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens)
         )
 
     def _take_steps_that_fit(self) -> None:

@@ -218,3 +218,25 @@ def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, genera
     assert_right(other.paged_attention, generator, (64, 1, 2), torch.float32)
     with pytest.raises(AssertionError):
         assert_alike(other, Prompt(generator, torch.float32), whole_by=attention)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_sequence_of_no_length_gets_zeros_and_reads_nothing(attention, generator, monkeypatch, is_split):
+    """Its row pads a step, and its table holds anything. Beside it programs take several partitions each, or none."""
+    batch, k_cache, v_cache = paged_batch([(300, 1), (600, 1)], 16, 1, 16, torch.float32, generator)
+    q = torch.randn(4, 2, 16, generator=generator)
+    expected = attention.paged_attention(q[:2], k_cache, v_cache, batch, 0.25, None, None)
+    pad = torch.nn.functional.pad
+    padded = AttentionBatch(
+        torch.arange(5, dtype=torch.int32),
+        pad(batch.seq_lens, (0, 2)),
+        pad(batch.block_tables, (0, 200, 0, 2), value=2**30),
+        pad(batch.positions, (0, 2)),
+        pad(batch.slot_mapping, (0, 2), value=-1),
+        16,
+    )
+    monkeypatch.setattr(attention, "_SPLIT_PROGRAMS", 8 if is_split else 0)
+    rows = attention.paged_attention(q, k_cache, v_cache, padded, 0.25, None, None)
+    assert torch.equal(rows[:2], expected)
+    assert not rows[2:].any()
+    assert not attention.paged_attention(q, k_cache, v_cache, padded, 0.25, 100, None)[2:].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,22 @@ from octavo.kernels.interface import PackedLinear
 from octavo.kernels.quantization import Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
+from octavo.kernels.triton.decode_graphs import DecodeGraphs
+from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.quantized_rows import quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, AttentionBatch, SamplingRows, WeightToPack
+    from octavo.kernels.interface import Activation, AttentionBatch, DecodePlan, SamplingRows, WeightToPack
+    from octavo.kernels.triton.graphs import GraphPool
 
+logger = logging.getLogger(__name__)
 _OPERATIONS = (
     "add",
     "add_rms_norm",
@@ -49,6 +56,7 @@ class TritonKernels(ReferenceKernels):
     """
 
     name = "triton"
+    captures_graphs = True
 
     def __init__(self) -> None:
         in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
@@ -125,6 +133,27 @@ class TritonKernels(ReferenceKernels):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return x[rows]."""
         return take_rows(x, rows)
+
+    def record_forward(
+        self,
+        forward: Callable[[Tensor, AttentionBatch], Tensor],
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        max_tokens: int,
+        decodes: DecodePlan | None = None,
+    ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
+        """Run a forward pass, and capture it for the decode steps of a plan: `octavo.kernels.triton.decode_graphs`.
+
+        None is captured where plain torch computes a part of it, as that may look at the batch on the host.
+        """
+        del max_tokens
+        hidden = forward(token_ids, batch)
+        if decodes is None or not decodes.sizes:
+            return hidden, None
+        if self._warned_of:
+            logger.warning("no decode graphs are captured: plain torch computes %s", ", ".join(sorted(self._warned_of)))
+            return hidden, None
+        return hidden, DecodeGraphs(forward, batch, decodes, _make_graph_pool(token_ids.device))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / rms(x) * weight."""
@@ -216,6 +245,14 @@ class TritonKernels(ReferenceKernels):
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before it was imported), on the CPU."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def _make_graph_pool(device: torch.device) -> GraphPool:
+    if not is_interpreted():
+        return CudaGraphPool(device)
+    from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool  # noqa: PLC0415  of the interpreter alone
+
+    return InterpretedGraphPool()
 
 
 def _target() -> str:

@@ -174,8 +174,8 @@ def _rope_and_write_kv(
         )  # fmt: skip
     else:
         kv_head = ((part - NUM_QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS))[:, None]
-        is_head = kv_head < NUM_KV_HEADS
         slot = tl.load(slots_ptr + token)
+        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)  # a row that pads a step has no slot
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         _write_keys(
             k_ptr + token * k_stride + kv_head * k_head_stride,

@@ -1,0 +1,324 @@
+"""Decode steps by graphs have the bits of steps launched kernel by kernel; what a graph would freeze is found."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from broken_kernels import broken
+
+from octavo.kernels.interface import AttentionBatch, DecodePlan, OutputRows
+from octavo.models.loader import load_model
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
+from octavo.worker.decode_plan import make_decode_plan
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
+
+pytest.importorskip("triton")
+from octavo.kernels.triton.decode_graphs import DecodeGraphs
+from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool
+
+BLOCK_SIZE, NUM_BLOCKS, TABLE_WIDTH = 16, 160, 40
+SIZES = (1, 4)
+LENGTHS = [[7, 600, 257]]  # of the sequences of a step
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "vocab_size": 96, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+class Model:
+    """A tiny model over a cache of random numbers, and steps of it."""
+
+    def __init__(self, path, kernels, device, family="Qwen3ForCausalLM", *, quantization=None, kv_dtype=None, **config):
+        write_checkpoint(path, tiny_config(family, **SMALL | config), std=0.2)
+        with torch.device("cpu"):
+            self.model = load_model(
+                FolderWeights(path), read_architecture(path), kernels, dtype="bfloat16", device=device,
+                quantization=quantization, max_model_len=TABLE_WIDTH * BLOCK_SIZE,
+            )  # fmt: skip
+        self.kernels, self.device, self.has_windows = kernels, device, False
+        layout = self.model.architecture.kv_layout
+        self.has_windows = layout.window is not None
+        self.cache = PagedKVCache(
+            layout, num_blocks=NUM_BLOCKS, num_window_blocks=NUM_BLOCKS if self.has_windows else 0,
+            block_size=BLOCK_SIZE, dtype=kv_dtype or torch.bfloat16, device=device,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        self.before = [torch.randint(-100, 100, each.shape, generator=generator) for each in self.cache.memory]
+        self.reset()
+
+    def reset(self):
+        for memory, before in zip(self.cache.memory, self.before, strict=True):
+            memory.copy_(before if memory.dtype == torch.int8 else before / 50)
+
+    def forward(self, token_ids, batch):
+        return self.model.forward(token_ids, batch, self.cache)
+
+    def step(self, lengths, seed=0):
+        """Return token ids and the batch of sequences of these lengths, whose newest tokens are computed."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        lens, width = torch.tensor(lengths, device="cpu"), -(-max(lengths) // BLOCK_SIZE)
+        order = torch.randperm(NUM_BLOCKS, generator=generator, device="cpu")[: len(lengths) * width]
+        batch = self._batch(lens, order.view(len(lengths), width))
+        if self.has_windows:
+            windowed = self._batch(lens, order.flip(0).view(len(lengths), width))
+            batch = replace(batch, windowed=windowed)
+        token_ids = torch.randint(0, SMALL["vocab_size"], (len(lengths),), generator=generator, device="cpu")
+        return token_ids.to(self.device), batch
+
+    def _batch(self, lens, tables):
+        positions = lens - 1
+        slots = tables[torch.arange(len(lens), device="cpu"), positions // BLOCK_SIZE] * BLOCK_SIZE
+        start = torch.arange(len(lens) + 1, dtype=torch.int32, device="cpu")
+        tensors = start, lens.int(), tables.int().contiguous(), positions, slots + positions % BLOCK_SIZE
+        return AttentionBatch(*(each.to(self.device) for each in tensors), BLOCK_SIZE)
+
+    def capture(self, sizes=SIZES, num_bytes=1 << 40):
+        """Return the graphs, captured behind a first step of one short sequence."""
+        plan = DecodePlan(sizes, TABLE_WIDTH, num_bytes)
+        with torch.inference_mode():
+            return self.kernels.record_forward(self.forward, *self.step([3]), 64, plan)[1]
+
+    def outcome(self, forward, lengths, seed=0):
+        """Return the hidden states of a step, and all keys and values behind it."""
+        self.reset()
+        with torch.inference_mode():
+            hidden = forward(*self.step(lengths, seed)).clone()
+        return [hidden, *(each.clone() for each in self.cache.memory)]
+
+
+def assert_same(model, graphs, steps=LENGTHS):
+    for seed, lengths in enumerate(steps):
+        expected = model.outcome(model.forward, lengths, seed)
+        for one, other in zip(expected, model.outcome(graphs, lengths, seed), strict=True):
+            assert torch.equal(one, other), lengths
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, kernels, device):
+    with contextlib.nullcontext() if device.type == "cpu" else device:
+        return Model(tmp_path_factory.mktemp("model"), kernels, device)
+
+
+def test_bits_are_those_of_kernels_launched_one_by_one(model):
+    """What was captured with sequences of no length serves long ones, padded or not."""
+    graphs = model.capture()
+    assert graphs.sizes == [1, 4]
+    assert_same(model, graphs)
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Gemma2ForCausalLM", {"sliding_window": 20, "query_pre_attn_scalar": 16, "num_hidden_layers": 2}),
+        ("Qwen3ForCausalLM", {"kv_dtype": torch.int8, "quantization": "int8"}),
+        ("Qwen2ForCausalLM", {"quantization": "int4"}),
+        ("Qwen3ForCausalLM", {"quantization": "int4_all"}),
+        ("Olmo2ForCausalLM", {}),
+    ],
+    ids=["windows", "int8", "int4", "int4 embedding", "norms behind"],
+)
+def test_bits_of_other_models(tmp_path, kernels, device, family, options):
+    model = Model(tmp_path, kernels, device, family, **options)
+    assert model.has_windows == ("sliding_window" in options)
+    assert_same(model, model.capture(), [[300, 7, 40]])
+
+
+def found(model, module, name, wrong):
+    """Return whether a pass with a mistake in it is refused, or has other bits."""
+    right = getattr(module, name)
+    try:
+        setattr(module, name, wrong)
+        graphs = model.capture((4,))
+        setattr(module, name, right)
+        assert_same(model, graphs, [[300, 7, 40]])
+    except (AssertionError, RuntimeError) as error:
+        return str(error)
+    finally:
+        setattr(module, name, right)
+    return None
+
+
+def test_a_value_of_the_batch_that_is_frozen_is_found(model):
+    """The longest sequence, known to the host from elsewhere or read there: of the capture."""
+    from octavo.kernels.triton import attention
+
+    right, longest = attention.paged_attention, 3
+
+    def knows(q, k_cache, v_cache, batch, *options):
+        lengths = batch.seq_lens.clamp(max=longest)
+        return right(q, k_cache, v_cache, replace(batch, seq_lens=lengths), *options)
+
+    def reads(q, k_cache, v_cache, batch, *options):
+        lengths = batch.seq_lens.clamp(max=max(batch.seq_lens.tolist()))
+        return right(q, k_cache, v_cache, replace(batch, seq_lens=lengths), *options)
+
+    assert "[300, 7, 40]" in found(model, attention, "paged_attention", knows)
+    assert "no graph can hold" in found(model, attention, "paged_attention", reads)
+
+
+@pytest.mark.slow
+def test_memory_that_does_not_stay_is_found(model):
+    """A tensor that was made before the capture: kept, it has the values of then; given back, anything may be there."""
+    from octavo.kernels.triton import rope_kv
+
+    right, positions = rope_kv.rope_and_write_kv, {}
+
+    def remembers(q, k, v, cos_sin, batch, *caches, **options):
+        kept = positions.setdefault(len(q), batch.positions + 0)
+        right(q, k, v, cos_sin, replace(batch, positions=kept), *caches, **options)
+
+    assert "[300, 7, 40]" in found(model, rope_kv, "rope_and_write_kv", remembers)
+    positions.clear()
+    graphs = None
+    try:
+        rope_kv.rope_and_write_kv = remembers
+        graphs = model.capture((1,))
+    finally:
+        rope_kv.rope_and_write_kv = right
+    positions.clear()
+    with pytest.raises(RuntimeError, match="memory that was given back"):
+        assert_same(model, graphs, [[5]])
+
+
+def test_operations_of_torch_are_replayed_too():
+    """Those that compute, on what then stands in their inputs; in memory that is wiped, and used by all graphs."""
+    pool, x, out, made = InterpretedGraphPool(), torch.ones(4), torch.zeros(2, 2), []
+
+    def run():
+        if not made:
+            made.append((x * 2).view(2, 2).t())  # a view stays where it is
+            made[0][0].add_(1.0)
+        out.copy_(made[0] + torch.arange(2))
+
+    first, second = pool.capture(run), pool.capture(run)
+    assert out.tolist() == [[3.0, 4.0], [2.0, 3.0]]
+    x.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    first()
+    assert out.tolist() == [[3.0, 8.0], [4.0, 9.0]]
+    second()
+    assert out.isnan().all()  # it has not computed what it adds to
+    made.clear()
+    pool.capture(run)
+    before = pool.num_bytes
+    made.clear()
+    pool.capture(run)
+    assert pool.num_bytes == before
+
+
+@pytest.mark.parametrize("way", ["tolist", "item", "bool", "numpy", "from the host", "nonzero"])
+def test_what_goes_through_the_host_is_refused(way):
+    x = torch.ones(2)
+    ways = {
+        "tolist": x.tolist, "item": lambda: float(x[0] + 1), "bool": lambda: bool((x > 0).all()),
+        "numpy": x.numpy, "from the host": lambda: torch.tensor([1.0]) + x, "nonzero": lambda: x[x > 0],
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="no graph can hold"), torch.inference_mode():
+        InterpretedGraphPool().capture(ways[way])
+
+
+@pytest.mark.slow
+def test_rows_of_padding_that_write_are_found(model, tmp_path, monkeypatch):
+    from octavo.kernels.triton import rope_kv
+
+    assert found(model, rope_kv, "rope_and_write_kv", rope_kv.rope_and_write_kv) is None
+    wrong = broken(
+        tmp_path, "rope_kv", "        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)",
+        "        slot = tl.maximum(slot, 0)\n        is_head = kv_head < NUM_KV_HEADS",
+    )  # fmt: skip
+    assert found(model, rope_kv, "rope_and_write_kv", wrong.rope_and_write_kv) is not None
+
+
+class Pool:
+    """Graphs that are Python; each takes so many bytes."""
+
+    def __init__(self, num_bytes=0):
+        self.num_bytes, self.of_each = 0, num_bytes
+
+    def capture(self, run):
+        self.num_bytes += self.of_each
+        return run
+
+
+def hidden_of(token_ids, batch):
+    return torch.zeros(len(token_ids), 3)
+
+
+def made_graphs(model, sizes, pool, num_bytes=0):
+    return DecodeGraphs(hidden_of, model.step([3])[1], DecodePlan(sizes, TABLE_WIDTH, num_bytes), pool)
+
+
+def test_which_steps_graphs_compute(model):
+    graphs = made_graphs(model, (1, 2, 4, 8), Pool())
+    assert [graphs.size_for(model.step([9] * count)[1]) for count in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, None]
+    decodes = model.step([40, 9])[1]
+    drafts = replace(decodes, positions=torch.arange(4))
+    some = replace(decodes, outputs=OutputRows(torch.tensor([1]), decodes))
+    wide = replace(decodes, block_tables=torch.zeros(2, TABLE_WIDTH + 1, dtype=torch.int32))
+    assert [graphs.size_for(batch) for batch in (decodes, drafts, some, wide)] == [2, None, None, None]
+    ran = []
+    graphs.forward = lambda token_ids, batch: ran.append(len(token_ids))
+    for batch in (drafts, some, wide):
+        graphs(torch.zeros(2, dtype=torch.int64), batch)
+    assert ran == [2, 2, 2]
+
+
+def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
+    """The largest come first; what does not fit is left out, and its steps are padded further."""
+    caplog.set_level("INFO")
+    graphs = made_graphs(model, (1, 2, 4, 8), Pool(100), 250)
+    assert graphs.sizes == [4, 8]
+    assert graphs.size_for(model.step([9])[1]) == 4
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("2 of 4 decode graphs fit into the 250 bytes that were planned for them")
+    assert made_graphs(model, (1, 2), Pool(100), 50).size_for(model.step([9])[1]) is None
+
+
+def test_what_graphs_take_is_planned(model):
+    """Of what is computed in between, each piece of 512 bytes at least."""
+    architecture, pool = model.model.architecture, InterpretedGraphPool()
+    plan = make_decode_plan(
+        architecture, model.kernels, (8,), dtype="bfloat16", max_model_len=TABLE_WIDTH * BLOCK_SIZE,
+        block_size=BLOCK_SIZE, num_scratch_blocks=0,
+    )  # fmt: skip
+    with torch.inference_mode():
+        DecodeGraphs(model.forward, model.step([3])[1], plan, pool)
+    shapes = forward_bytes(architecture, 8, "bfloat16")
+    shapes += kernel_scratch_bytes(architecture, model.kernels, max_seq_len=TABLE_WIDTH * BLOCK_SIZE, max_tokens=8)
+    assert 0 < pool.num_bytes <= shapes + 20 * 512
+    assert plan.num_bytes > shapes
+
+
+def test_of_a_gpu(monkeypatch):
+    """The calls of torch's graphs, in order; they take what the allocator holds more, or what the device has less."""
+    from octavo.kernels.triton.graphs import CudaGraphPool
+
+    calls, memory = [], iter([(100, 1000), (150, 930), (150, 930), (170, 925)])
+
+    class Graph:
+        def replay(self):
+            calls.append("replay")
+
+    @contextlib.contextmanager
+    def captured(graph, *, pool, stream, capture_error_mode):
+        calls.append(("begin", pool, stream, capture_error_mode))
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: "stream")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(CudaGraphPool, "_memory", lambda _self: next(memory))
+    pool = CudaGraphPool(torch.device("cuda"))
+    replay = pool.capture(lambda: calls.append("run"))
+    assert calls == [("begin", "pool", "stream", "thread_local"), "run", "end", "replay"]
+    assert pool.num_bytes == 70
+    pool.capture(lambda: None)
+    assert pool.num_bytes == 90
+    replay()
+    assert calls.count("replay") == 3
