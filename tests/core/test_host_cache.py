@@ -161,6 +161,7 @@ def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
     assert (found.num_tokens, len(found.blocks), found.num_blocks) == (12, num_on_device, 3)
     assert found.host_blocks == on_host[num_on_device:]
     assert manager.num_host_tokens(found) == 12 - 4 * num_on_device
+    assert manager.num_host_window_blocks(request, found) == 0
     assert request.sequence.num_cached_tokens == 12
     table = request.sequence.block_table
     assert manager.take_copies().swap_in == list(zip(found.host_blocks, table[num_on_device:3], strict=True))

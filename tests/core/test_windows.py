@@ -610,3 +610,67 @@ def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
     core.add("b", 16, max_tokens=1)
     copies = [core.step().copies for _ in range(2)]
     assert [block for each in copies for block, _ in each.swap_out] == [3]
+
+
+def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
+    """Return how many blocks of a sequence are usable, and how many were found on the device and in host memory.
+
+    lost: blocks without window part. in_host: those that are there with theirs; bare: without. evicted: those that are
+    there alone.
+    """
+    core.add("a", list(range(num_tokens)), max_tokens=1)
+    core.run()
+    manager = core.scheduler.kv_cache_manager
+    blocks = manager.pool.blocks
+    for index in bare:
+        manager.windows.block_forgotten(blocks[index])
+    for index in (*in_host, *bare):
+        assert manager.host.keep(blocks[index], has_window_part=index in in_host) is not None
+    for index in evicted:
+        manager.pool.evict(blocks[index])
+    for index in lost:
+        manager.windows.block_forgotten(blocks[index])
+    request = core.add("b", list(range(num_tokens)))
+    full = manager.prefix_cache.find_full_blocks(request)
+    computed = manager.prefix_cache.computed_blocks(request, full)
+    assert computed.num_blocks + (computed.source is not None) == full.num_usable
+    return full.num_usable, len(full.on_device), len(full.in_host)
+
+
+@pytest.mark.parametrize(
+    ("window", "lost", "in_host", "expected"),
+    [
+        (6, [0, 2], [2, 3], (4, 2, 2)),  # whoever goes on behind what is on the device sees nothing of block 0
+        (9, [1], [1, 2, 3], (4, 1, 3)),  # its last token is computed, and sees block 1
+        (8, [1, 2], [2, 3], (4, 2, 2)),  # and here it does not
+        (6, [2], [2], (3, 2, 1)),
+        (6, [2], [1], (2, 4, 0)),  # host memory gives no more
+        (6, [1], [1], (4, 4, 0)),  # nothing is lacking that is seen
+    ],
+)
+def test_host_memory_gives_what_the_device_has_without_window_parts(make_windowed, window, lost, in_host, expected):
+    core = make_windowed(window=window, max_num_batched_tokens=16, num_host_blocks=20)
+    assert full_hit(core, 16, lost=lost, in_host=in_host) == expected
+
+
+def test_host_memory_gives_more_than_what_follows_the_device(make_windowed):
+    core = make_windowed(max_num_batched_tokens=16, num_host_blocks=20)
+    assert full_hit(core, 18, lost=[2], in_host=[2, 3], evicted=[3]) == (4, 2, 2)
+
+
+def test_what_host_memory_has_behind_a_lost_window_part_is_not_copied(make_windowed):
+    core = make_windowed(max_num_batched_tokens=16, num_host_blocks=20)
+    assert full_hit(core, 18, lost=[], in_host=[2], bare=[3], evicted=[2, 3]) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(("window", "num_found"), [(6, 13), (7, 4)])
+def test_a_block_that_is_filled_in_part_is_copied_where_all_is_there_that_the_last_token_sees(
+    make_windowed, window, num_found
+):
+    core = make_windowed(window=window, max_num_batched_tokens=16)
+    core.add("a", list(range(14)), max_tokens=2)
+    core.step()
+    manager = core.scheduler.kv_cache_manager
+    manager.windows.block_forgotten(manager.pool.blocks[1])
+    found = manager.get_computed_blocks(core.add("b", list(range(14))))
+    assert (found.num_tokens, found.source is None) == (num_found, window == 7)

@@ -127,14 +127,13 @@ class PrefixCache:
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
         num_usable = self._windows.num_usable(found, in_host, num_tokens)
-        if not self._host.num_cached_blocks or num_usable == len(found) + len(in_host):
-            return FullBlocks(found, in_host, num_usable)
-        num_seen = min(len(found) * self._block_size, num_tokens - 1)
-        covered = found[: self._windows.num_covered(found, num_seen)]
-        behind = self._find_in_host(request, covered)
-        num_with_host = self._windows.num_usable(covered, behind, num_tokens)
-        if num_with_host > num_usable:
-            return FullBlocks(covered, behind, num_with_host)
+        if self._host.num_cached_blocks and num_usable < len(found) + len(in_host):
+            num_seen = min(len(found) * self._block_size, num_tokens - 1)
+            covered = found[: self._windows.num_covered(found, num_seen)]
+            behind = self._find_in_host(request, covered)
+            num_with_host = self._windows.num_usable(covered, behind, num_tokens)
+            if num_with_host > num_usable:
+                return FullBlocks(covered, behind, num_with_host)
         return FullBlocks(found, in_host, num_usable)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
