@@ -10,7 +10,7 @@ import pytest
 from sdks import LateModule
 
 TESTS = Path(__file__).parent
-LATE = re.compile(r"^(?:import|from) (?:anthropic|compressed_tensors|ollama|transformers)\b", re.MULTILINE)
+LATE = re.compile(r"^(?:import|from) (?:anthropic|compressed_tensors|ollama|openai|transformers)\b", re.MULTILINE)
 
 
 def test_no_file_of_tests_imports_them_as_it_is_collected() -> None:

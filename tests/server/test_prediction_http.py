@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from alone_and_crowd import needs_kernels
 from running import DEADLINE_S
+from sdks import openai
 from test_real_engine import served_engine
 from test_speculation_http import make_engine
 
