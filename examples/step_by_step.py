@@ -12,6 +12,7 @@ import torch
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.data.model_output import ModelOutput
+from octavo.worker.launched_step import LaunchedStep
 from octavo.worker.worker import LocalExecutor
 
 PROMPTS = ["What is 12 + 30?", "Sort these words: pear, apple, fig"]
@@ -42,8 +43,10 @@ def show_step(engine: LLMEngine, runner) -> None:  # noqa: ANN001 - worker.model
     hidden = runner.forward(inputs)
     print(f"  3 execute     one forward for all: hidden states {list(hidden.shape)}, KV written to the slots")
 
-    result = runner.sample(scheduled.step, inputs, hidden)
-    runner.batch.append_sampled(result.sampled_token_ids)
+    step = LaunchedStep(scheduled, inputs=inputs, num_changes=runner.batch.num_changes)
+    runner.sample(step, inputs, hidden)
+    step.end = runner.copies.mark()
+    result = runner.collect(step)
     print(f"  4 sample      {result.sampled_token_ids}")
 
     core_outputs = scheduler.update_from_output(scheduled, result)

@@ -43,7 +43,8 @@ class LateQueue:
     def copy(self, target, source):
         if not source.numel():
             return
-        assert self.is_host(target) != self.is_host(source)
+        if self.is_host(target) == self.is_host(source):
+            raise ValueError("one of the two has to be host memory of this queue")
         content = source.clone()
         if self.is_host(target):
             self.copies.append(partial(target.copy_, content))

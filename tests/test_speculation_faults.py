@@ -59,15 +59,15 @@ FAULTS = [
         "a rejected draft's block is shared",
         result_processor.ResultProcessor._update,
         "self._manager.commit(request)",
-        "request.num_computed_tokens += num_rejected\n        self._manager.commit(request)\n"
-        "        request.num_computed_tokens -= num_rejected",
+        "request.num_computed_tokens += num_due - num_sampled\n        self._manager.commit(request)\n"
+        "        request.num_computed_tokens -= num_due - num_sampled",
         run_worlds,
     ),
     Fault(
         "rejected drafts count as computed",
         result_processor.ResultProcessor._update,
-        "count - num_rejected\n",
-        "count\n",
+        "num_computed - (num_due - num_sampled)\n",
+        "num_computed\n",
         run_worlds,
     ),
     Fault(

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,30 @@ def rows(name: str) -> Callable[[], None]:
     return call
 
 
+def decode_inputs(*, windows: bool) -> Callable[[], None]:
+    """Return a call that fills the inputs of a graph of decode steps."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.interface import AttentionBatch, DecodePlan  # noqa: PLC0415
+        from octavo.kernels.triton.decode_graphs import DecodeInputs  # noqa: PLC0415
+
+        batch = AttentionBatch(
+            query_start=torch.arange(4, dtype=torch.int32),
+            seq_lens=torch.full((3,), 500, dtype=torch.int32),
+            block_tables=torch.zeros(3, 32, dtype=torch.int32),
+            positions=torch.zeros(3, dtype=torch.int64),
+            slot_mapping=torch.zeros(3, dtype=torch.int64),
+            block_size=16,
+        )
+        if windows:
+            batch = replace(batch, windowed=batch)
+        DecodeInputs(batch, DecodePlan((4,), 64, 0)).fill(4, torch.zeros(3, dtype=torch.int64), batch)
+
+    return call
+
+
 CASES: dict[str, Callable[[], None]] = {
     "attention bfloat16 64": attention("bfloat16", 64),
     "attention bfloat16 128": attention("bfloat16", 128),
@@ -179,6 +203,8 @@ CASES: dict[str, Callable[[], None]] = {
     "take_rows": rows("take_rows"),
     "rejection_sample": rows("rejection_sample"),
     "sample": rows("sample"),
+    "decode_inputs": decode_inputs(windows=False),
+    "decode_inputs with windows": decode_inputs(windows=True),
 }
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
+    from octavo.kernels.interface import DecodePlan
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
@@ -144,41 +145,11 @@ class Worker:
         )
         self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
         self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load)
-        draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         self.verification = create_verification(speculative_config, self.kernels)
         self._store_bytes = store_bytes(block_bytes(architecture, cache_config.block_size, self.kv_dtype))
-        num_host_blocks = decide_num_host_blocks(
-            architecture,
-            cache_config,
-            kv_dtype=self.kv_dtype,
-            draft_block_bytes=draft_block_bytes,
-            store_bytes=self._store_bytes,
-        )
-        sizes = capture_sizes(device_config, self.device, self.kernels, scheduler_config.max_num_seqs)
-        self._decodes = make_decode_plan(
-            architecture,
-            self.kernels,
-            sizes,
-            dtype=self.dtype,
-            max_model_len=max_model_len,
-            block_size=cache_config.block_size,
-            num_scratch_blocks=0 if self.draft is None else self.draft.num_scratch_blocks,
-        )
+        self._decodes = self._plan_decodes(device_config)
         self._take_steps_that_fit()
-        size = decide_kv_size(
-            architecture,
-            cache_config,
-            self.scheduler_config,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            max_model_len=max_model_len,
-            device=self.device,
-            scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
-            num_speculative_tokens=self.num_speculative_tokens,
-            draft_block_bytes=draft_block_bytes,
-            store_bytes=self._store_bytes,
-        )
-        self.runner = self._make_runner(size, num_host_blocks)
+        self.runner = self._make_runner(*self._decide_num_blocks())
         self.kv_cache = self.runner.kv_cache
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
@@ -186,6 +157,44 @@ class Worker:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
                     weakref.finalize(self, Prefault(blocks).stop)
+
+    def _plan_decodes(self, device_config: DeviceConfig) -> DecodePlan | None:
+        """Return for how many requests decode steps are captured, and what that may take."""
+        return make_decode_plan(
+            self.model.architecture,
+            self.kernels,
+            capture_sizes(device_config, self.device, self.kernels, self.scheduler_config.max_num_seqs),
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            block_size=self.cache_config.block_size,
+            num_scratch_blocks=0 if self.draft is None else self.draft.num_scratch_blocks,
+        )
+
+    def _decide_num_blocks(self) -> tuple[KVSize, int]:
+        """Return the size of the KV cache, and how many blocks host memory has beside it."""
+        architecture = self.model.architecture
+        draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
+        num_host_blocks = decide_num_host_blocks(
+            architecture,
+            self.cache_config,
+            kv_dtype=self.kv_dtype,
+            draft_block_bytes=draft_block_bytes,
+            store_bytes=self._store_bytes,
+        )
+        size = decide_kv_size(
+            architecture,
+            self.cache_config,
+            self.scheduler_config,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            max_model_len=self.max_model_len,
+            device=self.device,
+            scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_block_bytes=draft_block_bytes,
+            store_bytes=self._store_bytes,
+        )
+        return size, num_host_blocks
 
     def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(

@@ -46,7 +46,7 @@ class DecodeGraphs:
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
         self.sizes: list[int] = []
         self.forward = forward
-        self._inputs = _DecodeInputs(batch, plan)
+        self._inputs = DecodeInputs(batch, plan)
         self._replays: dict[int, Callable[[], None]] = {}
         self._result = torch.empty(0)
         self._capture(plan, pool)
@@ -106,7 +106,7 @@ class DecodeGraphs:
         return self.sizes[index] if is_decode and fits else None
 
 
-class _DecodeInputs:
+class DecodeInputs:
     """Inputs of the largest decode step, of which smaller ones take the first rows. They begin as padding."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
