@@ -222,6 +222,17 @@ class TestSavedInPart:
     def test_who_hands_them_over_computes_them(self, core):
         request = self.add(core, "c", 6, donor_params("c"))
         assert request.sequence.num_cached_tokens == 8
+        saves = [each.num_blocks for each in core.log.of_type(events.KVSaveStarted)]
+        assert saves[-2:] == [10, 3], "what is being saved in part is handed over whole"
+
+    def test_a_save_in_part_ends_beside_one_of_the_whole_block(self, core):
+        request = self.add(core, "c", 6, donor_params("c"))
+        transfers = core.scheduler.transfers
+        in_part = core.log.of_type(events.KVSaveStarted)[-2]
+        transfers.end(in_part.transfer_id, 10)
+        assert transfers._saving_in_part == set()
+        assert transfers._saving == set(request.block_hashes[2:5])
+        assert invariants.check(core.scheduler) == []
 
 
 # --- handed over ------------------------------------------------------------------------------------------------------

@@ -236,7 +236,9 @@ class KVTransfers:
         first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
+        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
+        if not request.hands_kv_over:  # which leaves whole
+            wanted -= self._saving_in_part
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
         parts: list[int] = []
         if self._manager.windows.num_blocks:
@@ -256,9 +258,9 @@ class KVTransfers:
 
     def _save(self, keys: list[bytes], block_ids: list[int], window_block_ids: list[int]) -> None:
         order = self._order(TransferDirection.SAVE, keys, block_ids, window_block_ids)
-        in_part = {key for key, part in zip(keys, window_block_ids, strict=False) if part == NO_PART}
+        in_part = _keys_in_part(order)
         self._saving_in_part |= in_part
-        self._saving.update(key for key in keys if key not in in_part)
+        self._saving |= set(keys) - in_part
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
@@ -373,8 +375,9 @@ class KVTransfers:
         del self._pending[order.transfer_id]
         self._connector.transfer_ended(order, num_blocks)
         if pending.request is None:
-            self._saving.difference_update(order.keys)
-            self._saving_in_part.difference_update(order.keys)
+            in_part = _keys_in_part(order)
+            self._saving_in_part -= in_part
+            self._saving -= set(order.keys) - in_part
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome, moves)
         else:
             del self._load_of[pending.request.request_id]
@@ -424,3 +427,8 @@ class KVTransfers:
         self._num_offered.pop(request.request_id, None)
         self._most_loaded.pop(request.request_id, None)
         self._connector.request_finished(request, list(request.sequence.block_table))
+
+
+def _keys_in_part(order: KVTransfer) -> set[bytes]:
+    """Return the keys of the blocks that a save takes without their window parts."""
+    return {key for key, part in zip(order.keys, order.window_block_ids, strict=False) if part == NO_PART}
