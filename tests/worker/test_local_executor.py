@@ -240,6 +240,21 @@ def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_i
     ]
 
 
+def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
+    worker = Device("launch 2")
+    executor = LocalExecutor(worker, launches_ahead=True)
+    for number in (1, 2, 3):
+        executor.submit(step(number))
+    assert executor.collect().step == 1
+    with pytest.raises(ExecutionError, match="ValueError"):
+        executor.collect()
+    with pytest.raises(ExecutionError, match="the step before"):
+        executor.collect()
+    executor.abandon()
+    executor.submit(step(4))
+    assert executor.collect().step == 4
+
+
 @pytest.mark.parametrize("needs", [(), (2,)])
 @pytest.mark.parametrize("fails", ["launch 1", "collect 1"])
 def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_heard(fails, needs):

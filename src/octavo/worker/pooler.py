@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from octavo.runtime.faults import REQUEST_FAILED, log_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
     from numpy.typing import NDArray
 
     from octavo.worker.host_copies import HostCopies
@@ -73,7 +73,7 @@ class Pooler:
                 continue
             first, end = (int(row) for row in inputs.output_start[index : index + 2])
             try:
-                states = hidden[end - 1 if pooling == "last" else first : end].float().clone()
+                states = hidden[end - 1 if pooling == "last" else first : end].to(torch.float32, copy=True)
                 position = int(batch.num_computed_tokens[request.row])
                 taken.append(PooledRows(request, copies.to_host(states), position, is_complete))
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults

@@ -407,7 +407,7 @@ class LocalExecutor:
         self._launches_ahead = launches_ahead
         self._thread = ThreadPoolExecutor(1, "octavo-worker") if in_background else None
         self._steps: deque[_Submitted] = deque()
-        self._has_failed = False  # what is submitted until that is heard is not computed
+        self._failed: int | None = None  # the first step that failed: none behind it is done until that is heard
         self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
         if store is not None:
@@ -438,18 +438,19 @@ class LocalExecutor:
 
     def _run(self, step: _Submitted, do: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | None:
         """Do a part of a step; return None where it failed, as it then says by itself, and so where one before did."""
-        if self._has_failed:
+        number = step.scheduled.step
+        if self._failed is not None and number > self._failed:
             step.error = ExecutionError("the step before failed")
             return None
         try:
             return do(argument)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
-            self._has_failed = True
-            logger.exception("step %d failed", step.scheduled.step)
+            self._failed = number
+            logger.exception("step %d failed", number)
             step.error = ExecutionError(f"the model failed in this step: {type(error).__name__}")
             return None
         except BaseException:
-            self._has_failed = True
+            self._failed = number
             raise
 
     def _finish(self, step: _Submitted) -> None:
@@ -479,14 +480,14 @@ class LocalExecutor:
 
     def abandon(self) -> None:
         """Give up all steps that were not collected; what is computed just now is waited for."""
-        self._has_failed = True
+        self._failed = -1
         try:
             wait([step.future for step in self._steps if step.future is not None and not step.future.cancel()])
             if self._launches_ahead:
                 self._wait_idle()
         finally:
             self._steps.clear()
-            self._has_failed = False
+            self._failed = None
 
     def _wait_idle(self) -> None:
         try:

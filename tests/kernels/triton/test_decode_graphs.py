@@ -18,6 +18,7 @@ from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 pytest.importorskip("triton")
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
+from octavo.kernels.triton.graphs import CaptureError
 from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_WIDTH = 16, 160, 40
@@ -276,6 +277,18 @@ def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("2 of 4 decode graphs fit into the 250 bytes that were planned for them")
     assert made_graphs(model, (1, 2), Pool(100), 50).size_for(model.step([9])[1]) is None
+
+
+def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog):
+    class Refusing(Pool):
+        def capture(self, run):
+            if self.num_bytes == 200:
+                raise CaptureError("operation not permitted when stream is capturing")
+            return super().capture(run)
+
+    graphs = made_graphs(model, (1, 2, 4, 8), Refusing(100), 1000)
+    assert graphs.sizes == [4, 8]
+    assert "no decode steps of 2 requests or fewer are captured as graphs: operation not permitted" in caplog.text
 
 
 def test_what_graphs_take_is_planned(model):

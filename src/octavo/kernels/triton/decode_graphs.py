@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.triton.graphs import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,11 @@ class DecodeGraphs:
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 logger.info("captured %d of %d graphs", done, len(plan.sizes))
-            replay = self._capture_size(size, pool)
+            try:
+                replay = self._capture_size(size, pool)
+            except (CaptureError, torch.OutOfMemoryError) as error:
+                logger.warning("no decode steps of %d requests or fewer are captured as graphs: %s", size, error)
+                break
             if pool.num_bytes > plan.num_bytes:
                 logger.warning(
                     "%d of %d decode graphs fit into the %d bytes that were planned for them; steps of fewer than %s "
@@ -78,6 +83,7 @@ class DecodeGraphs:
 
     def _capture_size(self, size: int, pool: GraphPool) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
+        self._inputs.fill(size, token_ids, batch)  # compiles it; padding is copied onto itself
         hidden = self.forward(token_ids, batch)  # compiles what no step has compiled: rows of padding alone
         if not len(self._result):
             self._result = torch.empty_like(hidden)

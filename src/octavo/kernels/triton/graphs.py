@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+class CaptureError(RuntimeError):
+    """The driver captured no graph, or could not launch it."""
+
+
 class GraphPool(Protocol):
     """Captures graphs that share the memory of what they compute in between: one of them runs at a time."""
 
@@ -21,7 +25,7 @@ class GraphPool(Protocol):
         """Note what `run` launches, which has run once before; return what launches it again.
 
         Whether it is computed now is open. Raises `RuntimeError` for what no graph can hold: a value of the device
-        that is read on the host, say.
+        that is read on the host, say; on a GPU it is a `CaptureError`, as is whatever else the driver refuses.
         """
         ...
 
@@ -44,10 +48,13 @@ class CudaGraphPool:
         """Capture, launch once so that the driver takes what it needs, and measure what both took."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
-        # Threads that move KV may allocate meanwhile: what they do is none of this graph's.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        graph.replay()
+        try:
+            # Threads that move KV may allocate meanwhile: what they do is none of this graph's.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+            graph.replay()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
         after = self._memory()
         self.num_bytes += max(after[0] - before[0], before[1] - after[1], 0)
         return graph.replay
