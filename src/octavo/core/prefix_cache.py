@@ -185,9 +185,8 @@ class PrefixCache:
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
         """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
-        if not (self._partials and self.reads_cache(request)) or request.sequence.num_output_tokens:
-            return None
-        if len(found) != request.num_prompt_tokens // self._block_size:
+        is_found = len(found) == request.num_prompt_tokens // self._block_size
+        if not (self._partials and is_found and self.reads_cache(request)) or request.sequence.num_output_tokens:
             return None
         chain = self.chains.extended(request)
         partial = self._partials.get(self._partial_name(request, chain) or b"")
