@@ -83,8 +83,9 @@ def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
     launch, num_awaited = worker.launch, []
 
     def watch(scheduled):
+        launched = launch(scheduled)
         num_awaited.append(worker.runner.batch.num_awaited.sum())
-        return launch(scheduled)
+        return launched
 
     monkeypatch.setattr(worker, "launch", watch)
     assert crowd(engine, requests) == expected

@@ -13,9 +13,8 @@ pytestmark = [
     pytest.mark.performance,
     pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation"),
 ]
-# Of a step with one request, and of each one more that runs; in brackets what they were when this was written. That the
-# worker launches a step and collects it apart is 33 of the first.
-BOUNDS = {"none": (223, 21), "suffix": (262, 55)}  # (218, 16), (257, 16): what is guessed comes true here, and is more
+# Of a step with one request, and of each one more that runs; in brackets what they were when this was written.
+BOUNDS = {"none": (189, 21), "suffix": (254, 55)}  # (188, 15), (224, 25): what is guessed comes true here, and is more
 
 
 def python_calls(call):

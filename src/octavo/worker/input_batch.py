@@ -189,10 +189,8 @@ class InputBatch:
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
-    def left_since(self, num_changes: int, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return those that left, or failed, since `num_changes` was so much."""
-        if self.num_changes == num_changes:
-            return []
+    def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
+        """Return those of them that left or failed."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
@@ -204,11 +202,6 @@ class InputBatch:
         for request in requests:
             request.has_failed = True
             self.num_changes += 1
-
-    @property
-    def reads_awaited(self) -> bool:
-        """Whether the next token of a request hangs on one that is awaited in another way than by the logits."""
-        return bool((self.sampling.reads_tokens & (self.num_awaited > 0)).any())
 
     def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
         """Take in what a step chose: it is known from now on."""
@@ -333,7 +326,7 @@ class InputBatch:
         Where no token could be chosen it is token 0: what comes of that is for nobody.
         """
         fed = self._tensor(token_ids.astype(np.int64))
-        if token_ids.min(initial=0) >= 0:
+        if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)

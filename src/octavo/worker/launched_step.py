@@ -26,7 +26,8 @@ class LaunchedStep:
     end           behind all of the step's work on the device
     inputs        None where nothing is computed
     chosen        None where nobody is sampled
-    awaited       int64, rows whose requests count as having got a token that the host does not know yet
+    due_rows      int64, rows whose requests get one token of it; None where nobody is sampled, or drafts are
+    is_awaited    whether a step was launched behind it, which is fed what this one sampled on the device
     num_changes   that of the batch when it was launched
     troubles      rows of logits in which no token can be chosen, as far as the host knows; postponed: see `ModelOutput`
     errors        requests that failed while the step was launched
@@ -38,7 +39,8 @@ class LaunchedStep:
     end: Mark | None = None
     inputs: ModelInputs | None = None
     chosen: Choices | None = None
-    awaited: NDArray[np.int64] | None = None
+    due_rows: NDArray[np.int64] | None = None
+    is_awaited: bool = False
     num_changes: int = 0
     troubles: dict[int, Trouble] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)

@@ -22,7 +22,7 @@ from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.host_copies import create_host_copies
-from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
+from octavo.worker.input_batch import InputBatch, ModelInputs
 from octavo.worker.kv_transfers import NoKVMover
 from octavo.worker.launched_step import LaunchedStep
 from octavo.worker.pooler import Pooler
@@ -81,6 +81,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
+        self._newest: LaunchedStep | None = None  # that was launched, until it is collected
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -116,7 +117,8 @@ class ModelRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for the requests that are due some."""
-        return self.collect(self.launch(scheduled))
+        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
+            return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Whether all steps before have to be collected before this one is launched.
@@ -131,42 +133,62 @@ class ModelRunner:
             or scheduled.copies
             or scheduled.kv_transfers
             or scheduled.kv_cancels
-            or self.batch.reads_awaited
+            or self._reads_newest()
         )
+
+    def _reads_newest(self) -> bool:
+        """Whether the next token of a request hangs on the one that is not collected in another way than by logits."""
+        rows = None if self._newest is None else self._newest.due_rows
+        return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         """Enqueue all that a step computes, and copies of what is to be read of it.
 
         The step before may not be collected yet, but the one before that must be, and both if `needs_sampled_tokens`.
         """
-        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
-            self.copies.begin()
-            step = LaunchedStep(scheduled, self.kv_cache.copy(scheduled.copies))
-            self._follow(scheduled)
-            step.num_changes = self.batch.num_changes
-            if scheduled.num_scheduled_tokens:
-                step.inputs = inputs = self.batch.prepare_inputs(scheduled)
-                self._tasks.begin(inputs)
-                hidden = self.forward(inputs)
-                assert hidden.shape[0] == inputs.output_start[-1]
-                step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
-                step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
-                if inputs.sampled:
-                    self.sample(step, inputs, hidden)
-            step.end = self.copies.mark()
-            return step
+        with torch.inference_mode():
+            return self._launch(scheduled)
+
+    def _launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
+        self.copies.begin()
+        if self._newest is not None:
+            self._await(self._newest)
+        step = LaunchedStep(scheduled, self.kv_cache.copy(scheduled.copies))
+        self._follow(scheduled)
+        step.num_changes = self.batch.num_changes
+        if scheduled.num_scheduled_tokens:
+            step.inputs = inputs = self.batch.prepare_inputs(scheduled)
+            self._tasks.begin(inputs)
+            hidden = self.forward(inputs)
+            assert hidden.shape[0] == inputs.output_start[-1]
+            step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
+            step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
+            if inputs.sampled:
+                self.sample(step, inputs, hidden)
+        step.end = self.copies.mark()
+        self._newest = step
+        return step
+
+    def _await(self, step: LaunchedStep) -> None:
+        """Let the device feed what a step sampled, as the host does not know it when the next one is launched."""
+        if step.chosen is not None and step.due_rows is not None:
+            assert step.inputs is not None
+            self.batch.await_sampled(step.inputs.sampled_rows, step.chosen.token_ids, step.due_rows)
+            step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
         """Follow the scheduler's words: who ended, who is new, what moves."""
         if scheduled.kv_transfers or scheduled.kv_cancels:
             self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
-        self.drafting.finish(scheduled.finished_req_ids)
+        if scheduled.finished_req_ids:
+            self.drafting.finish(scheduled.finished_req_ids)  # while the batch has what they wrote
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
         if self.draft_runner is not None:
             self.draft_runner.update(scheduled)
-        self._pooler.forget(scheduled.finished_req_ids)
+        if scheduled.finished_req_ids:
+            self._pooler.forget(scheduled.finished_req_ids)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
@@ -175,25 +197,24 @@ class ModelRunner:
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
         """Let a token be chosen for every request whose known tokens are all computed now, and one behind each draft.
 
-        Notes in the step what is chosen, and whose tokens are awaited.
+        Notes in the step what is chosen, and who gets it.
         """
-        requests = [inputs.requests[index] for index in inputs.sampled]
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        step.chosen = chosen = self.sampler.choose(logits, rows, tasks, self._chooser(inputs, requests))
+        step.chosen = chosen = self.sampler.choose(logits, rows, tasks, self._chooser(inputs))
         for row, error in chosen.faults.items():
             if not is_fault(error):
                 raise error
             step.troubles.setdefault(row, Trouble(error, "its token was chosen"))
-        if len(inputs.num_known) > len(requests):
+        if len(inputs.num_known) > len(inputs.sampled):
             return  # how many drafts come true shows when they are read
-        step.awaited = inputs.sampled_rows
+        step.due_rows = inputs.sampled_rows
         if step.troubles or step.postponed or step.errors:
             without = step.postponed | step.errors.keys()
-            is_due = [i not in step.troubles and each.request_id not in without for i, each in enumerate(requests)]
-            step.awaited = inputs.sampled_rows[is_due]
-        self.batch.await_sampled(inputs.sampled_rows, chosen.token_ids, step.awaited)
+            names = (inputs.requests[index].request_id for index in inputs.sampled)
+            is_due = [i not in step.troubles and name not in without for i, name in enumerate(names)]
+            step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
         """Wait for the oldest step that was launched and not collected, and return what came of it.
@@ -201,43 +222,51 @@ class ModelRunner:
         What was computed in vain is left out: of requests that left since, or failed in the step before.
         """
         with torch.inference_mode():
-            assert step.end is not None, "launch has failed"
-            step.end.synchronize()
-            if step.inputs is None:
-                return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves))
-            requests = step.inputs.requests
-            left = self.batch.left_since(step.num_changes, requests)
-            if step.awaited is not None:
-                self.batch.end_awaiting(step.awaited, left)
-            errors = step.errors
-            prompt_logprobs = self._prompts.read(
-                [each for each in step.prompt_scores if each.request not in left], errors
-            )
-            pooled = self._pooler.pool([each for each in step.pooled_rows if each.request not in left], errors)
-            tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
-            if step.chosen is not None:
-                without = step.postponed | errors.keys() | {each.request_id for each in left}
-                self._read(step, step.inputs, step.chosen.read(), without, tokens, logprobs)
-            if tokens:
-                self.batch.append_sampled(tokens)
-            if errors:
-                self.batch.fail(each for each in requests if each.request_id in errors)
-            drafting = self.drafting
-            drafts = drafting.propose(tokens, step.scheduled.max_drafts)
-            return ModelOutput(
-                step.scheduled.step,
-                tokens,
-                logprobs,
-                prompt_logprobs,
-                errors,
-                pooled,
-                step.postponed,
-                host_moves=list(step.host_moves),
-                draft_token_ids=drafts,
-                drafting_s=drafting.seconds,
-                num_drafting_passes=drafting.num_passes,
-                computed_drafts=drafting.computed,
-            )
+            return self._collect(step)
+
+    def _collect(self, step: LaunchedStep) -> ModelOutput:
+        assert step.end is not None, "launch has failed"
+        step.end.synchronize()
+        if step is self._newest:
+            self._newest = None
+        if step.inputs is None:
+            return ModelOutput(step.scheduled.step, {}, host_moves=list(step.host_moves))
+        requests, errors = step.inputs.requests, step.errors
+        left = [] if step.num_changes == self.batch.num_changes else self.batch.left_among(requests)
+        if step.is_awaited and step.due_rows is not None:
+            self.batch.end_awaiting(step.due_rows, left)
+        scores, pooled_rows = step.prompt_scores, step.pooled_rows
+        if left:
+            scores = [each for each in scores if each.request not in left]
+            pooled_rows = [each for each in pooled_rows if each.request not in left]
+        prompt_logprobs = self._prompts.read(scores, errors) if scores else {}
+        pooled = self._pooler.pool(pooled_rows, errors) if pooled_rows else {}
+        tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
+        if step.chosen is not None:
+            without = step.postponed | errors.keys()
+            if left:
+                without.update(each.request_id for each in left)
+            self._read(step, step.inputs, step.chosen.read(), without, tokens, logprobs)
+        if tokens:
+            self.batch.append_sampled(tokens)
+        if errors:
+            self.batch.fail(each for each in requests if each.request_id in errors)
+        drafting = self.drafting
+        drafts = drafting.propose(tokens, step.scheduled.max_drafts)
+        return ModelOutput(
+            step.scheduled.step,
+            tokens,
+            logprobs,
+            prompt_logprobs,
+            errors,
+            pooled,
+            step.postponed,
+            host_moves=list(step.host_moves),
+            draft_token_ids=drafts,
+            drafting_s=drafting.seconds,
+            num_drafting_passes=drafting.num_passes,
+            computed_drafts=drafting.computed,
+        )
 
     def _read(
         self,
@@ -255,12 +284,13 @@ class ModelRunner:
         As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
         fed back, and by the same noise, unless drafts are verified by rejection sampling.
         """
-        errors, troubles = step.errors, step.troubles
-        standing = self._verify(inputs, sampled.token_ids)
-        if not (without or troubles or sampled.logprobs) and min(sampled.token_ids) >= 0:  # the usual case
-            requests = inputs.requests
-            tokens.update((requests[i].request_id, ids) for i, ids in zip(inputs.sampled, standing, strict=True))
+        errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
+        is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)
+        if is_plain and min(chosen) >= 0:  # the usual case
+            for index, token_id in zip(inputs.sampled, chosen, strict=True):
+                tokens[inputs.requests[index].request_id] = [token_id]
             return
+        standing = self._verify(inputs, chosen)
         for index, first, token_ids in zip(inputs.sampled, inputs.cu_num_logits.tolist(), standing, strict=False):
             request = inputs.requests[index]
             name = request.request_id
@@ -275,12 +305,11 @@ class ModelRunner:
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
 
-    def _chooser(
-        self, inputs: ModelInputs, requests: list[RequestRow]
-    ) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+    def _chooser(self, inputs: ModelInputs) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
         """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
-        if len(inputs.num_known) == len(requests):
+        if len(inputs.num_known) == len(inputs.sampled):
             return self.kernels.sample
+        requests = [inputs.requests[index] for index in inputs.sampled]
         drafted = DraftedRows(
             is_greedy=[request.sampling_params.is_greedy for request in requests],
             cu_num_logits=inputs.cu_num_logits,

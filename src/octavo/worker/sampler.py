@@ -204,9 +204,10 @@ class Choices:
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
             entries.update(zip(rows, logprobs.read([max(token_ids[row], 0) for row in rows]), strict=True))
-        are_numbers = [] if self.are_numbers is None else self.are_numbers.tolist()
-        with_numbers = (row for row, good in zip(self.restricted, are_numbers, strict=True) if good)
-        nothing_left = {row for row in with_numbers if token_ids[row] < 0}
+        nothing_left: set[int] = set()
+        if self.are_numbers is not None:
+            are_numbers = zip(self.restricted, self.are_numbers.tolist(), strict=True)
+            nothing_left = {row for row, good in are_numbers if good and token_ids[row] < 0}
         return Sampled(token_ids, nothing_left, entries, self.faults)
 
 
@@ -232,6 +233,9 @@ class Sampler:
         tasks: of the rows that ask for more than the kernel does. choose: what chooses in place of the kernel.
         """
         copies = self._copies
+        if not tasks:
+            token_ids = (choose or self._kernels.sample)(logits, rows)
+            return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
         raw_logprobs = None if indices is None else torch.log_softmax(logits[indices], dim=-1)

@@ -152,7 +152,7 @@ class Worker:
         self.runner = self._make_runner(*self._decide_num_blocks())
         self.kv_cache = self.runner.kv_cache
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
-        self._alone(lambda: warm_up(self.runner, num_tokens))
+        self._on_device(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
@@ -316,17 +316,13 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something that computes, in any thread."""
-        if self.device.index is not None:  # which a CPU has not, and most GPUs have not either
-            use_device(self.device)
-        return self._alone(run)
-
-    def _alone(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something while torch computes on this thread alone, where the kernels bring threads of their own.
+        """Run something that computes, in any thread; alone on it, where the kernels bring threads of their own.
 
         torch's workers would spin on the cores that those need.
         (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
         """
+        if self.device.index is not None:  # which a CPU has not, and most GPUs have not either
+            use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()
         num_threads = torch.get_num_threads()
@@ -468,7 +464,8 @@ class LocalExecutor:
         """
         assert self._steps, "collect without submit"
         step = self._steps[0]
-        self._finish(step)
+        if step.result is None:
+            self._finish(step)
         self._steps.popleft()
         if step.error is not None:
             raise step.error
