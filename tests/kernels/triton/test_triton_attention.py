@@ -222,7 +222,7 @@ def test_a_decode_that_is_cut_otherwise_than_a_prompt_is_found(attention, genera
 
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_sequence_of_no_length_gets_zeros_and_reads_nothing(attention, generator, monkeypatch, is_split):
-    """Its row pads a step, and its table holds anything. Beside it programs take several partitions each, or none."""
+    """Its row pads a step, and its table holds anything."""
     batch, k_cache, v_cache = paged_batch([(300, 1), (600, 1)], 16, 1, 16, torch.float32, generator)
     q = torch.randn(4, 2, 16, generator=generator)
     expected = attention.paged_attention(q[:2], k_cache, v_cache, batch, 0.25, None, None)

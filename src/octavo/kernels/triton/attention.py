@@ -12,13 +12,14 @@ are padded, so that each product has the same shape, and on each device the same
     ...               +-----+      state 0           -> merged with state 1 -> ...
 
 A program goes through all partitions of its tile of queries, and merges each in registers. Where few sequences would
-leave a device idle, those of few tokens (decodes, and drafts that are verified) are split: several programs take turns
-at the partitions and keep the state of each, and `_merge_partitions` merges these in the same order. One compiled
-kernel does both: whether it splits is an argument of its run. Reductions run over tiles that are laid out as products
-want them, not as memory is read. So a row's result is fixed by its own position and KV.
+leave a device idle, those of few tokens (decodes, and drafts that are verified) are split: a program computes one
+partition, and `_merge_partitions` merges these in the same order. One compiled kernel does both: whether it splits is
+an argument of its run. Reductions run over tiles that are laid out as products want them, not as memory is read. So a
+row's result is fixed by its own position and KV.
 
 What is launched follows from shapes alone: the number of rows, of sequences, the width of the block tables. So a launch
-that a graph has captured serves sequences of any length. One of no length has a row of zeros, and reads nothing.
+that a graph has captured serves sequences of any length. A row of a sequence of no length stands at position -1, which
+sees nothing, and gets zeros: divisions round towards zero, so its first tile is looked at, and nothing of it is read.
 
 What a device must show, and the interpreter cannot: that a row of a product does not depend on the other rows of the
 tile or on where in it it stands, and that products with weights of zero leave a sum as it is.
@@ -74,10 +75,9 @@ def paged_attention(
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)
     is_int8 = k_cache.dtype == torch.int8
     k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (partials[1], partials[1])
-    splits = min(max_partitions, triton.cdiv(_SPLIT_PROGRAMS, num_seqs * num_kv_heads)) if split_tokens else 1
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at least as many as there are
     token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # torch gives that of one token any value
-    _attend[num_tiles, num_kv_heads, splits](
+    _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
         out, *partials, q, k_cache, v_cache, k_scales, v_scales,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
@@ -224,7 +224,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of queries of one KV head: all partitions, or every so many from the third program id on."""
+    """Attend one tile of queries of one KV head: all partitions, or the one that the third program id says."""
     sequence, tile = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
     first_token = tl.load(query_start_ptr + sequence)
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
@@ -237,14 +237,17 @@ def _attend(
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     first_tile = first // TILE
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
-    end_tile = (last + TILE) // TILE  # 0 where there are no positions
-    partition, end_partition = first_tile // TILES, (end_tile + TILES - 1) // TILES
+    end_tile = last // TILE + 1
+    partition, end_partition = first_tile // TILES, (end_tile - 1) // TILES + 1
     is_split = num_tokens <= split_tokens
-    has_work = tl.program_id(2) == 0  # where there are no positions, too: it writes zeros
     if is_split:
         partition += tl.program_id(2)
-        has_work = partition < end_partition
-    if has_work & (tile * BLOCK_M < num_tokens * GROUP):
+        end_partition = tl.minimum(partition + 1, end_partition)
+    elif tl.program_id(2) > 0:
+        end_partition = partition
+    if tile * BLOCK_M >= num_tokens * GROUP:
+        end_partition = partition
+    if partition < end_partition:
         is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
         q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
         q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
@@ -255,8 +258,7 @@ def _attend(
         k_scales_ptr += tl.program_id(1) * k_scales_head_stride
         v_scales_ptr += tl.program_id(1) * v_scales_head_stride
         table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-        step = tl.where(is_split, tl.num_programs(2), 1)
-        for index in range(loop_bound(partition), loop_bound(end_partition), loop_bound(step)):
+        for index in range(loop_bound(partition), loop_bound(end_partition)):
             maximum, weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             first_of_all, end_of_all = (
@@ -271,15 +273,12 @@ def _attend(
                     HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_INT8,
                 )  # fmt: skip
             total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
-            if is_split:
-                place = ((sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head) * max_partitions + index
-                tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
-                tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
-                tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
-                # The next one begins with nothing.
-                total_max, total_weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-                totals = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if not is_split:
+        if is_split:
+            place = ((sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head) * max_partitions + partition
+            tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
+            tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
+            tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
+        else:
             place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
             _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_q)
 
@@ -309,8 +308,7 @@ def _merge_partitions(
         total_max, total_weight = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
         totals = tl.zeros([1, BLOCK_D], tl.float32)
         first = (tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)) * max_partitions + row
-        partition = _first_seen(position, window) // PARTITION
-        end_partition = (position + PARTITION) // PARTITION  # 0 where there are no positions
+        partition, end_partition = _first_seen(position, window) // PARTITION, position // PARTITION + 1
         for index in range(loop_bound(partition), loop_bound(end_partition)):
             place = first + index
             total_max, total_weight, totals = _merge(
