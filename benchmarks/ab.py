@@ -57,14 +57,14 @@ def serve(module: str, only: str, threads: int) -> None:
     """Be a build's process: print the names of the cases, then time whichever is asked for. module: "" for octavo's."""
     if module:
         load_module(module)
-    from kernels import attention_cases, gated_cases, linear_cases  # noqa: PLC0415 - of the module that is loaded now
+    from kernels import attention_cases, block_cases, gated_cases, linear_cases  # noqa: PLC0415 - of the module that is loaded now
 
     from octavo import _kernels  # noqa: PLC0415
     from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
 
     print(json.dumps(_kernels.__file__), flush=True)
     kernels = CpuKernels(num_threads=threads)
-    cases = [case for group in (linear_cases, gated_cases) for case in group(kernels, only)]
+    cases = [case for group in (linear_cases, block_cases, gated_cases) for case in group(kernels, only)]
     cases += [case for case in attention_cases(kernels) if only in case.name]
     print(json.dumps([case.name for case in cases]), flush=True)
     for line in sys.stdin:

@@ -191,6 +191,22 @@ OCTAVO_INLINE IVec add_block_products(IVec sum, IVec w, IVec x) {
 
 constexpr bool is_signed(const BlockFormat& format) { return format.values == BlockValues::kBytes && kByteCenter == 0; }
 
+// Words whose products may be summed in 16 bits, as add_nibble_products does: half of a lane takes two products of each. 0 where
+// sums are better of 32 bits from the first word on.
+constexpr int words_in_halves(const BlockFormat& format) {
+  if (!kSumsNibblesInHalves) return 0;
+  switch (format.values) {
+    case BlockValues::kNibbles: return 8;
+    case BlockValues::kTable:
+    case BlockValues::kFiveBits: return 4;
+    default: return 0;  // two words of six bits would fit, which saves nothing
+  }
+}
+static_assert(8 * 2 * kMostByte * 15 < 1 << 15 && 4 * 2 * kMostByte * 31 < 1 << 15);
+
+// Each lane: sum + both halves of `halves`, which are signed.
+OCTAVO_INLINE IVec add_halves(IVec sum, IVec halves) { return add_word_products(sum, halves, splat_int(0x0001'0001u)); }
+
 // Calls f(line) for the four pairs of words of a group; line is a constant.
 template <class F>
 OCTAVO_INLINE void for_each_line(const F& f) {

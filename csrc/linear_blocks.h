@@ -118,17 +118,26 @@ OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const ui
   constexpr BlockFormat kFormat = format_of(kKind);
   constexpr int kLastLine = static_cast<int>(kFormat.scale_group / kNibbleDepth) - 1;  // of those that share a scale
   constexpr bool kIsSigned = is_signed(kFormat);
+  constexpr int kHalfLines = words_in_halves(kFormat) / 2;
   const GroupValues<kFormat.values> group(values);
   const auto first_sum_of = [&](int part) {
     return kFormat.has_minima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[part]));
   };
-  IVec sum = first_sum_of(0);
+  IVec sum = first_sum_of(0), halves = splat_int(0);
   for_each_line([&](auto line) __attribute__((always_inline)) {
     constexpr int kLine = line, kPart = kLine / (kLastLine + 1);
     IVec lower, upper;
     group.template line<kLine>(lower, upper);
-    sum = add_block_products<kIsSigned>(sum, lower, x[2 * kLine]);
-    sum = add_block_products<kIsSigned>(sum, upper, x[2 * kLine + 1]);
+    if constexpr (kHalfLines != 0) {
+      halves = add_nibble_products(add_nibble_products(halves, lower, x[2 * kLine]), upper, x[2 * kLine + 1]);
+      if constexpr (kLine % kHalfLines == kHalfLines - 1) {
+        sum = add_halves(sum, halves);
+        halves = splat_int(0);
+      }
+    } else {
+      sum = add_block_products<kIsSigned>(sum, lower, x[2 * kLine]);
+      sum = add_block_products<kIsSigned>(sum, upper, x[2 * kLine + 1]);
+    }
     if constexpr (kLine % (kLastLine + 1) == kLastLine) {
       Vec value = to_float(sum) * BlockHead<kKind>::scale(super, head, kPart);
       if constexpr (kFormat.has_minima) {
@@ -248,7 +257,7 @@ void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPi
   }
 }
 
-// What an unpacked panel is multiplied by: all that decides it of a format.
+// What an unpacked panel is multiplied by: with words_in_halves, all that decides it of a format.
 enum class BlockForm { kPlain, kSigned, kHalves, kMinima };
 
 constexpr BlockForm form_of(const BlockFormat& format) {
@@ -258,9 +267,23 @@ constexpr BlockForm form_of(const BlockFormat& format) {
                                              : BlockForm::kPlain;
 }
 
+// Adds the products of an unpacked word, V vectors of it, and four k of M rows: add(sum, columns, four k).
+template <int M, int V, class Add>
+OCTAVO_INLINE void add_word(const uint8_t* w, const uint8_t* x, IVec (&sums)[M][V], const Add& add) {
+  IVec columns[V];
+  OCTAVO_UNROLL
+  for (int v = 0; v < V; ++v) columns[v] = load_int(w + v * 4 * kLanes);
+  OCTAVO_UNROLL
+  for (int m = 0; m < M; ++m) {
+    const IVec four = load_four(x + m * 4);
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) sums[m][v] = add(sums[m][v], columns[v], four);
+  }
+}
+
 // V vectors of columns, from vector `vec` on, of the `groups` groups of a piece, for the M rows of a tile from its group `first`
-// on: adds to the totals [M][32].
-template <BlockForm kForm, int M, int V>
+// on: adds to the totals [M][32]. kInHalves: words_in_halves.
+template <BlockForm kForm, int kInHalves, int M, int V>
 OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
                               float* totals) {
   constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1, kWords = kGroupWords / kParts;
@@ -278,19 +301,22 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile,
     }
     const uint8_t* end = w + kWords * kNibbleBytes;
     do {
-      IVec columns[V];
-      OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) columns[v] = load_int(w + v * 4 * kLanes);
-      OCTAVO_UNROLL
-      for (int m = 0; m < M; ++m) {
-        const IVec four = load_four(x + m * 4);
+      if constexpr (kInHalves != 0) {
+        IVec halves[M][V] = {};
         OCTAVO_UNROLL
-        for (int v = 0; v < V; ++v) {
-          sums[m][v] = add_block_products<kForm == BlockForm::kSigned>(sums[m][v], columns[v], four);
+        for (int word = 0; word < kInHalves; ++word, x += M * 4, w += kNibbleBytes) {
+          add_word(w, x, halves, [](IVec sum, IVec columns, IVec four) { return add_nibble_products(sum, columns, four); });
         }
+        OCTAVO_UNROLL
+        for (int m = 0; m < M; ++m) {
+          OCTAVO_UNROLL
+          for (int v = 0; v < V; ++v) sums[m][v] = add_halves(sums[m][v], halves[m][v]);
+        }
+      } else {
+        add_word(w, x, sums, add_block_products<kForm == BlockForm::kSigned>);
+        x += M * 4;
+        w += kNibbleBytes;
       }
-      x += M * 4;
-      w += kNibbleBytes;
     } while (w != end);
     asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
@@ -312,26 +338,27 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile,
   }
 }
 
-template <BlockForm kForm, int M>
+template <BlockForm kForm, int kInHalves, int M>
 void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, float* totals) {
   constexpr int V = vecs_at_once(M, kMostNibbleSums);
-  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, M, V>(piece, tile, first, groups, vec, totals);
+  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, kInHalves, M, V>(piece, tile, first, groups, vec, totals);
 }
 
 // multiply_piece of a form for 1 .. kNibbleRows rows.
-template <BlockForm kForm>
+template <BlockForm kForm, int kInHalves>
 struct BlockFunctions {
-  decltype(&multiply_piece<kForm, 1>) of_rows[kNibbleRows + 1];
+  decltype(&multiply_piece<kForm, kInHalves, 1>) of_rows[kNibbleRows + 1];
   constexpr BlockFunctions() : BlockFunctions(std::make_integer_sequence<int, kNibbleRows>()) {}
   template <int... I>
-  constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, I + 1>...} {}
+  constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, kInHalves, I + 1>...} {}
 };
 
 // A block of rows times all panels. tile_at(i): its i-th tile.
 template <DType kKind, class TileAt>
 void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockOfRows& block,
                          const TileAt& tile_at) {
-  static constexpr BlockFunctions<form_of(format_of(kKind))> kMultiply;
+  constexpr BlockFormat kFormat = format_of(kKind);
+  static constexpr BlockFunctions<form_of(kFormat), words_in_halves(kFormat)> kMultiply;
   const int64_t panels = divide_up(args.n, kPanelColumns);
   const auto totals_size = static_cast<size_t>(block.rows * kPanelColumns) * sizeof(float);
   pool.reserve_local(sizeof(UnpackedPiece) + totals_size);
