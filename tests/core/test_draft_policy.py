@@ -331,6 +331,36 @@ def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
     assert all(guesses([5], 1) for _ in range(30))
 
 
+def test_what_guesses_took_and_gained_is_forgotten_at_one_pace():
+    policy, requests = policy_with((2, 1.0), (4, 1.4)), [make_request(), make_request("s")]
+    policy.learn(Scheduled("rs"), guessed(0.01, 0), 1.01)
+    assert (policy._spent_s, policy._gained_s, policy._steps_s) == pytest.approx((0.01, 0.0095, 1.0))
+    policy.verified(requests[0], 2, 2)
+    policy.learn(Scheduled("rs", drafts={"r": [5, 6]}), guessed(0.02, 0), 1.42)
+    # two more tokens of four: half a step of 2 rows, less the two rows they took
+    assert (policy._spent_s, policy._gained_s, policy._steps_s) == pytest.approx((0.0295, 0.009025 + 0.6, 2.35))
+    policy.verified(requests[0], 2, 0)
+    policy.learn(Scheduled("rs", drafts={"r": [5, 6]}), guessed(0.02, 0), 1.42)
+    assert (policy._spent_s, policy._gained_s) == pytest.approx((0.048025, 0.95 * 0.609025)), "rows in vain"
+
+
+def test_no_trial_is_made_for_nobody():
+    policy = DraftPolicy()
+    policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
+    assert [bounds(policy) for _ in range(40)] == 40 * [{}]
+
+
+def test_where_guesses_pay_again_every_step_is_measured():
+    policy, request = DraftPolicy(), make_request()
+    policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
+    assert bounds(policy, request) == {"r": 0}
+    policy.verified(request, 2, 2)
+    policy.learn(Scheduled("r", drafts={"r": [5, 6]}), guessed(0.1, 0), 1.1)
+    assert bounds(policy, request) == {}
+    policy.learn(Scheduled("r"), guessed(0.1, 0), 0.6)
+    assert policy.step_cost.seconds(1) == pytest.approx(0.9)
+
+
 def test_a_trial_is_made_for_eight_requests_others_each_time():
     policy, requests = DraftPolicy(), [make_request(f"r{number}") for number in range(20)]
     tried = []

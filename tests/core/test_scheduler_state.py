@@ -301,6 +301,21 @@ def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_RESERVATION,)]
 
 
+def test_who_is_loaded_has_a_seat_and_may_wait_for_blocks(make_core):
+    core = make_core(connector=Store(prefix="load"), max_num_seqs=2)
+    core.add("load a", 12)
+    core.add("load b", 12)
+    core.add("c", 3)
+    core.step()
+    assert len(core.scheduler.transfers) == 2
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_SEAT,)]
+    core = make_core(connector=Store(num_tokens=12), num_blocks=4)
+    core.add("a", 13)
+    core.add("b", 13)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
+
+
 def test_the_first_request_of_all_may_have_to_wait(make_core):
     core = make_core(num_blocks=4)
     core.scheduler.kv_cache_manager.pool.take(4)
