@@ -11,6 +11,7 @@ import gc
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 0 tests its kernels on a GPU
 
@@ -20,6 +21,9 @@ from kernels_available import COMPILED
 from sweeps import left_out
 
 from octavo.config import kernels_required
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 SWEEP_SEED = "OCTAVO_SWEEP_SEED"
 
@@ -63,13 +67,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"cases of sweeps were drawn by {SWEEP_SEED}={os.environ[SWEEP_SEED]}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sweep"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in functions.items():
-        (one_in,) = cases[0].get_closest_marker("sweep").args
-        for item in left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {name}"):
-            item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Leave out, or mark as slow, what the draw does not give of a sweep."""
+    made = yield
+    cases = [item for item in made if item.get_closest_marker("sweep")] if isinstance(made, list) else []
+    if not cases:
+        return made
+    (one_in,) = cases[0].get_closest_marker("sweep").args
+    undrawn = set(left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {cases[0].nodeid.partition('[')[0]}"))
+    if takes_no_slow_ones(collector.config):
+        return [item for item in made if item not in undrawn]
+    for item in undrawn:
+        item.add_marker(pytest.mark.slow)
+    return made
+
+
+def takes_no_slow_ones(config: pytest.Config) -> bool:
+    """Whether cases that are slow need not be made: nobody names one, and the markers are those of pyproject.toml."""
+    return "not slow" in config.option.markexpr and not any("::" in word for word in config.args)
