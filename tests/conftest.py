@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import gc
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 
 
 import certifi
 import pytest
+from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
 from sweeps import left_out
 
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     looked for until all tests are collected, which stay: that took each process 2.5 of 19 s.
     """
     gc.disable()
+    share_logging()
     folder = tempfile.TemporaryDirectory(prefix="octavo-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     os.environ["SSL_CERT_FILE"] = str(one_certificate(Path(folder.name)))
@@ -44,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
+
+
+def share_logging() -> None:
+    """Let what torch logs reach the root: pytest else adds and removes its handlers at 42 loggers, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def one_certificate(folder: Path) -> Path:
@@ -60,6 +70,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Tell of a test that passes by one message, not by five: they cost processes of pytest-xdist more than most tests.
+
+    With `--durations` all are sent. Which test a process that crashes was in pytest-xdist knows without them.
+    """
+    if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
