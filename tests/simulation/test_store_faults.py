@@ -13,7 +13,7 @@ from octavo.core.window_blocks import WindowBlocks
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
-NUM_WORLDS = 30
+NUM_WORLDS = 15
 
 
 def run_worlds() -> int:
