@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import datetime as dt
 import gc
+import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 0 tests its kernels on a GPU
 
 import certifi
 import pytest
+from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
 from sweeps import left_out
 
 from octavo.config import kernels_required
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 SWEEP_SEED = "OCTAVO_SWEEP_SEED"
 
@@ -31,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     looked for until all tests are collected, which stay: that took each process 2.5 of 19 s.
     """
     gc.disable()
+    share_logging()
     folder = tempfile.TemporaryDirectory(prefix="octavo-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     os.environ["SSL_CERT_FILE"] = str(one_certificate(Path(folder.name)))
@@ -40,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
+
+
+def share_logging() -> None:
+    """Let what torch logs reach the root: pytest else adds and removes its handlers at 42 loggers, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def one_certificate(folder: Path) -> Path:
@@ -58,18 +72,41 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Tell of a test that passes by one message, not by five: they cost processes of pytest-xdist more than most tests.
+
+    With `--durations` all are sent. Which test a process that crashes was in pytest-xdist knows without them.
+    """
+    if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"cases of sweeps were drawn by {SWEEP_SEED}={os.environ[SWEEP_SEED]}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sweep"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in functions.items():
-        (one_in,) = cases[0].get_closest_marker("sweep").args
-        for item in left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {name}"):
-            item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Leave out, or mark as slow, what the draw does not give of a sweep."""
+    made = yield
+    cases = [item for item in made if item.get_closest_marker("sweep")] if isinstance(made, list) else []
+    if not cases:
+        return made
+    (one_in,) = cases[0].get_closest_marker("sweep").args
+    undrawn = set(left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {cases[0].nodeid.partition('[')[0]}"))
+    if takes_no_slow_ones(collector.config):
+        return [item for item in made if item not in undrawn]
+    for item in undrawn:
+        item.add_marker(pytest.mark.slow)
+    return made
+
+
+def takes_no_slow_ones(config: pytest.Config) -> bool:
+    """Whether cases that are slow need not be made: nobody names one, and the markers are those of pyproject.toml."""
+    return "not slow" in config.option.markexpr and not any("::" in word for word in config.args)

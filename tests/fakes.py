@@ -1,6 +1,7 @@
 """Stand-ins for what needs a model: a tokenizer of bytes, a chat template, and an executor that recites a text.
 
-With them the real core, engine and server run without weights, and what comes out is known beforehand.
+With them the real core, engine and server run without weights, and what comes out is known beforehand. What only the
+text's side needs is imported late: processes of the core alone start sooner.
 """
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ from octavo.data.events import FanOut
 from octavo.data.metrics import EngineMetrics
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.data.recent_events import RecentEvents
-from octavo.engine.chat_template import template_role
 from octavo.engine.engine_core import EngineCore
-from octavo.engine.input_processor import InputProcessor
-from octavo.engine.llm_engine import Engine
-from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ExecutionError
 from octavo.runtime.text_work import progress
 
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from octavo.data.scheduler_output import NewRequestData, SchedulerOutput
+    from octavo.engine.llm_engine import Engine
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -124,6 +122,8 @@ class FakeChatTemplate:
         self.options: dict[str, Any] = {}  # of the last prompt
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        from octavo.engine.chat_template import template_role
+
         self.tools, self.options = options.get("tools"), options
         text = "" if self.tools is None else f"<tools>{json.dumps(self.tools)}\n"
         for message in messages:
@@ -257,29 +257,17 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs([token_id, *best], [-0.25, *(-0.25 - step for step in range(num_top))], rank=1)
 
 
-def make_engine(
+def make_core(
     executor: FakeExecutor | None = None,
     *,
     num_blocks: int = 256,
     block_size: int = 16,
     max_model_len: int = 2048,
-    generation_defaults: Mapping[str, Any] | None = None,
-    model_info: Mapping[str, Any] | None = None,
-    chat_template: FakeChatTemplate | None = None,
     role: str = "both",
     kv_transfer_port: int | None = None,
     **scheduler_options: Any,
-) -> Engine:
-    """The real engine around a fake executor and tokenizer."""
-    tokenizer = ByteTokenizer()
-    info = ModelInfo(
-        name="fake",
-        vocab_size=VOCAB_SIZE,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset({EOS}),
-        generation_defaults=dict(generation_defaults or {}),
-        **(model_info or {}),
-    )
+) -> EngineCore:
+    """The real core around a fake executor."""
     metrics, recent = EngineMetrics(), RecentEvents(2000)
     configs = SchedulerConfig(**scheduler_options), CacheConfig(block_size=block_size)
     scheduler = Scheduler(
@@ -289,14 +277,40 @@ def make_engine(
         clock=time.monotonic,
         sink=FanOut([metrics, recent]),
     )
+    return EngineCore(
+        scheduler,
+        executor or FakeExecutor(),
+        metrics,
+        recent,
+        EngineCapacity.of(*configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port),
+    )
+
+
+def make_engine(
+    executor: FakeExecutor | None = None,
+    *,
+    max_model_len: int = 2048,
+    generation_defaults: Mapping[str, Any] | None = None,
+    model_info: Mapping[str, Any] | None = None,
+    chat_template: FakeChatTemplate | None = None,
+    **core_options: Any,
+) -> Engine:
+    """The real engine around a fake executor and tokenizer. core_options: of `make_core`."""
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.engine.llm_engine import Engine
+    from octavo.engine.output_processor import OutputProcessor
+
+    tokenizer = ByteTokenizer()
+    info = ModelInfo(
+        name="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        generation_defaults=dict(generation_defaults or {}),
+        **(model_info or {}),
+    )
     return Engine(
-        EngineCore(
-            scheduler,
-            executor or FakeExecutor(),
-            metrics,
-            recent,
-            EngineCapacity.of(*configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port),
-        ),
+        make_core(executor, max_model_len=max_model_len, **core_options),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,

@@ -111,7 +111,7 @@ def expected(number_format: str) -> list[tuple[list[int], object]]:
     return answers(make_engine(number_format, run, EventLog(), caches=False))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("number_format", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_tokens_are_those_of_an_engine_without(run, number_format):

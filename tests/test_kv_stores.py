@@ -118,7 +118,7 @@ def settle(engine):
     assert getattr(connector, "_connector", connector).num_lookups == 0  # behind what records it
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint, alone, schedule, dtype):

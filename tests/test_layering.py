@@ -17,12 +17,16 @@ def modules() -> list[tuple[str, Path]]:
     return [(path.relative_to(SOURCE).with_suffix("").parts[0], path) for path in sorted(SOURCE.rglob("*.py"))]
 
 
+LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 @functools.lru_cache(maxsize=1)  # all of them would be 200 MB
 def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, LOOKED_AT)]
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     names = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -31,7 +35,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             names.add(node.module or "")
             names |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "octavo"}
-    return names
+    return frozenset(names)
 
 
 def test_the_core_is_standard_library():

@@ -29,7 +29,7 @@ def whole_blocks(prompt, block_size):
     return min(len(prompt) // block_size * block_size, len(prompt) - 1)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_prompts_that_another_engine_computed(checkpoint, alone, schedule, dtype):

@@ -140,7 +140,7 @@ def expected(plain):
     return functools.cache(lambda way: ask(plain, way, 1_000_000)[0])
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(18)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_distributed_as_without_drafts(request, expected, drafts, way):

@@ -243,7 +243,7 @@ def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
     return verified.num_loaded
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_tokens_are_the_same_with_and_without(run):
     check(run, "bfloat16", 30)
@@ -260,14 +260,14 @@ def test_tokens_are_the_same_in_every_number_format(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("run", MODEL_RUNS, ids=lambda run: run.name)
 def test_tokens_are_the_same_with_a_model_that_drafts(run, method):
     check(replace(run, method=method), "bfloat16", 30)
 
 
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(28)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("number_format", ["float32", *FORMATS[1:]])
 def test_tokens_are_the_same_with_a_model_that_drafts_in_every_number_format(number_format, method):

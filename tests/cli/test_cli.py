@@ -115,6 +115,7 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
     assert "42" in python(code)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("module", PACKAGES)
 def test_serve_says_what_is_not_installed_before_the_engine_starts(module: str) -> None:
     code = (

@@ -92,6 +92,14 @@ def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
     assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
     assert "the machine changed meanwhile" in text
     assert "shares of more than all" in text  # no machine is as slow as these limits
+
+
+def test_no_change_of_the_machine_is_told_where_there_was_none(doctor, monkeypatch):
+    from octavo.kernels.cpu import CpuKernels
+    from octavo.kernels.limits import Limits
+
+    fast = Limits(4e9, 5e9, 6e9, 7e9)
+    monkeypatch.setattr(CpuKernels, "measure_limits", lambda _self: left.pop(0))
     left = [fast, replace(fast, flops=4.9e9)]
     _, text, _ = doctor("--precision", "int8")
     assert "the machine changed meanwhile" not in text

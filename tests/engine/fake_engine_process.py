@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fakes import FakeExecutor, make_engine
+from fakes import FakeExecutor, make_core
 
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput
 from octavo.engine import core_process
@@ -33,7 +33,7 @@ def build(_config, progress):
     if options.pop("hang", False):
         time.sleep(60)
     is_wedged, hangs = options.pop("wedged", False), options.pop("hang_between_steps", False)
-    core = make_engine(FakeExecutor(step_s=options.pop("step_s", 0.0)), **options).core
+    core = make_core(FakeExecutor(step_s=options.pop("step_s", 0.0)), **options)
     if is_wedged:
         core.scheduler.schedule = lambda: SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0)
     if hangs:

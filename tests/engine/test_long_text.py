@@ -43,8 +43,10 @@ def test_a_long_text_has_the_ids_of_the_whole(tokenizer: Tokenizer, small_pieces
         assert tokenizer._long_texts.encode(text, add_special_tokens=add) == whole
 
 
-def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces: None) -> None:
-    for seed in range(40):
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("first", range(3))
+def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces: None, first: int) -> None:
+    for seed in range(first, 40, 3):
         text = texts(seed, 2000)
         whole = tokenizer._encode_at_once(text, add_special_tokens=True)
         for num_tokens in (1, 5, 40, len(whole) - 1, len(whole), len(whole) + 9):
@@ -52,7 +54,7 @@ def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces
 
 
 def test_no_more_is_taken_apart_than_is_kept(tokenizer: Tokenizer) -> None:
-    text = texts(0, 40 * PIECE_CHARS)
+    text = texts(0, 16 * PIECE_CHARS)
     work = _local.work = _Work()
     try:
         kept = tokenizer.encode_end(text, 100)

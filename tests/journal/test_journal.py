@@ -69,7 +69,7 @@ def make_core():
     return Core
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
 def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
@@ -309,7 +309,7 @@ def real_run(path, num_requests):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_requests", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [70, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_property):
     path = tmp_path / "run.journal"
     stats, seconds, recording = real_run(path, num_requests)

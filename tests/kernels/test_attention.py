@@ -19,7 +19,7 @@ HEADS = [  # head_dim, KV heads, group
 ]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -113,7 +113,7 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
        ((256, 1, 1), 20), ((64, 1, 17), None)]  # fmt: skip
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)

@@ -50,7 +50,7 @@ def crowd(generator, count, least, most):
     return [(int(torch.randint(least, most, (), generator=generator)), 1) for _ in range(count)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @KV
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_common_prefix_changes_no_bit(compiled, generator, heads, dtype, int8):

@@ -30,7 +30,7 @@ def apart(kernels, x, packed, activation="silu"):
     return kernels.gate(kernels.linear(x, packed), activation)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", FORMATS)
@@ -59,10 +59,11 @@ def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored
     weight = FORMATS[stored](random(generator, 2 * size, depth) / depth**0.5)
     bias, three = random(generator, 2 * size), compiled_kernels(num_threads=3)
     x = random(generator, 520, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
+    sides = [(kernels, kernels.pack_linear(weight, bias)) for kernels in (single_threaded, fastest, three)]
+    of_both = fastest.pack_linear(weight, bias)
     for rows in ROWS:
-        expected = apart(fastest, x[:rows], fastest.pack_linear(weight, bias))
-        for kernels in (single_threaded, fastest, three):
-            packed = kernels.pack_linear(weight, bias)
+        expected = apart(fastest, x[:rows], of_both)
+        for kernels, packed in sides:
             for some in (x[:rows], x[:rows].contiguous()):
                 assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
 

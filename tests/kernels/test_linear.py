@@ -137,7 +137,8 @@ def test_many_rows_of_many_features(compiled, generator):
 
 @pytest.mark.parametrize("width", [896, 4864, 151936])
 def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generator, width):
-    weight = (torch.rand(width, 896, generator=generator) - 0.5).to(torch.bfloat16)
+    few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)
+    weight = few.repeat(-(-width // len(few)), 1)[:width]  # of other places, which is what is asked
     packed = fastest.pack_linear(weight)
     x = random(generator, 33, 896, dtype=torch.bfloat16)
     alone = fastest.linear(x[:1], packed, float32_out=True)

@@ -82,7 +82,7 @@ def load(path, kernels, dtype, quantization):
     )  # fmt: skip
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantization, tmp_path, compiled, generator):

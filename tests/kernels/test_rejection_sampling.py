@@ -324,7 +324,7 @@ def test_greedy_rows_are_verified_by_equality():
         assert verify_rows([(best, [best[0], best[1] ^ 1], probs, q)], 2)[0].tolist() == [[*best[:2], -1]]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.4}], ids=str)
 def test_probs_are_those_that_the_sampling_kernel_draws_from(kernels, filters):
     row, draws = torch.randn(1, 24, generator=torch.Generator().manual_seed(2)) * 2, 4000

@@ -39,7 +39,7 @@ def test_int8(compiled, generator, dtype, shape):
     assert_equal(compiled.round_weight(weight, 8), quantize_int8(weight))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("group_size", [32, 128, 4864])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -16,7 +16,7 @@ MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @every_case
 def test_tokens_equal(case, tmp_path):
     """The oracle reads each prompt with octavo's answer behind it and must choose every token of the answer itself."""
@@ -35,7 +35,7 @@ def test_tokens_equal(case, tmp_path):
         assert not any(same), f"the oracle gives the same tokens with another {feature}"
 
 
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(28)
 @every_case
 def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
     """The same with nothing of octavo's before the oracle's eyes: it generates by itself, with its own KV cache.

@@ -25,7 +25,7 @@ CHOSEN = (
 MAX_RATIO = 2.0
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHOSEN], ids=lambda case: case.name)
 def test_error_of_logits(case, tmp_path, prompt_logits):
     config = case.full_config

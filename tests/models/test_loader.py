@@ -45,7 +45,7 @@ def packed_bytes(model):
     return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -90,7 +90,7 @@ def test_sharded_equals_whole(tmp_path, prompt_logits):
     assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35), ("int4_all", 0.43)])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -220,7 +220,7 @@ llm = LLM(sys.argv[1], quantization=json.loads(sys.argv[2]), dtype="bfloat16", s
           max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, packed_cache_bytes=0)
 peak, loaded = status("VmHWM:"), status("VmRSS:")
 prompts = [[i % 500 + 1] * 130 for i in range(16)]  # which fill a step
-llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False), use_tqdm=False)
+llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), use_tqdm=False)
 print(json.dumps([peak, loaded, status("VmRSS:")]))
 """
     command = [sys.executable, "-c", code, str(path), json.dumps(quantization)]

@@ -15,7 +15,7 @@ LENGTH = 301  # around windows of 37 and blocks of 16, and past what each rope w
 STEP = 23
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_logits_equal(case, prompt_logits, tmp_path):
     """Row p has the logits behind p + 1 tokens; computed in steps, so that most rows read keys of earlier ones."""

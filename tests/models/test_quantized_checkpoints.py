@@ -252,7 +252,7 @@ def test_a_copy_of_int4_gives_the_tokens_of_rounding_at_load(of_the_copy, of_the
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_copied_whole(name, tmp_path, prompt_logits):
     source = plain_checkpoint(tmp_path / "plain", name)

@@ -146,7 +146,7 @@ def peak():
 rope = RopeConfig(kind="default", theta=1e6)
 make_cos_sin(rope, 64, 20_000)
 before = peak()
-table = make_cos_sin(rope, 64, 400_000)
+table = make_cos_sin(rope, 64, 200_000)
 print((peak() - before) / table.nbytes)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

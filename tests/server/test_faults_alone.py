@@ -227,7 +227,7 @@ WHOLE = [name for index, name in enumerate(SERVER) if index % 2 or name == "the 
 STREAMED = [name for name in SERVER if name not in WHOLE or name in CHAT | COMPLETIONS]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "stream"), [*((name, False) for name in WHOLE), *((name, True) for name in STREAMED)])
 def test_in_a_server_one_fails_and_twenty_go_on(
     name: str, stream: bool, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
@@ -282,7 +282,7 @@ def told_last(text: str) -> str:
     return error if isinstance(error, str) else error["message"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("fault", [fails, panics])
 @pytest.mark.parametrize(("path", "method"), [*WHOLE_REPLIES, *STREAMED_REPLIES])
 def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs_kernels
 
-NUM_REQUESTS, PER_CASE = 500, 10
+NUM_REQUESTS, PER_CASE = 500, 5
 CONFIGS = {
     "none": None,
     "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=8),
@@ -169,7 +169,7 @@ def joined(before: Any, after: Any, name: str) -> Any:
     return before + after if is_appended and type(before) is type(after) else after
 
 
-@pytest.mark.sweep(50)
+@pytest.mark.sweep(100)
 @pytest.mark.parametrize("seed", range(NUM_REQUESTS // PER_CASE))
 def test_answers_are_the_same_with_and_without(servers: dict[str, Running], seed: int) -> None:
     rng = random.Random(seed)

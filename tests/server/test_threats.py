@@ -249,27 +249,31 @@ def streamed_text(running: Running, body: dict[str, Any]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-def test_f29_no_stream_has_half_a_character(shared: Running) -> None:
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_f29_no_stream_has_half_a_character(shared: Running, first: int) -> None:
     size = len(TEXT.encode())
     with shared.http() as http:
-        for limit in range(1, size + 1):
+        for limit in range(first, size + 1, 3):
             body = {"prompt": "hello", "max_tokens": limit}
             whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
             assert streamed_text(shared, body) == whole == answer_text(5, 0, limit)
             assert "\ufffd" not in whole[:-1]
 
 
-def test_f30_nothing_past_a_stop_string_leaks(shared: Running) -> None:
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("first", [0, 3, 6])
+def test_f30_nothing_past_a_stop_string_leaks(shared: Running, first: int) -> None:
     full = answer_text(5)
     with shared.http() as http:
-        for start in range(0, len(full) - 4, 3):
+        for start in range(first, len(full) - 4, 9):
             for length in (1, 2, 4):
                 stop = full[start : start + length]
                 for include in (False, True):
                     body = {"prompt": "hello", "max_tokens": 200, "stop": stop, "include_stop_str_in_output": include}
                     whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
-                    first = full.index(stop)
-                    assert whole == full[: first + (length if include else 0)]
+                    place = full.index(stop)
+                    assert whole == full[: place + (length if include else 0)]
                     assert streamed_text(shared, body) == whole
 
 
@@ -287,7 +291,7 @@ def test_f31_nothing_is_kept_of_requests_that_ended() -> None:
                 http.post(COMPLETIONS, json={**body, "stream": True})
                 http.post(COMPLETIONS, json={**body, "n": 0})
 
-        some(60)
+        some(40)
         before = count()
-        some(100)
-        assert count() - before < 200, "less than one object a request"
+        some(60)
+        assert count() - before < 120, "less than one object a request"

@@ -28,7 +28,7 @@ from simulation.world import (
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_has_a_wrong_token_or_a_leak(seed):
     run = run_seed(seed, 2500, 1, RunFile(None))
@@ -45,7 +45,7 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
     assert len(totals.faults) >= 10
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
     is_stored = seed % 2 > 0
@@ -104,13 +104,13 @@ def test_worlds_that_failed_once(case):
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     path = tmp_path / "runs.json"
-    run_seed(3, 400, 1, RunFile(path))
-    done = run_seed(3, 1500, 1, RunFile(path))
+    run_seed(3, 200, 1, RunFile(path))
+    done = run_seed(3, 700, 1, RunFile(path))
     assert Run.from_json(json.loads(json.dumps(done.to_json()))) == done
-    whole = run_seed(3, 1500, 1, RunFile(None))
+    whole = run_seed(3, 700, 1, RunFile(None))
     assert (done.totals, done.num_worlds) == (whole.totals, whole.num_worlds)
     assert RunFile(path).runs[3] == done
-    assert run_seed(3, 1500, 1, RunFile(path)) == done
+    assert run_seed(3, 700, 1, RunFile(path)) == done
     path.write_text(path.read_text().replace(RunFile(None).digest, "other"))
     with pytest.raises(SystemExit, match="other code"):
         RunFile(path)

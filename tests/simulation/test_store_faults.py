@@ -13,7 +13,7 @@ from octavo.core.window_blocks import WindowBlocks
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
-NUM_WORLDS = 30
+NUM_WORLDS = 15  # of each kind
 
 
 def run_worlds() -> int:
@@ -35,7 +35,7 @@ def run_worlds() -> int:
 def run_pairs() -> int:
     """Run worlds of prefill and decode engines; return how many prompts came from another one directly."""
     num_handed_over = 0
-    for index in range(NUM_WORLDS // 2):
+    for index in range(NUM_WORLDS):
         config = draw_config(random.Random(index), 150)
         config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
         config = replace(config, pair_rate=0.8, neighbour_rate=0.0, eviction_rate=0.1, mixed_step_ms=None)

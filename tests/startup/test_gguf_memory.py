@@ -29,8 +29,8 @@ def load(path):
                kv_cache_memory_bytes=int(sys.argv[1]))
 
 def serve(llm):
-    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False)
-    llm.generate([[i % 250 + 1] * 120 for i in range(4)], params, use_tqdm=False)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+    llm.generate([[i % 250 + 1] * 130 for i in range(2)], params, use_tqdm=False)
 
 llm = load(sys.argv[2])
 serve(llm)

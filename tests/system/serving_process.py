@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DEADLINE_S = 90  # of a start on a busy machine
 STORY = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "temperature": 0.0, "stream": True}
@@ -104,6 +104,20 @@ def serve(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
+
+
+@contextlib.contextmanager
+def serve_lasting(*options: str, **more: Any) -> Iterator[Callable[[], Served]]:
+    """Give who asks a server that runs: the one of before, or a new one where a test has ended that."""
+    with contextlib.ExitStack() as stack:
+        servers: list[Served] = []
+
+        def running() -> Served:
+            if not servers or servers[-1].process.poll() is not None:
+                servers.append(stack.enter_context(serve(*options, **more)))
+            return servers[-1]
+
+        yield running
 
 
 class Stream:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from certificates import make_certificate
-from serving_process import DEADLINE_S, STORY, Stream, serve
+from serving_process import DEADLINE_S, STORY, Stream, serve_lasting
 
 KEY = "a-key-that-nobody-else-may-read"
 
@@ -23,11 +23,16 @@ def certificate(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(certificate):
+def servers(certificate):
     cert, private_key = certificate
     options = ("--ssl-certfile", cert, "--ssl-keyfile", private_key, "--body-timeout", "1")
-    with serve(*options, key=KEY, certificate=cert, OCTAVO_API_KEY=KEY) as server:
-        yield server
+    with serve_lasting(*options, key=KEY, certificate=cert, OCTAVO_API_KEY=KEY) as running:
+        yield running
+
+
+@pytest.fixture
+def served(servers):
+    return servers()
 
 
 def test_answers_and_streams(served):
@@ -92,3 +97,10 @@ def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_re
         assert not any(KEY in part for part in process.cmdline())
     assert not any(KEY in value for value in served.engine.environ().values())
     assert KEY not in "".join(served.log)
+
+
+def test_f25_a_killed_server_leaves_no_engine_behind(served):
+    stream, engine = Stream(served), served.engine
+    served.process.kill()
+    stream.ended_within(10)
+    engine.wait(5)

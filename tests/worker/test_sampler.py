@@ -188,7 +188,7 @@ def test_logprobs_are_of_the_raw_logits(sampler):
     assert entry.rank == 1 + int((reference > reference[11]).sum())
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("params", "keep"),
     [

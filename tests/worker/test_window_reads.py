@@ -147,7 +147,7 @@ def architecture_of(kind, path):
     return replace(architecture, layers=tuple(layers))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "last", "all"])
 @pytest.mark.parametrize("name", ["reference", *ISAS])

@@ -84,7 +84,7 @@ def test_what_a_family_writes_is_read_whole_and_in_single_characters(family: typ
         assert valued(told(read(form, [text], only_one=True))[1]) == CALLS[:1]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @each_format
 def test_it_is_read_in_two_pieces_wherever_it_is_cut(family: type[ToolFormat]) -> None:
     form = family()
@@ -159,7 +159,7 @@ def grammars_of(request: pytest.FixtureRequest) -> Callable[[type[ToolFormat]], 
 PLAIN = {"city": 'Rö"me <b>', "days": 3, "deep": {"a": [1, "x"]}, "is_long": False, "unit": "F"}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @each_format
 def test_grammars_let_pass_what_a_family_writes(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]

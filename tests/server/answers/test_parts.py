@@ -323,10 +323,11 @@ def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Par
     assert read(make, list(text), is_cut=True) == expected
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
-def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> None:
-    rng = random.Random(7)
+def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser], part: int) -> None:
+    rng = random.Random(f"7 {part}")
     words = [
         "<tool_call>",
         "</tool_call>",
@@ -338,7 +339,7 @@ def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> No
         '"arguments"',
     ]
     words += [":", ",", "{", "}", "[", "]", '"', "\\", " ", "\n", "x", "1", ";", "add", WEATHER, ADD]
-    for _ in range(1500):
+    for _ in range(500):
         text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
         for is_cut in (False, True):
             whole = read(lambda: make(NAMES), [text], is_cut=is_cut)

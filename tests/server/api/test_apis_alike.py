@@ -103,7 +103,7 @@ def ollama(http: httpx.Client, *, tools: bool, stream: bool) -> Told:
 APIS: list[Callable[..., Told]] = [chat, responses, messages, ollama]
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
     form = next(each for each in FORMATS if each.name == name)()
