@@ -13,6 +13,7 @@ from octavo import SamplingParams
 from octavo.config import KVTransferConfig
 from octavo.data import events
 from octavo.data.events import EventLog
+from octavo.kv_transfer import disk_directory
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.worker.kv_plan import KVPlan, KVSize
 
@@ -55,8 +56,9 @@ def turn(num_tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("few_window_blocks")
-def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path, checkpoints, kind):
+def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path, checkpoints, kind, monkeypatch):
     """The device has it all the while, but for its window parts; then the engine starts again."""
+    monkeypatch.setattr(disk_directory, "_SCAN_SHARE", 1e9)  # it looks at once what is gone, slow as the last look was
     stores = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
     alone = make_engine(checkpoints[kind], "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
     expected = answers(alone, [turn(0), turn(40), turn(80)])

@@ -395,8 +395,12 @@ def test_saves_hold_few_blocks_at_once(made):
     orders = made.transfers.take_orders()
     assert [len(order.keys) for order in orders] == [1, 1]  # of 16 blocks two
     assert orders[1].keys == second.block_hashes[:1]
+    num_told = len(made.store.told)
+    made.transfers.offer(second)
+    made.extend(second, 14)
     made.transfers.offer(second)
     assert made.transfers.take_orders() == []
+    assert len(made.store.told) == num_told, "as long as there is no room it is not asked"
     made.transfers.end(orders[0].transfer_id, 0)
     made.transfers.offer(second)
     [order] = made.transfers.take_orders()

@@ -129,10 +129,10 @@ def test_a_load_that_came_short_is_asked_for_anew():
     order = KVTransfer(0, TransferDirection.LOAD, KEYS[:3], [1, 2, 3], "r")
     asked.connector.transfer_ended(order, 3)
     assert asked.connector.num_lookups == 1
-    for count in (2, None):
+    for count, expected in ((2, 2), (None, 3)):
         asked.connector.transfer_ended(order, count)
-        assert asked.connector.num_lookups == 0
-        asked.answer(request())
+        assert asked.ask(request()) is None
+        assert asked.answer(request()) == expected * SIZE
     asked.connector.transfer_ended(KVTransfer(1, TransferDirection.SAVE, KEYS[:1], [1]), None)
     assert asked.connector.num_lookups == 1
 

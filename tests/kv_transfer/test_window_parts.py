@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.guard import GuardedStore
@@ -120,6 +121,36 @@ def test_a_lookup_of_the_scheduler_knows_the_window():
     assert found == [24, 0, 0]
 
 
+def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offered():
+    """A store that failed once still says that it has all; at the end of what came a window part is missing."""
+    store = TieredStore([memory(whole=(1, 2, 4, 5), in_part=(0, 3))])
+    request = SimpleNamespace(request_id="r", block_hashes=KEYS[:6], num_tokens=50, expects_kv=False)
+    answered = threading.Semaphore(0)
+    connector = StoreConnector(store, SIZE, answered.release, window=WINDOW)
+
+    def found():
+        if (count := connector.get_num_new_matched_tokens(request, 0)) is None:
+            assert answered.acquire(timeout=10)
+            count = connector.get_num_new_matched_tokens(request, 0)
+        return count
+
+    def end(num_ordered, num_blocks):
+        order = KVTransfer(0, TransferDirection.LOAD, KEYS[:num_ordered], list(range(num_ordered)), "r")
+        connector.transfer_ended(order, num_blocks)
+
+    assert found() == 24
+    end(6, 4)
+    assert found() == 12, "the row behind four blocks sees the fourth, which is there in part"
+    end(3, 3)
+    connector.lookup_given_up(request)
+    assert found() == 24
+    end(6, 4)
+    assert connector.num_lookups == 1
+    connector.request_finished(request, [])
+    assert connector.num_lookups == 0
+    connector.close()
+
+
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +160,28 @@ def test_what_nobody_sees_comes_either_way():
     assert loaded(store, "...www") == [in_part(0), whole(1), in_part(2)]
     assert loaded(store, "w") == []
     assert loaded(store, "........") == [in_part(0), whole(1), in_part(2), in_part(3), whole(4), whole(5)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "needs_window", "asked"),
+    [
+        ({"whole": (0, 1)}, "....", [("whole", 0), ("in part", 2)]),
+        ({"whole": (0, 1)}, "..ww", [("whole", 0)]),
+        ({"in_part": (0, 1)}, "....", [("whole", 0), ("in part", 0), ("whole", 2)]),
+        ({}, "..", [("whole", 0), ("in part", 0)]),
+    ],
+)
+def test_a_block_is_asked_for_once_each_way(kinds, needs_window, asked):
+    store, seen = TieredStore([memory(**kinds)]), []
+    load_from = store.load
+
+    def note(keys, blocks, tally, *, without_window):
+        seen.append(("in part" if without_window else "whole", KEYS.index(keys[0])))
+        return load_from(keys, blocks, tally, without_window=without_window)
+
+    store.load = note
+    loaded(store, needs_window)
+    assert seen == asked
 
 
 def test_a_block_that_is_spoilt_comes_without_its_window_part():
@@ -180,7 +233,7 @@ def test_a_save_counts_up_to_the_first_that_is_not_kept():
     keep = store.save
     store.save = lambda keys, blocks: keep(keys, blocks) if len(blocks[0]) == BLOCK_BYTES else 1
     assert saved(TieredStore([store]), "w..ww.") == 2
-    assert store.num_matched(KEYS[3:]) == 0
+    assert store.num_matched(KEYS[3:]) == 2, "those behind it are kept all the same"
 
 
 def test_a_store_that_has_the_block_in_any_way_is_given_none_without_its_window_part():

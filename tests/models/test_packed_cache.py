@@ -251,7 +251,7 @@ def other_numbers(file):
 
 
 def no_numbers(file):
-    file.write_bytes(file.read_bytes().replace(b'\\"dtype_number\\"', b'\\"dtype_nonsen\\"'))
+    file.write_bytes(file.read_bytes().replace(b'\\"type\\"', b'\\"tipe\\"'))
 
 
 def one_column_less(file):

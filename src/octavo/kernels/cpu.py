@@ -108,7 +108,7 @@ class CpuKernels:
     def layout(self) -> str:
         """To be counted up when one of these says something else of a weight.
 
-        csrc/kernels.h, csrc/block_formats.h, `octavo.kernels.panels.KIND_NUMBERS`, `rotate`, `Int4Weight.whole_scales`.
+        csrc/kernels.h, csrc/block_formats.h, `rotate`, `Int4Weight.whole_scales`.
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}

@@ -47,7 +47,7 @@ class KeptLinear:
 
     data: Tensor
     bias: Tensor | None
-    numbers: dict[str, int]
+    numbers: dict[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,11 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return what `restore` takes, an alias."""
-        numbers = {
+        """Return what `restore` takes, an alias. The type stands there by its name, whatever its number is later."""
+        numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
-            "dtype_number": self.dtype_number,
+            "type": _TYPE_NAMES[self.dtype_number],
             "group_size": self.int4.group_size,
             "has_zeros": int(self.int4.has_zeros),
             "has_order": int(self.int4.has_order),
@@ -172,13 +172,16 @@ def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4For
     return columns * -(-in_features // together) * together * dtype.itemsize
 
 
-def _check_numbers(numbers: Mapping[str, int]) -> tuple[tuple[int, int], int, Int4Format]:
+def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], int, Int4Format]:
     """Return (out_features, in_features), the number of the type, and the format. Raises as `PanelWeight.restore`."""
-    names = ("out_features", "in_features", "dtype_number", "group_size", "has_zeros", "has_order")
-    found = [numbers[name] for name in names]
-    if not all(type(each) is int and 0 <= each < _TOO_LARGE for each in found):
-        raise ValueError(f"{dict(numbers)} describes no packed weight")
-    out_features, in_features, number, group_size, *flags = found
+    found: list[int] = []
+    for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
+        value = numbers[name]
+        if type(value) is not int or not 0 <= value < _TOO_LARGE:
+            raise ValueError(f"{dict(numbers)} describes no packed weight")
+        found.append(value)
+    out_features, in_features, group_size, *flags = found
+    number = next((each for each, name in _TYPE_NAMES.items() if name == numbers["type"]), -1)
     kind = _KINDS.get(number)
     is_int4 = _DTYPES.get(number) == torch.uint8
     is_right = (
@@ -197,4 +200,7 @@ def _check_numbers(numbers: Mapping[str, int]) -> tuple[tuple[int, int], int, In
 
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
+_TYPE_NAMES = {number: str(dtype).removeprefix("torch.") for number, dtype in _DTYPES.items()} | {
+    number: kind.name for number, kind in _KINDS.items()
+}
 _TOO_LARGE = 1 << 31

@@ -61,6 +61,7 @@ class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
     An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
+    Behind a load that ended early it is asked for what stands before the first block that did not come.
     What another engine was said to save is asked for again, until it is there or nothing more comes.
     window: what layers with a window see at most; 0 where none has one. Then a block may be there without its window
     part, and as many tokens are found as can be gone on behind.
@@ -83,13 +84,14 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
+        self._missing: dict[str, bytes] = {}  # of requests whose loads ended early, the first key that did not come
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
     def num_lookups(self) -> int:
         """Requests of which something is kept."""
-        return len(self._lookups)
+        return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
         """Let decode engines wait for what it computes for them."""
@@ -123,6 +125,9 @@ class StoreConnector:
     def _submit(self, lookup: _Lookup, request: Request) -> None:
         lookup.again_at = None
         keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens if self._window else 0
+        missing = self._missing.get(request.request_id)
+        if missing is not None and missing in keys:
+            keys = keys[: keys.index(missing)]
         self._threads.submit(partial(self._look_up, lookup, keys, num_tokens))
 
     def _look_up(self, lookup: _Lookup, keys: list[bytes], num_tokens: int) -> None:
@@ -160,14 +165,21 @@ class StoreConnector:
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Forget what the store was said to have of a request whose blocks did not all come, or came from elsewhere."""
         self._direct.transfer_ended(transfer)
-        lookup = None if transfer.request_id is None else self._lookups.get(transfer.request_id)
-        if transfer.request_id is not None and (num_blocks != len(transfer.keys) or (lookup and lookup.is_direct)):
-            self._drop(transfer.request_id)
+        name, num_ordered = transfer.request_id, len(transfer.keys)
+        if name is None:
+            return
+        self._missing.pop(name, None)
+        if num_blocks is not None and num_blocks < num_ordered:
+            self._missing[name] = transfer.keys[num_blocks]
+        lookup = self._lookups.get(name)
+        if num_blocks != num_ordered or (lookup and lookup.is_direct):
+            self._drop(name)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
         """Keep nothing of a request; if it is still to be asked for, it is not."""
         del block_ids
         self._direct.request_finished(request)
+        self._missing.pop(request.request_id, None)
         self._drop(request.request_id)
 
     def close(self) -> None:

@@ -79,15 +79,16 @@ def load(
 
     needs_window: of which blocks the window part is needed. part_bytes: of a block without it.
     """
-    done, num_failures, without_window = 0, 0, False
-    while done < len(keys) and num_failures < 2:  # it has neither
+    done, without_window = 0, False
+    while done < len(keys):
         end = len(keys)
         if without_window:
             end = next((index for index in range(done, end) if needs_window[index]), end)
         into = [block[:part_bytes] if without_window else block for block in blocks[done:end]]
         count = store.load(keys[done:end], into, tally, without_window=without_window) if into else 0
+        if not count and (done or without_window):  # the next one is there neither way
+            break
         done += count
-        num_failures = 0 if count else num_failures + 1
         without_window = not without_window
     return done
 
@@ -102,16 +103,16 @@ def save(
 ) -> int:
     """Keep blocks, each with its window part where it has one; return how many, from the first one on, are kept now.
 
+    Those behind one that could not be kept are kept all the same: who has that one next saves it alone.
     part_bytes: of a block without it.
     """
-    done = 0
-    while done < len(keys):
-        is_whole, end = has_window[done], done
+    first = num_kept = 0
+    while first < len(keys):
+        is_whole, end = has_window[first], first
         while end < len(keys) and has_window[end] == is_whole:
             end += 1
-        content = [block if is_whole else block[:part_bytes] for block in blocks[done:end]]
-        count = store.save(keys[done:end], content, tally, without_window=not is_whole)
-        done += count
-        if done < end:
-            break
-    return done
+        content = [block if is_whole else block[:part_bytes] for block in blocks[first:end]]
+        count = store.save(keys[first:end], content, tally, without_window=not is_whole)
+        num_kept += count if num_kept == first else 0
+        first = end
+    return num_kept

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20  # smaller models are packed in no time
-FORMAT_VERSION = 2  # to be counted up when the same weights stand otherwise in a file
+FORMAT_VERSION = 3  # to be counted up when the same weights stand otherwise in a file
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20  # of a thread that reads
 _PIECE_BYTES = 1 << 20  # is checked while the processor's cache has it
@@ -271,7 +271,7 @@ class _Reader:
         self._linears = linears
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-read")
         self._names = list(linears)
-        self._begun: dict[str, list[tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int]]]] = {}
+        self._begun: dict[str, list[tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int | str]]]] = {}
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
@@ -296,7 +296,7 @@ class _Reader:
 
     def _begin_part(
         self, name: str, index: int, part: dict[str, Any]
-    ) -> tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int]]:
+    ) -> tuple[_TensorBeingRead, _TensorBeingRead | None, dict[str, int | str]]:
         bias = None if part["bias"] is None else self._begin(_tensor_name(name, index, "bias"), part["bias"])
         return self._begin(_tensor_name(name, index, "data"), part["data"]), bias, part["numbers"]
 

@@ -533,9 +533,8 @@ def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
         sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
-        answer = sock.recv(1 << 16)
+        answer = read_until(sock, b"request_too_large")
         assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b"request_too_large" in answer
         check_serves(running)
 
 
@@ -548,9 +547,8 @@ def test_s9_a_body_that_says_it_is_too_large_is_not_read() -> None:
 def test_s8_a_body_that_trickles_is_cut_off() -> None:
     with run_server(body_timeout_s=0.4) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 1000) + b'{"prompt": ')
-        answer = sock.recv(1 << 16)
+        answer = read_until(sock, b"request_too_slow")
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"request_too_slow" in answer
         check_serves(running)
 
 
@@ -908,7 +906,7 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
             for path in routes:
                 with contextlib.closing(connect(running)) as sock:
                     sock.sendall(head(path, 1 << 19))
-                    answer = sock.recv(1 << 16)
+                    answer = read_until(sock, b"\r\n\r\n")
                 assert answer.startswith(b"HTTP/1.1 429 "), path
                 assert b"retry-after: " in answer, path
             assert service.limiter.streams.num_held == 1
