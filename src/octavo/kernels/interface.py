@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from octavo.kernels.quantization import GROUP_MULTIPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -137,12 +137,10 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
-    captures_graphs: `record_forward` makes graphs of decode steps.
     """
 
     name: str
     has_own_threads: bool
-    captures_graphs: bool
 
     @property
     def identity(self) -> str:
@@ -224,6 +222,13 @@ class Kernels(Protocol):
         """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
         ...
 
+    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+        """Whether `record_forward` makes graphs of decode steps of a model; what stands in the way is logged.
+
+        weights: all of the model's. head_dims: of its attention. dtype: of its activations.
+        """
+        ...
+
     def record_forward(
         self,
         forward: Callable[[Tensor, AttentionBatch], Tensor],
@@ -235,7 +240,7 @@ class Kernels(Protocol):
         """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
 
         The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows. decodes: steps that
-        become graphs where the kernels capture these; None: none do.
+        become graphs; None where none do, as where `captures_graphs` says no.
 
         That way returns the same bits, in memory that its next call overwrites. None: there is none.
         """

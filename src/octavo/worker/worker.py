@@ -23,7 +23,7 @@ from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
-from octavo.worker.decode_plan import capture_sizes, make_decode_plan
+from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
@@ -161,10 +161,10 @@ class Worker:
     def _plan_decodes(self, device_config: DeviceConfig) -> DecodePlan | None:
         """Return for how many requests decode steps are captured, and what that may take."""
         return make_decode_plan(
-            self.model.architecture,
-            self.kernels,
-            capture_sizes(device_config, self.device, self.kernels, self.scheduler_config.max_num_seqs),
-            dtype=self.dtype,
+            self.model,
+            device_config,
+            self.device,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.cache_config.block_size,
             num_scratch_blocks=0 if self.draft is None else self.draft.num_scratch_blocks,

@@ -7,12 +7,13 @@ import pytest
 import torch
 from broken_kernels import broken
 
+from octavo.config import DeviceConfig
 from octavo.kernels.interface import AttentionBatch, DecodePlan, OutputRows
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
-from octavo.worker.decode_plan import make_decode_plan
+from octavo.worker.decode_plan import kept_bytes, make_decode_plan
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
@@ -249,7 +250,7 @@ def hidden_of(token_ids, batch):
     return torch.zeros(len(token_ids), 3)
 
 
-def made_graphs(model, sizes, pool, num_bytes=0):
+def made_graphs(model, sizes, pool, num_bytes=1 << 40):
     return DecodeGraphs(hidden_of, model.step([3])[1], DecodePlan(sizes, TABLE_WIDTH, num_bytes), pool)
 
 
@@ -271,11 +272,13 @@ def test_which_steps_graphs_compute(model):
 def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
     """The largest come first; what does not fit is left out, and its steps are padded further."""
     caplog.set_level("INFO")
-    graphs = made_graphs(model, (1, 2, 4, 8), Pool(100), 250)
+    kept = made_graphs(model, (1, 2, 4, 8), Pool()).num_bytes  # inputs and results
+    graphs = made_graphs(model, (1, 2, 4, 8), Pool(100), kept + 250)
     assert graphs.sizes == [4, 8]
+    assert graphs.num_bytes == kept + 300  # the third was made before it was known
     assert graphs.size_for(model.step([9])[1]) == 4
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("2 of 4 decode graphs fit into the 250 bytes that were planned for them")
+    assert warning.startswith(f"2 of 4 decode graphs fit into the {kept + 250} bytes that were planned for them")
     assert made_graphs(model, (1, 2), Pool(100), 50).size_for(model.step([9])[1]) is None
 
 
@@ -286,20 +289,21 @@ def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog)
                 raise CaptureError("operation not permitted when stream is capturing")
             return super().capture(run)
 
-    graphs = made_graphs(model, (1, 2, 4, 8), Refusing(100), 1000)
+    graphs = made_graphs(model, (1, 2, 4, 8), Refusing(100))
     assert graphs.sizes == [4, 8]
     assert "no decode steps of 2 requests or fewer are captured as graphs: operation not permitted" in caplog.text
 
 
 def test_what_graphs_take_is_planned(model):
-    """Of what is computed in between, each piece of 512 bytes at least."""
+    """Inputs and results to the byte; of what is computed in between, each piece of 512 bytes at least."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()
     plan = make_decode_plan(
-        architecture, model.kernels, (8,), dtype="bfloat16", max_model_len=TABLE_WIDTH * BLOCK_SIZE,
-        block_size=BLOCK_SIZE, num_scratch_blocks=0,
+        model.model, DeviceConfig(max_cudagraph_capture_size=8), model.device, max_num_seqs=8,
+        max_model_len=TABLE_WIDTH * BLOCK_SIZE, block_size=BLOCK_SIZE, num_scratch_blocks=0,
     )  # fmt: skip
     with torch.inference_mode():
-        DecodeGraphs(model.forward, model.step([3])[1], plan, pool)
+        graphs = DecodeGraphs(model.forward, model.step([3])[1], replace(plan, sizes=(8,)), pool)
+    assert graphs.num_bytes - pool.num_bytes == kept_bytes(architecture, 8, TABLE_WIDTH, "bfloat16")
     shapes = forward_bytes(architecture, 8, "bfloat16")
     shapes += kernel_scratch_bytes(architecture, model.kernels, max_seq_len=TABLE_WIDTH * BLOCK_SIZE, max_tokens=8)
     assert 0 < pool.num_bytes <= shapes + 20 * 512

@@ -41,7 +41,7 @@ class DecodeGraphs:
     """The forward pass of one model over one KV cache; decode steps of up to so many sequences by graphs.
 
     forward: the pass, launched kernel by kernel. sizes: numbers of sequences that were captured, ascending; none where
-    the memory is too small for one. num_bytes: what graphs take beside their inputs and results.
+    the memory is too small for one. num_bytes: what they take, inputs and results included.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -50,10 +50,15 @@ class DecodeGraphs:
         self._inputs = DecodeInputs(batch, plan)
         self._replays: dict[int, Callable[[], None]] = {}
         self._result = torch.empty(0)
-        self._capture(plan, pool)
-        self.num_bytes = pool.num_bytes
+        self._pool = pool
+        self._capture(plan)
 
-    def _capture(self, plan: DecodePlan, pool: GraphPool) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """See above."""
+        return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
+
+    def _capture(self, plan: DecodePlan) -> None:
         """Capture from the largest size to the smallest, so that these find room in what that has taken.
 
         A graph with which the memory that was planned would be exceeded is dropped, and all smaller ones are left out.
@@ -65,11 +70,11 @@ class DecodeGraphs:
                 told = time.monotonic()
                 logger.info("captured %d of %d graphs", done, len(plan.sizes))
             try:
-                replay = self._capture_size(size, pool)
+                replay = self._capture_size(size)
             except (CaptureError, torch.OutOfMemoryError) as error:
                 logger.warning("no decode steps of %d requests or fewer are captured as graphs: %s", size, error)
                 break
-            if pool.num_bytes > plan.num_bytes:
+            if self.num_bytes > plan.num_bytes:
                 logger.warning(
                     "%d of %d decode graphs fit into the %d bytes that were planned for them; steps of fewer than %s "
                     "requests are padded or launched kernel by kernel",
@@ -79,9 +84,9 @@ class DecodeGraphs:
             self.sizes.insert(0, size)
             self._replays[size] = replay
         seconds = time.monotonic() - start
-        logger.info("decode graphs: %d, %d bytes, captured in %.1f s", len(self.sizes), pool.num_bytes, seconds)
+        logger.info("decode graphs: %d, %d bytes, captured in %.1f s", len(self.sizes), self.num_bytes, seconds)
 
-    def _capture_size(self, size: int, pool: GraphPool) -> Callable[[], None]:
+    def _capture_size(self, size: int) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
         self._inputs.fill(size, token_ids, batch)  # compiles it; padding is copied onto itself
         hidden = self.forward(token_ids, batch)  # compiles what no step has compiled: rows of padding alone
@@ -92,7 +97,7 @@ class DecodeGraphs:
         def run() -> None:
             result.copy_(self.forward(token_ids, batch))
 
-        return pool.capture(run)
+        return self._pool.capture(run)
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
         """Return hidden states of the batch's outputs, in memory that the next call overwrites."""
@@ -131,6 +136,15 @@ class DecodeInputs:
             tables, slots = torch.zeros_like(self._batch.block_tables), self._batch.slot_mapping.clone()
             windowed = replace(self._batch, block_tables=tables, slot_mapping=slots)
             self._batch = replace(self._batch, windowed=windowed)
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take."""
+        own, windowed = self._batch, self._batch.windowed
+        tensors = [self._token_ids, own.query_start, own.seq_lens, own.block_tables, own.positions, own.slot_mapping]
+        if windowed is not None:
+            tensors += [windowed.block_tables, windowed.slot_mapping]
+        return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: int) -> tuple[Tensor, AttentionBatch]:
         """Return the token ids and the batch of a graph."""
