@@ -42,28 +42,29 @@ def checkpoint(tmp_path):
 def planned(checkpoint):
     """Return a function that plans graphs of a tiny model."""
 
-    def plan(config=None, device=GPU, kernels=None, *, max_num_seqs=4, max_model_len=128, num_scratch_blocks=0):
+    def plan(config=None, device=GPU, kernels=None, *, max_num_seqs=4, max_model_len=128, num_rows=(1,)):
         model = load_model(
             FolderWeights(checkpoint), read_architecture(checkpoint), kernels or GraphKernels(), dtype="float32",
             device=CPU, max_model_len=max_model_len,
         )  # fmt: skip
         return make_decode_plan(
-            model, config or DeviceConfig(), device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            block_size=16, num_scratch_blocks=num_scratch_blocks,
+            model, config or DeviceConfig(), device, num_rows=num_rows, max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len, block_size=16,
         )  # fmt: skip
 
     return plan
 
 
 def test_sizes(planned):
-    assert planned(max_num_seqs=1).sizes == (1,)
-    assert planned(max_num_seqs=20).sizes == (1, 2, 4, 8, 16, 20)
-    most = planned(max_num_seqs=1000).sizes
+    assert planned(max_num_seqs=1).sizes == {1: (1,)}
+    assert planned(max_num_seqs=20).sizes == {1: (1, 2, 4, 8, 16, 20)}
+    assert planned(max_num_seqs=20, num_rows=(1, 33)).sizes == {1: (1, 2, 4, 8, 16, 20), 33: (1, 2, 4, 8, 15)}
+    most = planned(max_num_seqs=1000).sizes[1]
     assert most[:6] == (1, 2, 4, 8, 16, 24)
     assert most[-3:] == (480, 496, 512)
     asked = DeviceConfig(max_cudagraph_capture_size=6)
-    assert planned(asked, max_num_seqs=20).sizes == (1, 2, 4, 6)
-    assert planned(asked, CPU, max_num_seqs=3).sizes == (1, 2, 3)
+    assert planned(asked, max_num_seqs=20, num_rows=(1, 5)).sizes == {1: (1, 2, 4, 6), 5: (1, 2, 4, 6)}
+    assert planned(asked, CPU, max_num_seqs=3).sizes == {1: (1, 2, 3)}
 
 
 def test_none_are_captured_where_nobody_can_or_wants_to(planned):
@@ -89,9 +90,9 @@ def test_what_is_planned_grows_with_graphs_rows_and_tables(planned, checkpoint):
     more, fewer = (planned(max_num_seqs=count) for count in (4, 3))  # as many graphs
     assert more.num_bytes > fewer.num_bytes
     assert planned(max_num_seqs=8).num_bytes > more.num_bytes + len(architecture.layers) * BYTES_PER_LAYER
-    widths = [planned().table_width, planned(max_model_len=130).table_width, planned(num_scratch_blocks=2).table_width]
-    assert widths == [8, 9, 10]
-    assert kept_bytes(architecture, 4, 9, "float32") - kept_bytes(architecture, 4, 8, "float32") == 4 * 4
+    assert planned(num_rows=(1, 2)).num_bytes > more.num_bytes + 3 * len(architecture.layers) * BYTES_PER_LAYER
+    assert [planned().table_width, planned(max_model_len=130).table_width] == [8, 9]
+    assert kept_bytes(architecture, 4, 8, 9, "float32") - kept_bytes(architecture, 4, 8, 8, "float32") == 4 * 4
 
 
 @pytest.mark.parametrize("can_capture", [True, False])
@@ -116,7 +117,7 @@ def test_the_kv_cache_leaves_room_for_graphs_that_will_be(checkpoint, monkeypatc
     with_graphs = blocks(max_cudagraph_capture_size=64)
     taken = without.num_bytes - with_graphs.num_bytes
     if can_capture:
-        assert kernels.decodes.sizes[-1] == 64
+        assert kernels.decodes.sizes[1][-1] == 64
         assert abs(taken - kernels.decodes.num_bytes) <= without.block_bytes
     else:
         assert (kernels.decodes, taken) == (None, 0)
