@@ -7,10 +7,12 @@ import random
 import pytest
 from alone_and_crowd import alone, crowd
 from late_queue import LateQueue
+from scripted_drafts import verify_all
 from triton_interpreter import interpreted_kernels, kernels_device
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import built_in_model_path
+from octavo.config import SpeculativeConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.worker import model_runner
 from octavo.worker.host_copies import PinnedMemory
@@ -32,7 +34,7 @@ def _interpreter():
         yield
 
 
-def make_engine(model, max_cudagraph_capture_size=0, **options):
+def make_engine(model, max_cudagraph_capture_size=0, speculative=None, **options):
     scheduler = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "mixed_step_ms": 0.0, **options}
     return LLMEngine(
         ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
@@ -41,6 +43,7 @@ def make_engine(model, max_cudagraph_capture_size=0, **options):
         device_config=DeviceConfig(
             device=str(kernels_device()), kernels="triton", max_cudagraph_capture_size=max_cudagraph_capture_size
         ),
+        speculative_config=speculative or SpeculativeConfig(method="none"),
     )
 
 
@@ -57,27 +60,55 @@ def make_requests(lengths, vocab_size, max_tokens):
     return requests
 
 
-def test_a_tiny_model_is_exact(tmp_path, monkeypatch):
-    """Prompts are cut, and share steps with decodes; the others of the crowd are computed by graphs.
-
-    Steps are launched before those before them are collected.
-    """
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
     config = tiny_config(
         "Qwen3ForCausalLM", hidden_size=32, intermediate_size=48, head_dim=16, num_attention_heads=4,
         num_key_value_heads=2, num_hidden_layers=1, vocab_size=96, torch_dtype="bfloat16",
     )  # fmt: skip
-    model = write_checkpoint(tmp_path / "tiny", config, std=0.2)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", config, std=0.2)
+
+
+def watch_sizes(graphs):
+    """Return the sizes of graphs that steps take from now on."""
+    size_for, sizes = graphs.size_for, []
+    graphs.size_for = lambda batch: sizes.append(size_for(batch)) or sizes[-1]
+    return sizes
+
+
+def test_drafts_are_guessed_and_verified_by_graphs(tiny_model):
+    """By the model itself, so that all come true: then it has two tokens of a request to compute in its next pass."""
+    requests = make_requests([3, 5], 96, 6)
+    expected = alone(make_engine(tiny_model), requests)
+    drafts = SpeculativeConfig(method="draft_model", model=str(tiny_model), num_speculative_tokens=2)
+    engine = make_engine(tiny_model, 2, drafts, max_num_seqs=2)
+    verify_all(engine)
+    runner = engine.core.executor.worker.runner
+    graphs, of_drafts = runner.forward_pass.recorded, runner.draft_runner.forward_pass.recorded
+    assert (graphs.sizes, of_drafts.sizes) == ({1: [1, 2], 3: [1, 2]}, {1: [1, 2], 2: [1, 2]})
+    verified, guessed = watch_sizes(graphs), watch_sizes(of_drafts)
+    assert crowd(engine, requests) == expected
+    assert (3, 2) in verified
+    assert {(1, 2), (2, 2)} <= set(guessed)
+
+
+def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
+    """Prompts are cut, and share steps with decodes; the others of the crowd are computed by graphs.
+
+    Steps are launched before those before them are collected.
+    """
     requests = make_requests([3, 40, 17], 96, 2)
-    expected = alone(make_engine(model), requests)
+    expected = alone(make_engine(tiny_model), requests)
     if kernels_device().type == "cpu":
         monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
-    engine = make_engine(model, 4, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True)
+    engine = make_engine(
+        tiny_model, 4, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True
+    )
     worker = engine.core.executor.worker
     assert worker.kernels.name == "triton"
-    graphs, by_graph = worker.runner.forward_pass.recorded, []
-    assert graphs.sizes == [1, 2, 4]
-    size_for = graphs.size_for
-    graphs.size_for = lambda batch: by_graph.append(size_for(batch)) or by_graph[-1]
+    graphs = worker.runner.forward_pass.recorded
+    assert graphs.sizes == {1: [1, 2, 4]}
+    by_graph = watch_sizes(graphs)
     engine.core.executor.shutdown()
     engine.core.executor = LocalExecutor(worker, launches_ahead=True)
     launch, num_awaited = worker.launch, []

@@ -163,7 +163,7 @@ def decode_inputs(*, windows: bool) -> Callable[[], None]:
         )
         if windows:
             batch = replace(batch, windowed=batch)
-        DecodeInputs(batch, DecodePlan((4,), 64, 0)).fill(4, torch.zeros(3, dtype=torch.int64), batch)
+        DecodeInputs(batch, DecodePlan({1: (4,)}, 64, 0)).fill((1, 4), torch.zeros(3, dtype=torch.int64), batch)
 
     return call
 

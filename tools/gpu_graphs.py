@@ -36,14 +36,14 @@ def graphs(check: Check, entries: Entries) -> None:
         memory.normal_(generator=generator)
     num_blocks = runner.kv_cache.num_blocks
     widest = min(runner.batch.block_tables.shape[1], 3 if check.is_dry else num_blocks)
-    entries.add("memory", lambda: {"num_graphs": len(captured.sizes), "num_bytes": captured.num_bytes})
+    entries.add("memory", lambda: {"sizes": captured.sizes[1], "num_bytes": captured.num_bytes})
     for count in (2,) if check.is_dry else _COUNTS:
-        if count <= captured.sizes[-1]:
+        if count <= captured.sizes[1][-1]:
             longest = min(widest, num_blocks // count) * BLOCK_SIZE
             entries.add(f"bits of {count}", partial(_bits, check, captured, count, longest))
     for count, context in check.sizes.decodes:
         blocks = -(-context // BLOCK_SIZE)
-        if count <= captured.sizes[-1] and blocks <= widest and count * blocks <= num_blocks:
+        if count <= captured.sizes[1][-1] and blocks <= widest and count * blocks <= num_blocks:
             entries.add(f"step of {count} at {context}", partial(_times, check, captured, count, context))
     engine.shutdown()
 

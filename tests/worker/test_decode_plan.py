@@ -6,45 +6,31 @@ import torch
 from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
 from octavo.errors import ConfigError
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
 from octavo.worker import memory
 from octavo.worker import worker as worker_module
-from octavo.worker.decode_plan import BYTES_PER_LAYER, capture_sizes, make_decode_plan
+from octavo.worker.decode_plan import BYTES_PER_LAYER, kept_bytes, make_decode_plan
 from octavo.worker.worker import Worker
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class GraphKernels(ReferenceKernels):
-    """Plain torch that says it captures graphs."""
+    """Plain torch that says it captures graphs, or that it cannot; asked: of which models."""
 
-    captures_graphs = True
+    def __init__(self, *, can_capture=True):
+        self.can_capture, self.asked, self.decodes = can_capture, [], None
+
+    def captures_graphs(self, weights, head_dims, dtype):
+        self.asked.append((sum(each.num_bytes for each in weights), set(head_dims), dtype))
+        return self.can_capture
 
     def record_forward(self, forward, token_ids, batch, max_tokens, decodes=None):
         self.decodes = decodes
         return forward(token_ids, batch), None
-
-
-def test_sizes():
-    kernels = GraphKernels()
-    assert capture_sizes(DeviceConfig(), GPU, kernels, 1) == (1,)
-    assert capture_sizes(DeviceConfig(), GPU, kernels, 20) == (1, 2, 4, 8, 16, 20)
-    most = capture_sizes(DeviceConfig(), GPU, kernels, 1000)
-    assert most[:6] == (1, 2, 4, 8, 16, 24)
-    assert most[-3:] == (480, 496, 512)
-    assert capture_sizes(DeviceConfig(max_cudagraph_capture_size=6), GPU, kernels, 20) == (1, 2, 4, 6)
-    assert capture_sizes(DeviceConfig(max_cudagraph_capture_size=6), CPU, kernels, 3) == (1, 2, 3)
-
-
-def test_none_are_captured_where_nobody_can_or_wants_to():
-    for config in (DeviceConfig(enforce_eager=True), DeviceConfig(max_cudagraph_capture_size=0)):
-        assert capture_sizes(config, GPU, GraphKernels(), 8) == ()
-    assert capture_sizes(DeviceConfig(), GPU, ReferenceKernels(), 8) == ()
-    assert capture_sizes(DeviceConfig(), CPU, GraphKernels(), 8) == ()
-    with pytest.raises(ConfigError, match="max_cudagraph_capture_size"):
-        DeviceConfig(max_cudagraph_capture_size=-1)
 
 
 @pytest.fixture
@@ -52,24 +38,66 @@ def checkpoint(tmp_path):
     return write_checkpoint(tmp_path / "model", tiny_config("Qwen3ForCausalLM"))
 
 
-def test_what_is_planned_grows_with_graphs_rows_and_tables(checkpoint):
-    architecture = read_architecture(checkpoint)
+@pytest.fixture
+def planned(checkpoint):
+    """Return a function that plans graphs of a tiny model."""
 
-    def planned(sizes, max_model_len=128, num_scratch_blocks=0):
+    def plan(config=None, device=GPU, kernels=None, *, max_num_seqs=4, max_model_len=128, num_rows=(1,)):
+        model = load_model(
+            FolderWeights(checkpoint), read_architecture(checkpoint), kernels or GraphKernels(), dtype="float32",
+            device=CPU, max_model_len=max_model_len,
+        )  # fmt: skip
         return make_decode_plan(
-            architecture, GraphKernels(), sizes, dtype="float32", max_model_len=max_model_len, block_size=16,
-            num_scratch_blocks=num_scratch_blocks,
+            model, config or DeviceConfig(), device, num_rows=num_rows, max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len, block_size=16,
         )  # fmt: skip
 
-    assert planned(()) is None
-    layers = len(architecture.layers)
-    assert planned((1, 2, 4)).num_bytes - planned((4,)).num_bytes == 2 * layers * BYTES_PER_LAYER
-    assert planned((8,)).num_bytes > planned((4,)).num_bytes
-    assert [planned((4,)).table_width, planned((4,), 130).table_width, planned((4,), 128, 2).table_width] == [8, 9, 10]
+    return plan
 
 
-def test_the_kv_cache_leaves_room_for_graphs(checkpoint, monkeypatch):
-    kernels = GraphKernels()
+def test_sizes(planned):
+    assert planned(max_num_seqs=1).sizes == {1: (1,)}
+    assert planned(max_num_seqs=20).sizes == {1: (1, 2, 4, 8, 16, 20)}
+    assert planned(max_num_seqs=20, num_rows=(1, 33)).sizes == {1: (1, 2, 4, 8, 16, 20), 33: (1, 2, 4, 8, 15)}
+    most = planned(max_num_seqs=1000).sizes[1]
+    assert most[:6] == (1, 2, 4, 8, 16, 24)
+    assert most[-3:] == (480, 496, 512)
+    asked = DeviceConfig(max_cudagraph_capture_size=6)
+    assert planned(asked, max_num_seqs=20, num_rows=(1, 5)).sizes == {1: (1, 2, 4, 6), 5: (1, 2, 4, 6)}
+    assert planned(asked, CPU, max_num_seqs=3).sizes == {1: (1, 2, 3)}
+
+
+def test_none_are_captured_where_nobody_can_or_wants_to(planned):
+    for config in (DeviceConfig(enforce_eager=True), DeviceConfig(max_cudagraph_capture_size=0)):
+        assert planned(config) is None
+    assert planned(kernels=ReferenceKernels()) is None
+    assert planned(device=CPU) is None
+    with pytest.raises(ConfigError, match="max_cudagraph_capture_size"):
+        DeviceConfig(max_cudagraph_capture_size=-1)
+
+
+def test_kernels_are_asked_about_the_model_itself(planned, checkpoint):
+    kernels, architecture = GraphKernels(can_capture=False), read_architecture(checkpoint)
+    assert planned(kernels=kernels) is None
+    [(num_bytes, head_dims, dtype)] = kernels.asked
+    of_norms = architecture.weight_bytes("float32", "float32") - num_bytes
+    assert 0 < of_norms < num_bytes / 10
+    assert (head_dims, dtype) == ({architecture.attentions[0].head_dim}, torch.float32)
+
+
+def test_what_is_planned_grows_with_graphs_rows_and_tables(planned, checkpoint):
+    architecture = read_architecture(checkpoint)
+    more, fewer = (planned(max_num_seqs=count) for count in (4, 3))  # as many graphs
+    assert more.num_bytes > fewer.num_bytes
+    assert planned(max_num_seqs=8).num_bytes > more.num_bytes + len(architecture.layers) * BYTES_PER_LAYER
+    assert planned(num_rows=(1, 2)).num_bytes > more.num_bytes + 3 * len(architecture.layers) * BYTES_PER_LAYER
+    assert [planned().table_width, planned(max_model_len=130).table_width] == [8, 9]
+    assert kept_bytes(architecture, 4, 8, 9, "float32") - kept_bytes(architecture, 4, 8, 8, "float32") == 4 * 4
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_the_kv_cache_leaves_room_for_graphs_that_will_be(checkpoint, monkeypatch, can_capture):
+    kernels = GraphKernels(can_capture=can_capture)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 400 << 20)
     monkeypatch.setattr(memory, "DEFAULT_KV_CACHE_BYTES", 1 << 40)
     monkeypatch.setattr(worker_module, "create_kernels", lambda *_arguments: kernels)
@@ -85,7 +113,11 @@ def test_the_kv_cache_leaves_room_for_graphs(checkpoint, monkeypatch):
 
     without = blocks()
     assert kernels.decodes is None
+    assert not kernels.asked
     with_graphs = blocks(max_cudagraph_capture_size=64)
-    assert kernels.decodes.sizes[-1] == 64
     taken = without.num_bytes - with_graphs.num_bytes
-    assert abs(taken - kernels.decodes.num_bytes) <= without.block_bytes
+    if can_capture:
+        assert kernels.decodes.sizes[1][-1] == 64
+        assert abs(taken - kernels.decodes.num_bytes) <= without.block_bytes
+    else:
+        assert (kernels.decodes, taken) == (None, 0)

@@ -407,7 +407,7 @@ class DeviceConfig:
     max_cudagraph_capture_size: int | None = option(
         None,
         "Decode steps of up to so many requests are captured as CUDA graphs as the engine starts. Default: "
-        "max_num_seqs, 512 at most, on a GPU; 0: none.",
+        "max_num_seqs, 512 rows at most, on a GPU; 0: none.",
         unit="REQUESTS",
         low=0,
     )

@@ -23,7 +23,7 @@ from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, 
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -58,7 +58,6 @@ class CpuKernels:
 
     name = "cpu"
     has_own_threads = True
-    captures_graphs = False
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -245,6 +244,11 @@ class CpuKernels:
             weight.int4.group_size, weight.int4.has_zeros, weight.order_address if weight.int4.has_order else 0,
         )  # fmt: skip
         return out
+
+    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+        """Capture none: steps are recorded, whatever stands in them."""
+        del weights, head_dims, dtype
+        return False
 
     def record_forward(
         self,

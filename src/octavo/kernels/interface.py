@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from octavo.kernels.quantization import GROUP_MULTIPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -59,10 +59,12 @@ class AttentionBatch:
     block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end, or behind the window
                                                         of all of its rows, are never read
     positions    int64 [num_tokens]     absolute position of each row
-    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written; -1 for a
-                                        row that pads a graph, whose sequence has length 0: nothing is read or written
+    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
     outputs      which rows' hidden states are wanted; None for all of them
     windowed     the same rows, with tables and slots of layers with a window; None where those have the others'
+
+    What pads a graph stands behind the others: sequences of length 0, of one row or none, and where `has_rows_behind`
+    rows of no sequence. Their slots are -1: nothing is read or written for them, and attention gives zeros.
     """
 
     query_start: Tensor
@@ -73,6 +75,7 @@ class AttentionBatch:
     block_size: int
     outputs: OutputRows | None = None
     windowed: AttentionBatch | None = None
+    has_rows_behind: bool = False
 
     def seen_within(self, window: int | None) -> AttentionBatch:
         """Return the batch with tables and slots of layers with this window, or without one."""
@@ -95,12 +98,13 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decode steps, one token a sequence and all of them wanted, that are worth being captured as graphs.
+    """Steps of few rows a sequence that are worth being captured as graphs: decodes, and drafts that are verified.
 
-    sizes: numbers of sequences, ascending; table_width: most blocks of one. num_bytes: what graphs may take.
+    sizes: numbers of sequences, ascending, by how many rows a sequence has in the mean at most, ascending as well.
+    table_width: most blocks of a sequence. num_bytes: what graphs may take.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Mapping[int, tuple[int, ...]]
     table_width: int
     num_bytes: int
 
@@ -137,12 +141,10 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
-    captures_graphs: `record_forward` makes graphs of decode steps.
     """
 
     name: str
     has_own_threads: bool
-    captures_graphs: bool
 
     @property
     def identity(self) -> str:
@@ -224,6 +226,13 @@ class Kernels(Protocol):
         """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
         ...
 
+    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+        """Whether `record_forward` makes graphs of decode steps of a model; what stands in the way is logged.
+
+        weights: all of the model's. head_dims: of its attention. dtype: of its activations.
+        """
+        ...
+
     def record_forward(
         self,
         forward: Callable[[Tensor, AttentionBatch], Tensor],
@@ -235,7 +244,7 @@ class Kernels(Protocol):
         """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
 
         The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows. decodes: steps that
-        become graphs where the kernels capture these; None: none do.
+        become graphs; None where none do, as where `captures_graphs` says no.
 
         That way returns the same bits, in memory that its next call overwrites. None: there is none.
         """

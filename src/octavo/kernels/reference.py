@@ -30,7 +30,7 @@ from octavo.kernels.quantization import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -47,7 +47,6 @@ class ReferenceKernels:
 
     name = identity = "reference"
     has_own_threads = False
-    captures_graphs = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -125,6 +124,11 @@ class ReferenceKernels:
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return x[rows]."""
         return x[rows]
+
+    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+        """Capture none."""
+        del weights, head_dims, dtype
+        return False
 
     def record_forward(
         self,

@@ -141,8 +141,8 @@ class Attention:
         self.interleaved = config.rope is not None and config.rope.interleaved
         self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self.eps = context.architecture.rms_norm_eps
-        self.qkv = context.weights.linear(tensors.qkv)
-        self.o = context.weights.linear(tensors.o)
+        self.qkv = context.linear(tensors.qkv)
+        self.o = context.linear(tensors.o)
         self.q_norm = context.optional_norm(tensors.q_norm)
         self.k_norm = context.optional_norm(tensors.k_norm)
 

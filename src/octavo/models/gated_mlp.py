@@ -75,8 +75,8 @@ class GatedMLP:
     def __init__(self, context: ModelContext, config: GatedMLPConfig, tensors: GatedMLPTensors) -> None:
         self.activation: Activation = config.activation
         self.kernels = context.kernels
-        self.gate_up = context.weights.linear(tensors.gate_up)
-        self.down = context.weights.linear(tensors.down)
+        self.gate_up = context.linear(tensors.gate_up)
+        self.down = context.linear(tensors.down)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""

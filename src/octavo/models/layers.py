@@ -5,7 +5,7 @@ Names follow the checkpoints'. Each projection's weight is packed once, q, k, v 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -54,6 +54,7 @@ class ModelContext:
     dtype    of the activations
     cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all alike
     query_scale  rope -> float32 [max_model_len] or None, likewise
+    linears  all weights that `linear` has handed out
     """
 
     architecture: Architecture
@@ -62,6 +63,12 @@ class ModelContext:
     dtype: torch.dtype
     cos_sin: Callable[[RopeConfig | None, int], Tensor]
     query_scale: Callable[[RopeConfig | None], Tensor | None]
+    linears: list[PackedLinear] = field(default_factory=list)
+
+    def linear(self, declared: Linear) -> PackedLinear:
+        """Return linear layers fused by rows, and note them."""
+        self.linears.append(self.weights.linear(declared))
+        return self.linears[-1]
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return the weight of a norm that a layer may have."""
@@ -76,11 +83,12 @@ class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
     Rows of a batch belong to any number of sequences; nothing is padded. `architecture` says what its layers are,
-    `dtype` is that of the activations and of the KV cache.
+    `dtype` is that of the activations and of the KV cache. `linears`: all packed weights.
     """
 
     __slots__ = (
-        "architecture", "dtype", "embed_tokens", "embedding_scale", "first_norm", "kernels", "layers", "lm_head",
+        "architecture", "dtype", "embed_tokens", "embedding_scale", "first_norm", "kernels", "layers", "linears",
+        "lm_head",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext) -> None:
@@ -88,14 +96,15 @@ class CausalLM:
         self.kernels = context.kernels
         self.dtype = context.dtype
         self.embedding_scale = context.rounded(context.architecture.embedding_scale)
-        weights, tensors = context.weights, context.architecture.tensors()
-        self.embed_tokens = weights.linear(tensors.embedding)
+        self.linears = context.linears
+        tensors = context.architecture.tensors()
+        self.embed_tokens = context.linear(tensors.embedding)
         self.first_norm = context.optional_norm(tensors.layers[0].before_attention)
         # The norm that stands behind a layer: the one before the next, if that has one, or the final one.
         behind = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
         layers = zip(context.architecture.layers, tensors.layers, behind, strict=True)
         self.layers = [DecoderLayer(context, *layer) for layer in layers]
-        self.lm_head = self.embed_tokens if tensors.head is None else weights.linear(tensors.head)
+        self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
         """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]; writes their KV into the cache.

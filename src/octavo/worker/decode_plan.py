@@ -1,18 +1,21 @@
-"""Which decode steps become graphs, and the memory that is set aside for these."""
+"""Which steps of a model become graphs, and the memory that is set aside for these."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from octavo.kernels.interface import DecodePlan
+from octavo.models.architecture import DTYPE_BYTES
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from octavo.config import DeviceConfig
-    from octavo.kernels.interface import Kernels
     from octavo.models.architecture import Architecture
+    from octavo.models.layers import CausalLM
 
 MOST_ROWS = 512  # of a graph, unless more are asked for: the launches of larger steps take less than what they compute
 # What a driver keeps of a launch is not told: an estimate, held against what is measured as graphs are captured.
@@ -20,38 +23,51 @@ BYTES_PER_LAYER = 512 << 10
 _SPARE_BYTES = 32 << 20  # torch's allocator takes pieces of up to 20 MiB
 
 
-def capture_sizes(config: DeviceConfig, device: torch.device, kernels: Kernels, max_num_seqs: int) -> tuple[int, ...]:
-    """Return the numbers of sequences whose decode steps are captured, ascending; none where there are no graphs."""
-    asked = config.max_cudagraph_capture_size
-    if not kernels.captures_graphs or config.enforce_eager or (asked is None and device.type != "cuda"):
-        return ()
-    most = min(max_num_seqs, MOST_ROWS if asked is None else asked)
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, most, 16)]
-    return (*(size for size in steps if size < most), most) if most else ()
-
-
 def make_decode_plan(
-    architecture: Architecture,
-    kernels: Kernels,
-    sizes: tuple[int, ...],
+    model: CausalLM,
+    config: DeviceConfig,
+    device: torch.device,
     *,
-    dtype: str,
+    num_rows: Sequence[int],
+    max_num_seqs: int,
     max_model_len: int,
     block_size: int,
-    num_scratch_blocks: int,
 ) -> DecodePlan | None:
-    """Return the plan of graphs of these sizes, or None for none.
+    """Return the plan of a model's graphs, or None where none are captured: nobody wants them, or can make them.
 
-    dtype: of the activations. num_scratch_blocks: of a request, behind those of its own.
+    num_rows: of a request in the mean, ascending: graphs are captured for each of these.
     Counted are the inputs and results of the largest, what it computes in between, which the others use again, and
     each graph's launches.
     """
-    if not sizes:
+    sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
+    architecture = model.architecture
+    head_dims = {each.head_dim for each in architecture.attentions}
+    if not sizes or not model.kernels.captures_graphs(model.linears, head_dims, model.dtype):
         return None
-    most, table_width = sizes[-1], -(-max_model_len // block_size) + num_scratch_blocks
-    of_row = 2 * (4 * table_width + 8) + 24 + 4 * architecture.hidden_size
-    in_between = forward_bytes(architecture, most, dtype) + kernel_scratch_bytes(
-        architecture, kernels, max_seq_len=max_model_len, max_tokens=most
+    table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")
+    most_seqs = max(of_rows[-1] for of_rows in sizes.values())
+    most_rows = max(rows * of_rows[-1] for rows, of_rows in sizes.items())
+    in_between = forward_bytes(architecture, most_rows, dtype) + kernel_scratch_bytes(
+        architecture, model.kernels, max_seq_len=max_model_len, max_tokens=most_rows
     )
-    launches = len(sizes) * len(architecture.layers) * BYTES_PER_LAYER
-    return DecodePlan(sizes, table_width, most * of_row + in_between + launches + _SPARE_BYTES)
+    kept = kept_bytes(architecture, most_seqs, most_rows, table_width, dtype)
+    launches = sum(map(len, sizes.values())) * len(architecture.layers) * BYTES_PER_LAYER
+    return DecodePlan(sizes, table_width, kept + in_between + launches + _SPARE_BYTES)
+
+
+def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
+    """Return what inputs and results of so many sequences and rows take, which stay between steps."""
+    num_kinds = 1 if architecture.kv_layout.window is None else 2  # of blocks: each has its tables and slots
+    of_sequence = 4 + num_kinds * 4 * table_width
+    of_row = 8 + 8 + num_kinds * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
+    return num_seqs * of_sequence + num_rows * of_row + 4 * (num_seqs + 1)
+
+
+def _sizes(config: DeviceConfig, device: torch.device, max_num_seqs: int, num_rows: int) -> tuple[int, ...]:
+    """Return for how many sequences of so many rows steps are captured, ascending."""
+    asked = config.max_cudagraph_capture_size
+    if config.enforce_eager or (asked is None and device.type != "cuda"):
+        return ()
+    most = min(max_num_seqs, MOST_ROWS // num_rows if asked is None else asked)
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, most, 16)]
+    return (*(size for size in steps if size < most), most) if most else ()

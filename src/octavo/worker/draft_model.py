@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import Kernels
+    from octavo.kernels.interface import DecodePlan, Kernels
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
     from octavo.worker.draft_kv import DraftKV
@@ -35,7 +35,7 @@ class DraftModel:
     """A model that is loaded to draft, and the memory that this takes besides its weights.
 
     dtype: of its weights, where these are not rounded. kv_dtype: of the keys and values that it reads.
-    num_speculative_tokens: of a request in a step at most.
+    num_speculative_tokens: of a request in a step at most. decodes: passes that become graphs.
     """
 
     checkpoint: DraftCheckpoint
@@ -45,6 +45,7 @@ class DraftModel:
     block_size: int
     max_num_seqs: int
     num_speculative_tokens: int
+    decodes: DecodePlan | None
 
     @property
     def num_scratch_blocks(self) -> int:
@@ -75,14 +76,15 @@ class DraftModel:
         )
 
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
-        """Return what passes of up to so many tokens take, and the scratch blocks."""
+        """Return what passes of up to so many tokens take, their graphs, and the scratch blocks."""
         architecture = self.model.architecture
         scratch = kernel_scratch_bytes(
             architecture, kernels, max_seq_len=self.checkpoint.max_model_len, max_tokens=num_tokens
         )
         dtype = str(self.model.dtype).removeprefix("torch.")
         step = activation_bytes(architecture, num_tokens, min(num_tokens, self.max_num_seqs), dtype)
-        return scratch + step + self._scratch_bytes
+        of_graphs = 0 if self.decodes is None else self.decodes.num_bytes
+        return scratch + step + of_graphs + self._scratch_bytes
 
 
 class DraftRunner:

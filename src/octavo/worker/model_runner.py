@@ -95,7 +95,7 @@ class ModelRunner:
         self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None
         if draft is not None:
-            passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens)
+            passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens, draft.decodes)
             self.draft_runner = DraftRunner(
                 draft,
                 passes,

@@ -23,7 +23,7 @@ from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
-from octavo.worker.decode_plan import capture_sizes, make_decode_plan
+from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
@@ -144,10 +144,19 @@ class Worker:
             speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
         )
         self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
-        self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load)
+        plan_decodes = partial(
+            make_decode_plan,
+            config=device_config,
+            device=self.device,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            block_size=cache_config.block_size,
+        )
+        self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load, plan_decodes)
         self.verification = create_verification(speculative_config, self.kernels)
         self._store_bytes = store_bytes(block_bytes(architecture, cache_config.block_size, self.kv_dtype))
-        self._decodes = self._plan_decodes(device_config)
+        self._decodes = plan_decodes(
+            self.model, num_rows=sorted({1, 1 + self.num_speculative_tokens}), max_model_len=max_model_len
+        )
         self._take_steps_that_fit()
         self.runner = self._make_runner(*self._decide_num_blocks())
         self.kv_cache = self.runner.kv_cache
@@ -157,18 +166,6 @@ class Worker:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
                     weakref.finalize(self, Prefault(blocks).stop)
-
-    def _plan_decodes(self, device_config: DeviceConfig) -> DecodePlan | None:
-        """Return for how many requests decode steps are captured, and what that may take."""
-        return make_decode_plan(
-            self.model.architecture,
-            self.kernels,
-            capture_sizes(device_config, self.device, self.kernels, self.scheduler_config.max_num_seqs),
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            block_size=self.cache_config.block_size,
-            num_scratch_blocks=0 if self.draft is None else self.draft.num_scratch_blocks,
-        )
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
         """Return the size of the KV cache, and how many blocks host memory has beside it."""
@@ -196,7 +193,9 @@ class Worker:
         )
         return size, num_host_blocks
 
-    def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
+    def _load_draft(
+        self, checkpoint: DraftCheckpoint, load: partial[CausalLM], plan_decodes: partial[DecodePlan | None]
+    ) -> DraftModel:
         model = load(
             checkpoint.weights,
             checkpoint.architecture,
@@ -212,6 +211,10 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
+            # Of its own keys and values those of the last draft are not there where all came true.
+            decodes=plan_decodes(
+                model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
+            ),
         )
 
     def _make_runner(self, size: KVSize, num_host_blocks: int) -> ModelRunner:

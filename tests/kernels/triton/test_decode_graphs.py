@@ -7,12 +7,13 @@ import pytest
 import torch
 from broken_kernels import broken
 
+from octavo.config import DeviceConfig
 from octavo.kernels.interface import AttentionBatch, DecodePlan, OutputRows
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
-from octavo.worker.decode_plan import make_decode_plan
+from octavo.worker.decode_plan import kept_bytes, make_decode_plan
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
@@ -22,7 +23,7 @@ from octavo.kernels.triton.graphs import CaptureError
 from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_WIDTH = 16, 160, 40
-SIZES = (1, 4)
+SIZES = {1: (1, 4)}
 LENGTHS = [[7, 600, 257]]  # of the sequences of a step
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -58,22 +59,34 @@ class Model:
     def forward(self, token_ids, batch):
         return self.model.forward(token_ids, batch, self.cache)
 
-    def step(self, lengths, seed=0):
-        """Return token ids and the batch of sequences of these lengths, whose newest tokens are computed."""
+    def step(self, lengths, seed=0, counts=None, outputs=None):
+        """Return token ids and the batch of sequences of these lengths, whose newest tokens are computed.
+
+        counts: how many of each; None: one. outputs: rows that are wanted, each the last of its sequence; None: all.
+        """
         generator = torch.Generator("cpu").manual_seed(seed)
         lens, width = torch.tensor(lengths, device="cpu"), -(-max(lengths) // BLOCK_SIZE)
+        counts = torch.tensor(counts or [1] * len(lengths), device="cpu")
         order = torch.randperm(NUM_BLOCKS, generator=generator, device="cpu")[: len(lengths) * width]
-        batch = self._batch(lens, order.view(len(lengths), width))
+        batch = self._batch(lens, order.view(len(lengths), width), counts)
         if self.has_windows:
-            windowed = self._batch(lens, order.flip(0).view(len(lengths), width))
+            windowed = self._batch(lens, order.flip(0).view(len(lengths), width), counts)
             batch = replace(batch, windowed=windowed)
-        token_ids = torch.randint(0, SMALL["vocab_size"], (len(lengths),), generator=generator, device="cpu")
+        if outputs is not None:
+            kept = [int(row in outputs) for row in (counts.cumsum(0) - 1).tolist()]
+            rows = torch.tensor(outputs, device=self.device)
+            there = torch.tensor(kept, device="cpu").nonzero()[:, 0]
+            tables = order.view(len(lengths), width)[there]
+            of_rows = self._batch(lens[there], tables, torch.ones_like(there))
+            batch = replace(batch, outputs=OutputRows(rows, of_rows))
+        token_ids = torch.randint(0, SMALL["vocab_size"], (int(counts.sum()),), generator=generator, device="cpu")
         return token_ids.to(self.device), batch
 
-    def _batch(self, lens, tables):
-        positions = lens - 1
-        slots = tables[torch.arange(len(lens), device="cpu"), positions // BLOCK_SIZE] * BLOCK_SIZE
-        start = torch.arange(len(lens) + 1, dtype=torch.int32, device="cpu")
+    def _batch(self, lens, tables, counts):
+        sequence = torch.arange(len(lens), device="cpu").repeat_interleave(counts)
+        start = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        positions = (lens - counts)[sequence] + torch.arange(len(sequence), device="cpu") - start[sequence]
+        slots = tables[sequence, positions // BLOCK_SIZE] * BLOCK_SIZE
         tensors = start, lens.int(), tables.int().contiguous(), positions, slots + positions % BLOCK_SIZE
         return AttentionBatch(*(each.to(self.device) for each in tensors), BLOCK_SIZE)
 
@@ -83,19 +96,20 @@ class Model:
         with torch.inference_mode():
             return self.kernels.record_forward(self.forward, *self.step([3]), 64, plan)[1]
 
-    def outcome(self, forward, lengths, seed=0):
+    def outcome(self, forward, lengths, seed=0, **options):
         """Return the hidden states of a step, and all keys and values behind it."""
         self.reset()
         with torch.inference_mode():
-            hidden = forward(*self.step(lengths, seed)).clone()
+            hidden = forward(*self.step(lengths, seed, **options)).clone()
         return [hidden, *(each.clone() for each in self.cache.memory)]
 
 
-def assert_same(model, graphs, steps=LENGTHS):
+def assert_same(model, graphs, steps=LENGTHS, **options):
     for seed, lengths in enumerate(steps):
-        expected = model.outcome(model.forward, lengths, seed)
-        for one, other in zip(expected, model.outcome(graphs, lengths, seed), strict=True):
+        expected = model.outcome(model.forward, lengths, seed, **options)
+        for one, other in zip(expected, model.outcome(graphs, lengths, seed, **options), strict=True):
             assert torch.equal(one, other), lengths
+    return expected[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +121,34 @@ def model(tmp_path_factory, kernels, device):
 def test_bits_are_those_of_kernels_launched_one_by_one(model):
     """What was captured with sequences of no length serves long ones, padded or not."""
     graphs = model.capture()
-    assert graphs.sizes == [1, 4]
+    assert graphs.sizes == {1: [1, 4]}
     assert_same(model, graphs)
+
+
+def test_sequences_may_have_several_rows_each_another_number(model):
+    """Drafts are verified, or a drafting model catches up, of whose rows only the last are wanted; and alone."""
+    graphs = model.capture({1: (1,), 3: (1, 3)})
+    steps = {"lengths": [7, 600, 257], "counts": [1, 4, 2]}
+    assert graphs.size_for(model.step(**steps)[1]) == (3, 3)
+    hidden = assert_same(model, graphs, [steps["lengths"]], counts=steps["counts"])
+    last = assert_same(model, graphs, [steps["lengths"]], counts=steps["counts"], outputs=[0, 6])
+    assert torch.equal(last, hidden[[0, 6]])
+    token_ids, batch = model.step(**steps)
+    model.reset()
+    alone = AttentionBatch(
+        torch.tensor([0, 4], dtype=torch.int32), batch.seq_lens[1:2], batch.block_tables[1:2].contiguous(),
+        batch.positions[1:5], batch.slot_mapping[1:5], BLOCK_SIZE,
+    )  # fmt: skip
+    assert graphs.size_for(alone) is None, "more rows than a sequence has in the mean"
+    for rows in (slice(0, 1), slice(1, 4)):  # the first one as a decode
+        part = replace(
+            alone, query_start=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+            seq_lens=batch.positions[1:5][rows][-1:].int() + 1, positions=batch.positions[1:5][rows],
+            slot_mapping=batch.slot_mapping[1:5][rows],
+        )  # fmt: skip
+        assert graphs.size_for(part) == ((1, 1) if rows.start == 0 else (3, 1))
+        with torch.inference_mode():
+            assert torch.equal(graphs(token_ids[1:5][rows], part), hidden[1:5][rows])
 
 
 @pytest.mark.sweep(5)
@@ -134,7 +174,7 @@ def found(model, module, name, wrong):
     right = getattr(module, name)
     try:
         setattr(module, name, wrong)
-        graphs = model.capture((4,))
+        graphs = model.capture({1: (4,)})
         setattr(module, name, right)
         assert_same(model, graphs, [[300, 7, 40]])
     except (AssertionError, RuntimeError) as error:
@@ -178,7 +218,7 @@ def test_memory_that_does_not_stay_is_found(model):
     graphs = None
     try:
         rope_kv.rope_and_write_kv = remembers
-        graphs = model.capture((1,))
+        graphs = model.capture({1: (1,)})
     finally:
         rope_kv.rope_and_write_kv = right
     positions.clear()
@@ -249,34 +289,47 @@ def hidden_of(token_ids, batch):
     return torch.zeros(len(token_ids), 3)
 
 
-def made_graphs(model, sizes, pool, num_bytes=0):
+def made_graphs(model, sizes, pool, num_bytes=1 << 40):
     return DecodeGraphs(hidden_of, model.step([3])[1], DecodePlan(sizes, TABLE_WIDTH, num_bytes), pool)
 
 
 def test_which_steps_graphs_compute(model):
-    graphs = made_graphs(model, (1, 2, 4, 8), Pool())
-    assert [graphs.size_for(model.step([9] * count)[1]) for count in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, None]
+    graphs = made_graphs(model, {1: (1, 2, 4, 8), 3: (1, 2)}, Pool())
+    sizes = [graphs.size_for(model.step([9] * count)[1]) for count in (1, 2, 3, 4, 5, 8, 9)]
+    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 4), (1, 8), (1, 8), None]
+    counts = ([1, 2], [5, 1], [6, 1], [2, 1, 1])
+    assert [graphs.size_for(model.step([9] * len(some), counts=some)[1]) for some in counts] == [(3, 2)] * 2 + [
+        None
+    ] * 2
     decodes = model.step([40, 9])[1]
-    drafts = replace(decodes, positions=torch.arange(4))
-    some = replace(decodes, outputs=OutputRows(torch.tensor([1]), decodes))
     wide = replace(decodes, block_tables=torch.zeros(2, TABLE_WIDTH + 1, dtype=torch.int32))
-    assert [graphs.size_for(batch) for batch in (decodes, drafts, some, wide)] == [2, None, None, None]
+    assert [graphs.size_for(batch) for batch in (decodes, wide)] == [(1, 2), None]
     ran = []
     graphs.forward = lambda token_ids, batch: ran.append(len(token_ids))
-    for batch in (drafts, some, wide):
-        graphs(torch.zeros(2, dtype=torch.int64), batch)
-    assert ran == [2, 2, 2]
+    graphs(torch.zeros(2, dtype=torch.int64), wide)
+    assert ran == [2]
+
+
+def test_graphs_are_captured_from_the_most_rows_to_the_fewest(model):
+    seen = []
+    pool = Pool()
+    plan = DecodePlan({1: (1, 8), 3: (1, 4)}, TABLE_WIDTH, 1 << 40)
+    DecodeGraphs(lambda ids, batch: seen.append(len(ids)) or hidden_of(ids, batch), model.step([3])[1], plan, pool)
+    assert seen == [12, 8, 3, 1]
 
 
 def test_graphs_stay_within_the_memory_that_was_planned(model, caplog):
     """The largest come first; what does not fit is left out, and its steps are padded further."""
     caplog.set_level("INFO")
-    graphs = made_graphs(model, (1, 2, 4, 8), Pool(100), 250)
-    assert graphs.sizes == [4, 8]
-    assert graphs.size_for(model.step([9])[1]) == 4
+    sizes = {1: (1, 2, 4, 8)}
+    kept = made_graphs(model, sizes, Pool()).num_bytes  # inputs and results
+    graphs = made_graphs(model, sizes, Pool(100), kept + 250)
+    assert graphs.sizes == {1: [4, 8]}
+    assert graphs.num_bytes == kept + 300  # the third was made before it was known
+    assert graphs.size_for(model.step([9])[1]) == (1, 4)
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("2 of 4 decode graphs fit into the 250 bytes that were planned for them")
-    assert made_graphs(model, (1, 2), Pool(100), 50).size_for(model.step([9])[1]) is None
+    assert warning.startswith(f"2 of 4 decode graphs fit into the {kept + 250} bytes that were planned for them")
+    assert made_graphs(model, {1: (1, 2)}, Pool(100), 50).size_for(model.step([9])[1]) is None
 
 
 def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog):
@@ -286,20 +339,21 @@ def test_an_engine_starts_though_a_driver_captures_no_more_graphs(model, caplog)
                 raise CaptureError("operation not permitted when stream is capturing")
             return super().capture(run)
 
-    graphs = made_graphs(model, (1, 2, 4, 8), Refusing(100), 1000)
-    assert graphs.sizes == [4, 8]
-    assert "no decode steps of 2 requests or fewer are captured as graphs: operation not permitted" in caplog.text
+    graphs = made_graphs(model, {1: (1, 2, 4, 8)}, Refusing(100))
+    assert graphs.sizes == {1: [4, 8]}
+    assert "no decode steps of 2 rows or fewer are captured as graphs: operation not permitted" in caplog.text
 
 
 def test_what_graphs_take_is_planned(model):
-    """Of what is computed in between, each piece of 512 bytes at least."""
+    """Inputs and results to the byte; of what is computed in between, each piece of 512 bytes at least."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()
     plan = make_decode_plan(
-        architecture, model.kernels, (8,), dtype="bfloat16", max_model_len=TABLE_WIDTH * BLOCK_SIZE,
-        block_size=BLOCK_SIZE, num_scratch_blocks=0,
+        model.model, DeviceConfig(max_cudagraph_capture_size=4), model.device, num_rows=[1, 2], max_num_seqs=8,
+        max_model_len=TABLE_WIDTH * BLOCK_SIZE, block_size=BLOCK_SIZE,
     )  # fmt: skip
     with torch.inference_mode():
-        DecodeGraphs(model.forward, model.step([3])[1], plan, pool)
+        graphs = DecodeGraphs(model.forward, model.step([3])[1], replace(plan, sizes={2: (4,)}), pool)
+    assert graphs.num_bytes - pool.num_bytes == kept_bytes(architecture, 4, 8, TABLE_WIDTH, "bfloat16")
     shapes = forward_bytes(architecture, 8, "bfloat16")
     shapes += kernel_scratch_bytes(architecture, model.kernels, max_seq_len=TABLE_WIDTH * BLOCK_SIZE, max_tokens=8)
     assert 0 < pool.num_bytes <= shapes + 20 * 512

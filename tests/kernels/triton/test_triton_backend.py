@@ -49,6 +49,23 @@ def test_what_blocks_are_multiplied_by_is_said_once(kernels, device):
     assert made.linear(torch.ones(3, 32), packed).tolist() == [[0.0, 0.0]] * 3
 
 
+def test_a_model_has_graphs_unless_plain_torch_computes_a_part_of_it(kernels, device, caplog):
+    """Of the model that is asked about: what was warned of another one is none of it."""
+    made = create_kernels(device, "triton")
+    whole = [made.pack_linear(torch.randn(4, 32))]
+    assert made.captures_graphs(whole, {64, 256}, torch.bfloat16)
+    with pytest.warns(RuntimeWarning):
+        in_blocks = made.pack_linear([BlockWeight(BlockKind.Q8_0, torch.zeros(2, 34, dtype=torch.uint8), 32)])
+    assert made.captures_graphs(whole, {64}, torch.float32)
+    assert not caplog.records
+    assert not made.captures_graphs([*whole, in_blocks], {64}, torch.bfloat16)
+    assert not made.captures_graphs(whole, {64, 256}, torch.float32)
+    assert [record.message.partition("plain torch computes ")[2] for record in caplog.records] == [
+        "products with weights in blocks",
+        "attention of heads wider than 128 in float32",
+    ]
+
+
 def test_products_of_the_library_are_named_inexact(kernels, device):
     made = create_kernels(device, "fast-inexact")
     assert (made.name, are_exact(device, "fast-inexact")) == ("fast-inexact", False)

@@ -20,6 +20,7 @@ row's result is fixed by its own position and KV.
 What is launched follows from shapes alone: the number of rows, of sequences, the width of the block tables. So a launch
 that a graph has captured serves sequences of any length. A row of a sequence of no length stands at position -1, which
 sees nothing, and gets zeros: divisions round towards zero, so its first tile is looked at, and nothing of it is read.
+Rows behind those of all sequences are no program's: where there may be some, the result begins as zeros.
 
 What a device must show, and the interpreter cannot: that a row of a product does not depend on the other rows of the
 tile or on where in it it stands, and that products with weights of zero leave a sum as it is.
@@ -69,7 +70,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
     group = num_heads // num_kv_heads
-    out = q.new_empty(num_tokens, num_heads * head_dim)
+    out = (q.new_zeros if batch.has_rows_behind else q.new_empty)(num_tokens, num_heads * head_dim)
     max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
     split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, max_partitions)
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)

@@ -22,7 +22,7 @@ from octavo.kernels.triton.quantized_rows import quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.graphs import GraphPool
 
 logger = logging.getLogger(__name__)
+_PRODUCTS_IN_TORCH = "products with weights in blocks"
 _OPERATIONS = (
     "add",
     "add_rms_norm",
@@ -56,7 +57,6 @@ class TritonKernels(ReferenceKernels):
     """
 
     name = "triton"
-    captures_graphs = True
 
     def __init__(self) -> None:
         in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
@@ -79,7 +79,7 @@ class TritonKernels(ReferenceKernels):
             return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
         packed_as_is = super().pack_linear(weight, bias)
         if isinstance(packed_as_is.storage, list):
-            self._leave_to_torch("products with weights in blocks")
+            self._leave_to_torch(_PRODUCTS_IN_TORCH)
             return packed_as_is
         values = packed_as_is.storage.values if isinstance(weight, Int8Weight) else packed_as_is.storage
         self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
@@ -134,6 +134,15 @@ class TritonKernels(ReferenceKernels):
         """Return x[rows]."""
         return take_rows(x, rows)
 
+    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+        """Whether plain torch computes no part of a model: that may look at the batch on the host."""
+        in_torch = [_PRODUCTS_IN_TORCH] if any(isinstance(weight.storage, list) for weight in weights) else []
+        if not all(attention.is_covered(head_dim, dtype) for head_dim in head_dims):
+            in_torch.append(_attention_in_torch(dtype))
+        if in_torch:
+            logger.warning("no decode graphs are captured: plain torch computes %s", " and ".join(in_torch))
+        return not in_torch
+
     def record_forward(
         self,
         forward: Callable[[Tensor, AttentionBatch], Tensor],
@@ -142,16 +151,10 @@ class TritonKernels(ReferenceKernels):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass, and capture it for the decode steps of a plan: `octavo.kernels.triton.decode_graphs`.
-
-        None is captured where plain torch computes a part of it, as that may look at the batch on the host.
-        """
+        """Run a forward pass, and capture it for the decode steps of a plan: `octavo.kernels.triton.decode_graphs`."""
         del max_tokens
         hidden = forward(token_ids, batch)
-        if decodes is None or not decodes.sizes:
-            return hidden, None
-        if self._warned_of:
-            logger.warning("no decode graphs are captured: plain torch computes %s", ", ".join(sorted(self._warned_of)))
+        if decodes is None:
             return hidden, None
         return hidden, DecodeGraphs(forward, batch, decodes, _make_graph_pool(token_ids.device))
 
@@ -225,8 +228,7 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence."""
         if not attention.is_covered(q.shape[2], q.dtype):
-            widest = attention.MAX_ROW_BYTES // q.dtype.itemsize
-            self._leave_to_torch(f"attention of heads wider than {widest} in {str(q.dtype).removeprefix('torch.')}")
+            self._leave_to_torch(_attention_in_torch(q.dtype))
             return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
@@ -240,6 +242,11 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _attention_in_torch(dtype: torch.dtype) -> str:
+    widest = attention.MAX_ROW_BYTES // dtype.itemsize
+    return f"attention of heads wider than {widest} in {str(dtype).removeprefix('torch.')}"
 
 
 def is_interpreted() -> bool:
