@@ -77,19 +77,23 @@ class Sweep:
         return verdicts
 
     def _measured(self) -> dict[str, Reach]:
-        """Run every check over the code as it is, in a process that imports the core; this one must not."""
+        """Run every check over the code as it is, in processes that import the core; this one must not."""
 
-        def measure(_: object) -> object:
-            found: dict[str, Any] = {}
-            self._with_checks(
-                lambda checks: found.update({each.name: reach_of(each, self._modules) for each in checks})
-            )
-            return [(name, reach.seconds, [*map(sorted, reach.lines.values())]) for name, reach in found.items()]
+        def measure(first: int) -> object:
+            found: list[object] = []
 
-        [(_, said)] = _in_children([None], 1, measure)
+            def run(checks: list[Check]) -> None:
+                for check in checks[first :: self._jobs]:
+                    reach = reach_of(check, self._modules)
+                    found.append((check.name, reach.seconds, [*map(sorted, reach.lines.values())]))
+
+            self._with_checks(run)
+            return found
+
         names = [module.name for module in self._modules]
         return {
             name: Reach(seconds, dict(zip(names, map(set, lines), strict=True)))
+            for _, said in _in_children(range(self._jobs), self._jobs, measure)
             for name, seconds, lines in json.loads(said)
         }
 
