@@ -42,10 +42,7 @@ PROMPT_TOKENS, STREAM_TOKENS = 1024, 64
 
 def weight_bytes(model: CausalLM) -> int:
     """Bytes of all packed weights; what two of them share counts once."""
-    linears = {id(linear.storage): linear.num_bytes for linear in (model.embed_tokens, model.lm_head) if linear}
-    for layer in model.layers:
-        for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
-            linears[id(linear.storage)] = linear.num_bytes
+    linears = {id(linear.storage): linear.num_bytes for linear in model.linears}
     return sum(linears.values())
 
 

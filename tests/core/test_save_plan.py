@@ -162,29 +162,22 @@ class TestRoom:
         assert transfers._num_with_room(20, [1] * 20) == 0
 
     @pytest.mark.parametrize(
-        ("num_in_full", "num_in_part", "may_save"),
-        [
-            (11, 13, [True, True]),
-            (12, 12, [False, True]),
-            (12, 13, [False, False]),
-            (0, 25, [False, False]),
-        ],
+        ("num_in_full", "num_in_part", "is_asked"), [(11, 13, True), (12, 12, True), (12, 13, False), (0, 25, False)]
     )
-    def test_a_store_is_asked_of_what_there_is_room_for(self, transfers, num_in_full, num_in_part, may_save):
-        """Of blocks with and without their window parts."""
-        manager, request = transfers._manager, Request("a", list(range(9)), SamplingParams())
-        manager.allocate_slots(request, 8)
-        request.num_computed_tokens = 8
-        manager.commit(request)
-        manager.free(request)
-        request = Request("b", list(range(9)), SamplingParams())
-        blocks = manager.get_computed_blocks(request).blocks
-        manager.windows.block_forgotten(blocks[1])  # as if it were evicted
-        request.sequence.block_table += [block.block_id for block in blocks]
-        transfers._saving, transfers._saving_in_part = set(range(num_in_full)), set(range(100, 100 + num_in_part))
-        assert [transfers._may_save(request, index) for index in (0, 1)] == may_save
-        request = Request("c", [0], SamplingParams(), kv_transfer_params=donor_params("c"))
-        assert transfers._may_save(request, 0), "handed over: without a limit"
+    def test_a_store_is_asked_while_a_block_has_room_in_part_at_least(
+        self, transfers, num_in_full, num_in_part, is_asked
+    ):
+        """What it has in full already may stand before what leaves in part. What is handed over has no limit."""
+        for name, params in (("a", None), ("b", donor_params("b"))):
+            request = Request(name, list(range(9)), SamplingParams(), kv_transfer_params=params)
+            transfers._manager.allocate_slots(request, 8)
+            request.num_computed_tokens = 8
+            transfers._manager.commit(request)
+            transfers._saving, transfers._saving_in_part = set(range(num_in_full)), set(range(100, 100 + num_in_part))
+            asked = []
+            transfers._connector.keys_to_save = lambda keys, asked=asked, **_: asked.append(keys) or set()
+            transfers._offer_all(request)
+            assert bool(asked) == (is_asked or params is not None)
 
 
 def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core):

@@ -236,8 +236,8 @@ class KVTransfers:
         first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        if not self._may_save(request, first):
-            return
+        if not request.hands_kv_over and not self._num_with_room(1, [NO_PART]):
+            return  # whatever the store wants
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         if not request.hands_kv_over:  # which leaves whole
             wanted -= self._saving_in_part
@@ -250,15 +250,6 @@ class KVTransfers:
         chosen, parts = chosen[:count], parts[:count]
         if chosen:
             self._save([request.block_hashes[index] for index in chosen], [table[index] for index in chosen], parts)
-
-    def _may_save(self, request: Request, index: int) -> bool:
-        """Whether there is room for a request's block of this index, if it is wanted; else there is nothing to ask."""
-        if request.hands_kv_over:
-            return True
-        num_in_full = len(self._saving)
-        if num_in_full + len(self._saving_in_part) >= self._most_pinned:
-            return False
-        return num_in_full < self.most_saved_blocks or self._manager.windows.part_at(request.sequence, index) is None
 
     def _num_with_room(self, num_blocks: int, window_block_ids: list[int]) -> int:
         """Return how many of so many blocks, from the first one on, can be pinned for a save now."""
