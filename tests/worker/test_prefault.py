@@ -14,6 +14,7 @@ import torch
 from octavo import LLM
 from octavo.assets import BUILT_IN_DRAFT
 from octavo.kernels.machine import touch_pages
+from octavo.kernels.recording import _ViewsOnly as views_only
 from octavo.worker.prefault import Prefault
 
 NUM_BYTES = 96 << 20
@@ -92,6 +93,17 @@ def test_it_can_be_stopped(memory, monkeypatch):
     goes_on.set()
     stopper.join(10)
     assert not stopper.is_alive()
+    assert not touching._thread.is_alive()
+
+
+def test_it_can_be_stopped_while_torch_is_watched(memory, monkeypatch):
+    """As a finalizer does, which may run while another model is recorded."""
+    begun, goes_on = held_up(monkeypatch)
+    touching = Prefault(memory)
+    assert begun.wait(10)
+    goes_on.set()
+    with views_only():
+        touching.stop()
     assert not touching._thread.is_alive()
 
 

@@ -6,11 +6,12 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from octavo.kernels.machine import touch_pages
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -23,17 +24,17 @@ class Prefault:
     """
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = torch.zeros(1, dtype=torch.uint8)
+        self._stop = np.zeros(1, np.uint8)  # none of torch's: a finalizer may run while torch is watched
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def stop(self) -> None:
         """Return when the thread has ended, whether or not it was done."""
-        self._stop.fill_(1)
+        self._stop[0] = 1
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()  # a finalizer may run in any thread
 
 
-def _touch(data: Tensor, stop: Tensor) -> None:
-    touch_pages(data.data_ptr(), data.nbytes, stop.data_ptr())
+def _touch(data: Tensor, stop: NDArray[np.uint8]) -> None:
+    touch_pages(data.data_ptr(), data.nbytes, stop.ctypes.data)
