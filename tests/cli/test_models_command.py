@@ -180,6 +180,7 @@ def test_one_that_is_refused_names_the_key(keys, problem, built_in):
 
 def test_small_floats_and_integers_are_told(tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="bfloat16"))
+    (path / "model.safetensors").unlink()  # they are floats
     change(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     details = report(path)["details"]
     assert details["stored_as"] == "FP8 with a scale per 128 x 128 values"
@@ -188,10 +189,31 @@ def test_small_floats_and_integers_are_told(tmp_path):
     assert report(path)["details"]["stored_as"] == "int4 (gptq) with a scale per 32 values of a row, act-order"
 
 
-def test_weights_are_not_read(built_in):
+def test_files_of_weights_that_cannot_be_read_are_refused_where_one_looks_closer(built_in):
     for path in built_in.glob("*.safetensors"):
         path.write_bytes(b"no weights")
-    assert report(built_in)["verdict"] == "runs"
+    found = report(built_in)
+    assert (found["verdict"], found["details"]) == ("refused", None)
+    assert "is truncated or not a safetensors file" in found["problem"]
+    [listed] = [each for each in json.loads(run(built_in.parent, "--json"))["checkpoints"] if each["name"] == "model"]
+    assert listed["verdict"] == "runs", "a list is made of what describes them"
+
+
+@pytest.mark.parametrize("kind", ["folder", "model.gguf"])
+def test_weights_of_another_shape_than_is_asked_for_are_refused(kind, tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM", vocab_size=288))
+    metadata = {"llama.feed_forward_length": 161}
+    write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", changes=metadata)
+    change(folder, intermediate_size=161)
+    found = report(tmp_path / kind)
+    assert found["verdict"] == "refused"
+    assert "has shape [160, 64]" in found["problem"] or "has the shape [160, 64]" in found["problem"]
+
+
+def test_weights_may_be_missing(built_in):
+    for path in built_in.glob("*.safetensors"):
+        path.unlink()
+    assert report(built_in)["verdict"] == "runs", "as those of a model in the hub do before it is downloaded"
 
 
 def test_none_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint runs, and as what: read from what describes it, no weights."""
+"""Whether a checkpoint runs, and as what: read from what describes it, and from its files of weights how they begin."""
 
 from __future__ import annotations
 
@@ -108,7 +108,18 @@ def look_closer(model: str) -> ModelReport:
     """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
     report = _report(path if path.exists() else opened().path, model, opened)
+    if report.size_bytes and not report.problem:
+        report = replace(report, problem=_problem_of_weights(opened()))
     return report if report.problem else replace(report, details=_details(opened()))
+
+
+def _problem_of_weights(checkpoint: Checkpoint) -> str:
+    """Say what the files of weights lack, or hold in another shape or type than the configuration asks for."""
+    try:
+        checkpoint.weights.open().check(checkpoint.read_architecture().stored_tensors())
+    except ModelError as error:
+        return str(error).removeprefix(f"{checkpoint.path}: ")
+    return ""
 
 
 def _open(model: str | Path) -> Checkpoint:

@@ -117,9 +117,10 @@ class GGUFFields:
     @property
     def head_dim(self) -> int:
         """Width of a head: of keys and values alike."""
-        heads = self.count("attention.head_count")
-        usual = max(1, self.count("embedding_length") // heads)
-        width = self.count("attention.key_length", usual)
+        heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
+        if "attention.key_length" not in self.values.values and hidden % heads:
+            raise self.values.error("attention.head_count", f"must divide embedding_length = {hidden}")
+        width = self.count("attention.key_length", hidden // heads)
         if self.count("attention.value_length", width) != width:
             raise self.values.error("attention.value_length", f"keys have a width of {width}; octavo needs both alike")
         return width
@@ -170,11 +171,14 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
     if EMBEDDING not in file.tensors:
         raise ModelError(f"{file.path}: there is no tensor {EMBEDDING}; the file holds a vocabulary alone, or a part")
     fields = GGUFFields(file, architecture)
+    vocab_size, *width = file.tensors[EMBEDDING].shape
+    if [fields.count("embedding_length")] != width:
+        raise fields.values.error("embedding_length", f"{EMBEDDING} has the shape {[vocab_size, *width]}")
     heads, head_dim = fields.count("attention.head_count"), fields.head_dim
     config = {
         "architectures": [family.name],
         "model_type": family.model_type,
-        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "vocab_size": vocab_size,
         "hidden_size": fields.count("embedding_length"),
         "intermediate_size": fields.count("feed_forward_length"),
         "num_hidden_layers": fields.num_layers,
@@ -192,6 +196,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": _read_dtype(file),
     }
     rotated = fields.count("rope.dimension_count", head_dim)
+    if rotated > head_dim:
+        raise fields.values.error("rope.dimension_count", f"a head has {head_dim} dimensions")
     if rotated != head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
     config |= family.read(fields)
