@@ -135,6 +135,18 @@ def test_pins_hold_blocks_and_are_let_go_of_once():
     assert [block.block_id for block in manager.pool.cached_blocks()] == table[::-1]  # the tail is evicted first
 
 
+def test_window_parts_are_let_go_of_tail_first_too():
+    manager = KVCacheManager(4, 4, num_window_blocks=4, window=6, max_step_tokens=8)
+    request = make_request("a", list(range(8)))
+    table = list(compute(manager, request))
+    parts = list(request.sequence.window_table)
+    manager.pin(7, table, parts)
+    manager.free(request)
+    assert manager.windows.cached_blocks() == []
+    assert manager.unpin(7) is True
+    assert manager.windows.cached_blocks() == parts[::-1]
+
+
 def test_new_weights_forget_all_and_wait_for_holders():
     manager = KVCacheManager(8, 4, num_host_blocks=4)
     request = swapped(manager, list(range(9)), 8)

@@ -125,6 +125,12 @@ def test_what_is_shorter_than_a_block_is_not_asked_for(made):
     assert made.store.told == []
 
 
+def test_a_block_is_fetched_though_it_spares_a_single_token(made):
+    transfers = KVTransfers(made.store, KVCacheManager(16, 2), SchedulerConfig(min_tokens_to_cache=0), made.emitter)
+    request = Request("a", [1, 2], SamplingParams())
+    assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 2
+
+
 def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
     scored = Request("a", list(range(12)), SamplingParams(prompt_logprobs=1))
     assert made.find(scored) == 0
@@ -154,6 +160,7 @@ def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_lo
     made.emitter.now = 0.5
     assert not made.transfers.is_looking_up(request)
     assert made.find(request) == 0
+    assert made.transfers.num_pending == 0
     assert made.store.told[-1] == ("given up", "a")
     made.store.num_tokens = 8
     assert made.find(request) == 0  # it asks no more

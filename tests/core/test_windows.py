@@ -251,6 +251,17 @@ def test_the_last_block_of_a_prompt_is_copied_with_its_window(make_windowed):
     assert (source, target) == (1, second.sequence.window_table[1])
 
 
+def test_what_was_copied_from_is_the_last_to_be_evicted(make_windowed):
+    core = make_windowed()
+    for prompt in (range(8), range(100, 108)):
+        core.add(str(prompt), list(prompt), max_tokens=1)
+        core.run()
+    assert windows_of(core).cached_blocks() == [1, 0, 3, 2]
+    core.add("b", list(range(8)), max_tokens=2)
+    assert [source for source, _ in core.step().copies.window_copies] == [1]
+    assert windows_of(core).cached_blocks() == [3, 2, 1]
+
+
 # --- stores -----------------------------------------------------------------------------------------------------------
 
 

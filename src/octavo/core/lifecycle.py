@@ -158,7 +158,10 @@ class RequestLifecycle:
     # --- it gives way -------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Take a running request's blocks and put it back to the front of its class; its tokens are kept."""
+        """Take a running request's blocks and put it back to the front of its class; its tokens are kept.
+
+        No step is in flight: one is decided ahead only where nobody loses blocks.
+        """
         self._manager.release(victim)
         self.running.remove(victim)
         self._admission.left(victim)
@@ -167,7 +170,6 @@ class RequestLifecycle:
         victim.spec_token_ids = []
         victim.num_preemptions += 1
         self._builder.preempted(victim.request_id)
-        self._in_flight.leave(victim.request_id)
         self.room.put_back(victim)
 
     # --- it ends ------------------------------------------------------------------------------------------------------

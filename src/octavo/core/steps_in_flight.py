@@ -29,7 +29,7 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step that was decided. start: when, in seconds of the core's clock.
 
-    left: ids of requests that ended or gave way since: what comes of them is for nobody, even if others have the ids.
+    left: ids of requests that ended since: what comes of them is for nobody, even if others have the ids.
     """
 
     scheduled: SchedulerOutput
@@ -76,7 +76,7 @@ class StepsInFlight:
         return steps
 
     def leave(self, request_id: str) -> None:
-        """Take note that a request ended or gave way."""
+        """Take note that a request ended."""
         for step in self.steps:
             step.left.add(request_id)
 
