@@ -6,6 +6,7 @@ import ast
 import functools
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "octavo"
@@ -17,31 +18,46 @@ def modules() -> list[tuple[str, Path]]:
     return [(path.relative_to(SOURCE).with_suffix("").parts[0], path) for path in sorted(SOURCE.rglob("*.py"))]
 
 
-LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef)
+@dataclass(frozen=True, slots=True)
+class Module:
+    """What is looked at of a file. calls: of names that run data. functions: lines of bodies without docstrings."""
 
-
-@functools.lru_cache(maxsize=1)  # all of them would be 200 MB
-def nodes(path: Path) -> list[ast.AST]:
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, LOOKED_AT)]
+    imports: frozenset[str]
+    calls: frozenset[str]
+    attributes: frozenset[str]
+    functions: tuple[tuple[str, int], ...]
 
 
 @functools.cache
-def imports(path: Path) -> frozenset[str]:
-    names = set()
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
-            names |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "octavo"}
-    return frozenset(names)
+def read(path: Path) -> Module:
+    imports, calls, attributes, functions = set(), set(), set(), []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import():
+                imports |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                assert node.level == 0, f"{path}: relative import"
+                imports.add(node.module or "")
+                imports |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "octavo"}
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in {"eval", "exec", "load"}:
+                calls.add(ast.unparse(node.func))
+            case ast.Attribute():
+                attributes.add(node.attr)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                functions.append((node.name, length_of(node)))
+    return Module(frozenset(imports), frozenset(calls), frozenset(attributes), tuple(functions))
+
+
+def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first, last = function.body[0], function.body[-1]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return (last.end_lineno or 0) - first.lineno + 1 - ((first.end_lineno or 0) - first.lineno + 1) * documented
 
 
 def test_the_core_is_standard_library():
     for room, path in modules():
         if room in STANDARD_LIBRARY_ONLY:
-            outside = {name.split(".")[0] for name in imports(path)} - {"octavo"}
+            outside = {name.split(".")[0] for name in read(path).imports} - {"octavo"}
             assert outside <= sys.stdlib_module_names, path
             assert not outside & {"time", "random", "os", "socket", "threading"} or room == "config", path
 
@@ -57,16 +73,8 @@ def test_every_room_has_a_layer():
 def test_no_code_runs_data():
     forbidden = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     for _, path in modules():
-        assert not {name.split(".")[0] for name in imports(path)} & forbidden, path
-        for node in nodes(path):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                called = ast.unparse(node.func) if last_name(node.func) in {"eval", "exec", "load"} else ""
-                assert called not in {"eval", "exec", "torch.load"}, f"{path}: {called}"
-
-
-def last_name(function: ast.Name | ast.Attribute) -> str:
-    """Return what stands behind the last dot: to write all calls out takes seconds."""
-    return function.id if isinstance(function, ast.Name) else function.attr
+        assert not {name.split(".")[0] for name in read(path).imports} & forbidden, path
+        assert not read(path).calls & {"eval", "exec", "torch.load"}, path
 
 
 def test_the_step_reads_in_one_look():
@@ -84,21 +92,11 @@ def test_the_step_reads_in_one_look():
 
 def test_no_function_over_60_lines():
     for _, path in modules():
-        for node in nodes(path):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = (node.end_lineno or 0) - node.lineno + 1
-                signature = node.body[0].lineno - node.lineno
-                documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
-                docstring = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1 if documented else 0
-                assert length - signature - docstring <= 60, f"{path}: {node.name} has {length} lines"
+        assert not [(name, length) for name, length in read(path).functions if length > 60], path
 
 
 def test_settings_are_read_from_the_environment_in_one_place():
     """Another module only hands the environment on, to the engine process."""
-    readers = {
-        str(path.relative_to(SOURCE))
-        for _, path in modules()
-        for node in nodes(path)
-        if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
-    }
+    asked = {"environ", "environb", "getenv"}
+    readers = {str(path.relative_to(SOURCE)) for _, path in modules() if read(path).attributes & asked}
     assert readers == {"config/environment.py", "engine/remote_engine.py"}
