@@ -654,3 +654,25 @@ def test_the_store_hears_of_newcomers_and_of_orders(made):
     assert made.store.told == [("added", "a")]
     _, order = made.start("b")
     assert ("ordered", order.transfer_id) in made.store.told
+
+
+def test_without_windows_what_was_found_is_handed_over_whatever_a_store_has(made):
+    first = made.commit("a", 12)
+    request = Request("b", first.sequence.token_ids, SamplingParams(), kv_transfer_params=HANDS_OVER)
+    found = made.manager.get_computed_blocks(request)
+    made.store.told.clear()
+    assert made.transfers.hand_over_hit(request, found) is found
+    assert made.store.told == []
+
+
+def test_with_windows_a_store_is_asked_for_what_was_found_and_no_more(made):
+    made.manager = KVCacheManager(16, 4, num_window_blocks=8, window=6, max_step_tokens=16)
+    made.transfers = KVTransfers(made.store, made.manager, CONFIG, made.emitter)
+    first = made.commit("a", 12)
+    tokens = [*first.sequence.token_ids[:8], *range(8)]
+    request = Request("b", tokens, SamplingParams(), kv_transfer_params=HANDS_OVER)
+    found = made.manager.get_computed_blocks(request)
+    assert len(request.block_hashes) > found.num_blocks == 2
+    made.store.told.clear()
+    assert made.transfers.hand_over_hit(request, found) is found
+    assert made.store.told[0] == ("offered", request.block_hashes[:2])

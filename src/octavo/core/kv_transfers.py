@@ -313,15 +313,11 @@ class KVTransfers:
         self._most_loaded.pop(name, None)
         if num_blocks == len(order.keys):
             self._learn_load(pending, self._emitter.now)
-        elif was_asked_again or pending.request.expects_kv or self._is_final(pending, num_blocks):
+        elif was_asked_again or pending.request.expects_kv or self.num_computed_tokens(pending, num_blocks):
             self._gave_up.add(name)
         else:
             self._most_loaded[name] = (pending.num_present + num_blocks) * self._manager.block_size
         return pending
-
-    def _is_final(self, load: PendingTransfer, num_blocks: int) -> bool:
-        """Whether a load that ended early is believed, or nothing came of it that could be."""
-        return not num_blocks or self.num_computed_tokens(load, num_blocks) > 0
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
         """Take in how long a load has taken by now; that of KV which was still being computed tells nothing."""
