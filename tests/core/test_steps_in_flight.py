@@ -178,6 +178,16 @@ def test_a_prompt_goes_on_though_one_token_is_all_that_it_is_to_give(make_ahead)
     assert decided(core).num_scheduled_tokens == {"a": 2}
 
 
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_one_that_goes_on_is_enough(make_ahead, ends):
+    core = make_ahead()
+    for name in ("first", "last"):
+        core.add(name, 5, max_tokens=1 if name == ends else 9)
+    decided(core)
+    goes_on = "last" if ends == "first" else "first"
+    assert decided(core).num_scheduled_tokens == {goes_on: 1}
+
+
 @pytest.mark.parametrize("what", ["grammar", "drafts"])
 def test_nothing_is_decided_ahead_of_a_result_that_cannot_be_foreseen(make_ahead, what):
     core = make_ahead()
@@ -227,6 +237,17 @@ def test_drafts_of_whom_nothing_is_computed_come_in_time(make_ahead):
     assert first.num_scheduled_tokens.keys() == {"b"}
     core.scheduler.update_draft_token_ids({"a": [7]})
     assert request.spec_token_ids == [7]
+
+
+def test_drafts_of_whom_one_of_two_steps_computes_come_too_late(make_ahead):
+    core = make_ahead(max_num_batched_tokens=8, max_num_seqs=2, batching="prefill_first")
+    request = core.add("a", 5)
+    answer(core, decided(core))
+    core.add("b", 6)
+    first, second = decided(core), decided(core)
+    assert (first.num_scheduled_tokens.keys(), second.num_scheduled_tokens.keys()) == ({"b"}, {"a", "b"})
+    core.scheduler.update_draft_token_ids({"a": [7]})
+    assert request.spec_token_ids == []
 
 
 def test_nobody_loses_blocks_in_a_step_that_is_decided_ahead(make_ahead):

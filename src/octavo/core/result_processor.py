@@ -120,7 +120,7 @@ class ResultProcessor:
         if load is None:
             return
         assert load.request is not None
-        num_tokens = self._transfers.num_computed_tokens(load, num_blocks) if num_blocks else 0
+        num_tokens = self._transfers.num_computed_tokens(load, num_blocks)
         if num_tokens:
             self._lifecycle.end_loading(load.request, num_tokens)
         else:
@@ -222,7 +222,7 @@ class ResultProcessor:
             request = self._lifecycle.requests.get(request_id)
             if request is None or not is_decode(request):
                 continue  # who does not run is no decode: nothing is computed of it
-            if self._in_flight.steps and self._in_flight.has(request_id):
+            if self._in_flight.has(request_id):
                 continue
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
