@@ -316,6 +316,28 @@ def test_who_is_loaded_has_a_seat_and_may_wait_for_blocks(make_core):
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
 
 
+def test_who_has_a_reservation_waits_for_blocks_to_load_into_as_long_as_others_hold_them(make_core):
+    core = make_core(connector=Store(num_tokens=8, prefix="load"), num_blocks=4, admission="reservation")
+    pool = core.scheduler.kv_cache_manager.pool
+    held = pool.take(3)  # as for saves of who ended, which no reservation counts
+    core.add("load", 12, max_tokens=2)
+    assert core.step().kv_transfers == []
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
+    pool.release(held)
+    assert len(core.step().kv_transfers) == 1
+
+
+def test_who_was_not_held_up_meanwhile_says_again_why_it_waits(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("b", 3)
+    core.step()
+    for _ in range(2):
+        core.scheduler.preempt_requests(["b"])
+        core.step()
+        core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.PREEMPTING,)] * 2
+
+
 def test_the_first_request_of_all_may_have_to_wait(make_core):
     core = make_core(num_blocks=4)
     core.scheduler.kv_cache_manager.pool.take(4)

@@ -258,6 +258,14 @@ def test_who_waited_in_vain_and_ended_is_forgotten(make_core):
 # --- what a step that was too short teaches ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("num_tokens", "is_short"), [(8, False), (9, True)])
+def test_a_step_is_short_of_what_it_has_no_room_for_and_not_of_what_just_fits(make_core, num_tokens, is_short):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("a", num_tokens)
+    core.scheduler.schedule()
+    assert core.scheduler._in_flight.steps[0].plan.is_short is is_short
+
+
 @pytest.mark.parametrize(("threshold", "limit"), [(0, 25), (10, 20)])
 def test_a_step_is_short_where_a_newcomer_gets_less_than_it_may(make_core, threshold, limit):
     now = [0.0]

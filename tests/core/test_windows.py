@@ -591,6 +591,34 @@ def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_w
     check(core)
 
 
+def test_a_source_whose_window_part_is_taken_for_the_copy_needs_no_copy_of_it(make_windowed):
+    core = make_windowed(num_window_blocks=2)
+    core.add("a", list(range(8)), max_tokens=1)
+    core.run()
+    second = core.add("b", list(range(8)), max_tokens=1)
+    copies = core.step().copies
+    assert second.sequence.num_cached_tokens == 7
+    assert (len(copies.block_copies), copies.window_copies) == (1, [])
+    core.run()
+    check(core)
+
+
+def test_what_has_lost_its_window_part_is_the_last_to_leave_host_memory_where_it_is_there(make_windowed):
+    core = make_windowed(num_host_blocks=20)
+    for name, num_tokens in (("a", 8), ("b", 4)):
+        core.add(name, num_tokens, max_tokens=1)
+        core.run()
+    manager = core.scheduler.kv_cache_manager
+    _, last, other = blocks = manager.pool.blocks[:3]
+    for block in blocks:
+        manager.windows.block_forgotten(block)
+        manager.host.keep(block)
+    names = [block.name for block in (last, other)]
+    assert manager.host.cached_blocks()[-1].name == names[1]
+    manager.pool.evict(last)
+    assert manager.host.cached_blocks()[-1].name == names[0]
+
+
 def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_windowed):
     core = make_windowed(num_host_blocks=20)
     core.add("a", list(range(16)), max_tokens=1)

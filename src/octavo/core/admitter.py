@@ -82,6 +82,8 @@ class Admitter:
                 reason, plan.is_short = WaitReason.NO_BUDGET, True
             else:
                 reason = self._admit_next(plan)
+            if reason is None:
+                self._blocked = None
         plan.held_up = reason
         if self._room.queue and reason is not None:
             self._note_blocked(self._room.queue.peek_request(), reason)
@@ -125,7 +127,6 @@ class Admitter:
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS
-        self._blocked = None
         self._lifecycle.admit(request, computed, count)
         plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
         plan.is_short |= room < min(num_remaining, threshold or num_remaining)
@@ -135,7 +136,6 @@ class Admitter:
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
         """Let the head of the queue wait beside it, as long as something is pending; nobody is held up by it."""
         request = self._room.defer(is_pending, self.num_busy_steps)
-        self._blocked = None
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
     def _start_load(
@@ -148,7 +148,6 @@ class Admitter:
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS
-        self._blocked = None
         self._lifecycle.start_loading(request, computed)
         self._transfers.start_load(request, computed, num_external, block_ids)
         plan.has_admitted = True

@@ -97,7 +97,7 @@ class HostBlockPool:
             return None
         return found
 
-    def has_name(self, name: BlockLink) -> bool:
+    def has_name(self, name: BlockLink | None) -> bool:
         """Whether the content of that name is here."""
         return name in self._names
 

@@ -233,7 +233,7 @@ class KVCacheManager:
         table, start = sequence.window_table, len(computed.blocks)
         for index in self._seen_in_host(sequence, computed):
             self._copies.window_swap_in.append((computed.host_blocks[index - start], table[index]))
-        if source_part is not None and table[start] not in {source_part, NO_PART}:
+        if source_part is not None and table[start] != source_part:
             self._copies.window_copies.append((source_part, table[start]))
 
     def _seen_in_host(self, sequence: TokenSequence, computed: ComputedBlocks) -> range:
@@ -336,7 +336,7 @@ class KVCacheManager:
             self._on_offload(block.block_id, host_block, part is not None)
 
     def _is_used_in_host(self, block: Block) -> bool:
-        return block.name is not None and (self.host.has_name(block.name) or self.host.is_followed(block.name))
+        return self.host.has_name(block.name) or self.host.is_followed(block.name)
 
     def _forgotten(self, block: Block) -> None:
         self.windows.block_forgotten(block)
