@@ -152,12 +152,13 @@ def wait(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What stages share. folder: for what they write."""
+    """What stages share. folder: for what they write. soak_s: how long requests are sent to see what they leave."""
 
     device: torch.device
     sizes: Sizes
     folder: Path
     kernels: Kernels
+    soak_s: float = 0.0
 
     @property
     def is_dry(self) -> bool:
@@ -223,7 +224,7 @@ class Check:
         return self.random(count, self.sizes.vocab, dtype=torch.float32) * 4, rows
 
 
-def open_check(folder: Path, *, is_dry: bool) -> Check:
+def open_check(folder: Path, *, is_dry: bool, soak_s: float = 0.0) -> Check:
     """Return what stages share, on the GPU or, dry, in Triton's interpreter."""
     device = torch.device("cpu" if is_dry else "cuda")
-    return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"))
+    return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"), soak_s)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 def checked(tmp_path, *stages, seconds=1000.0):
     with interpreted_kernels():
-        return gpu_check.check(tmp_path / "state.json", tmp_path, seconds, is_dry=True, stages=stages)
+        return gpu_check.check(tmp_path / "state.json", tmp_path, seconds, is_dry=True, stages=stages, soak_s=1.0)
 
 
 def test_stages_are_those_that_are_measured():
@@ -48,6 +48,9 @@ def test_all_of_it_dry(tmp_path):
     report = checked(tmp_path, *gpu_check.STAGES)
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
     assert report["results"]["tokens"]["built-in model"] == {"is_equal": True, "num_requests": 2}
+    assert report["results"]["swap"]["swapped"]["num_swapped"] > 0
+    assert report["results"]["restart"]["killed"]["num_lost"] == 1
+    assert report["results"]["soak"]["soak"]["num_requests"] > 1
     kept = json.loads((tmp_path / "state.json").read_text())
     assert kept == {"identity": report["identity"], "results": report["results"]}
 
@@ -57,7 +60,7 @@ def stages(monkeypatch):
     """Stages that find what a test says; the names of those that ran."""
     ran, find = [], {"identity": {"identity": {"code": "1"}}}
 
-    def run_stage(name, folder, seconds, *, is_dry):
+    def run_stage(name, folder, seconds, *, is_dry, soak_s=None):
         ran.extend([name] * (name != "identity"))
         return find.get(name, {"linear": {"is_equal": True}})
 
@@ -102,12 +105,13 @@ def test_what_is_wrong_is_named():
         "linear": {"units_off": 9.0},
         "gate": {"units_off": 1.0},
         "sample": {"is_equal": False},
-        "embedding": {"is_equal": True},
+        "swapped": {"is_equal": True, "is_right": False},
+        "embedding": {"is_equal": True, "is_right": True},
         "rms_norm": {"error": "CompilationError"},
         "decode": {"us": 3.0},
         "error": "not done after 3 s",  # of the whole stage
     }
-    assert gpu_stages.failures(stage) == ["linear", "sample", "rms_norm"]
+    assert gpu_stages.failures(stage) == ["linear", "sample", "swapped", "rms_norm"]
 
 
 def test_an_operation_that_fails_costs_no_other(monkeypatch):
@@ -146,7 +150,7 @@ def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
 
 STAGE = """if True:
     import sys, gpu_check
-    def measured(name, folder, *, is_dry, tell):
+    def measured(name, folder, *, is_dry, soak_s, tell):
         print("a library says something")
         tell({"linear": {"us": 1.0}})
         sys.stdout.write("gpu_check: {'cut")
