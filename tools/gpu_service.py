@@ -113,23 +113,27 @@ def wrong_ends(begun: Counter[str], ended: Counter[str]) -> list[str]:
 
 
 def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told: Counter[str]) -> None:
-    """Send requests until then, of all kinds, some of which are aborted; count those that were sent, and that ended."""
+    """Send requests until then, of all kinds, some of which are aborted; count those that were sent, and that ended.
+
+    The first ones are short, and as many at once as there will ever be: memory that grows with rows has its size then.
+    """
     rng, sizes = random.Random(len(sent)), check.sizes
+    most = 2 * sizes.requests
     running: set[str] = set()
     while running or engine.has_unfinished_requests() or time.monotonic() < end:
-        while len(running) < 2 * sizes.requests and time.monotonic() < end:
-            number = len(sent)
+        while len(running) < most and (len(sent) < most or time.monotonic() < end):
+            number, is_first = len(sent), len(sent) < most
             request_id = str(number)
             sent[request_id] += 1
-            prompt = [rng.randrange(5, 200) for _ in range(rng.randint(1, sizes.longest_prompt))]
+            prompt = [rng.randrange(5, 200) for _ in range(1 if is_first else rng.randint(1, sizes.longest_prompt))]
             params = SamplingParams(
                 temperature=rng.choice([0.0, 0.8]), top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 20]),
                 seed=number, max_tokens=rng.randint(1, 2 * sizes.new_tokens), ignore_eos=True, detokenize=False,
-                n=rng.choice([1, 1, 2]),
+                n=2 if is_first else rng.choice([1, 1, 2]),
             )  # fmt: skip
             engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
             running.add(request_id)
-            if rng.random() < 0.3:
+            if not is_first and rng.random() < 0.3:
                 break
         if running and rng.random() < 0.05:
             engine.abort_request(rng.choice(sorted(running)))
@@ -216,8 +220,8 @@ def _killed(check: Check) -> dict[str, Any]:
     answers, lost = [], 0
     try:
         answers.append([first.complete(prompt, sizes.new_tokens) for prompt in prompts])
-        clients = [_Client(first, prompt, 2000) for prompt in prompts]
-        time.sleep(0.5)  # they are at work then
+        clients = [_Client(first, prompt[:8], 2000) for prompt in prompts]  # the built-in model has room for 2,048
+        time.sleep(0.2)  # they are at work then
         lost = sum(client.is_alive() for client in clients)
     finally:
         first.kill()
