@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import EventSink
 
+_DRY_SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 _TURNS = 2  # of octavo and its peer, one after the other
 
 
@@ -91,13 +92,14 @@ def make_engine(
     kv_bytes: int | None = None,
     cache: CacheConfig | None = None,
     dry_graphs: int = 0,
-    dry_kernels: str = "triton",
+    kernels: str = "triton",
+    dry_kernels: str | None = None,
     sink: EventSink | None = None,
     **scheduler: Any,
 ) -> LLMEngine:
     """Return an engine with decode graphs. dry_graphs: the most rows of one in a dry run, which has none by default.
 
-    dry_kernels: those of a dry run; "auto" where a stage is about the engine, and Triton's interpreter would take long.
+    dry_kernels: those of a dry run, if others: "auto" where a stage is about the engine, and the interpreter slow.
     kv_bytes: of the KV cache, by default whatever is free; or `cache` says all about it.
     """
     kv_bytes = 1 << 22 if check.is_dry else kv_bytes
@@ -109,7 +111,7 @@ def make_engine(
         cache_config=cache,
         device_config=DeviceConfig(
             device=check.device.type,
-            kernels=dry_kernels if check.is_dry else "triton",
+            kernels=dry_kernels if check.is_dry and dry_kernels else kernels,
             max_cudagraph_capture_size=dry_graphs if check.is_dry else None,
         ),
         sink=sink,
@@ -118,7 +120,7 @@ def make_engine(
 
 def random_model(check: Check) -> ModelConfig:
     """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
-    config = tiny_config("Qwen3ForCausalLM") if check.is_dry else SHAPES["qwen3-0.6b"]
+    config = tiny_config("Qwen3ForCausalLM", **_DRY_SHAPE) if check.is_dry else SHAPES["qwen3-0.6b"]
     folder = check.folder / "shape"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_correctness import attention_error
+from gpu_engine import free, make_engine, random_model
 from gpu_speed import HEAD_DIM, HEADS, KV_HEADS
 
+from octavo import SamplingParams
 from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from octavo.kernels import Kernels
 
 BACKENDS = ("flashinfer-inexact", "flash-attn-3-inexact")
+LEAST_ALIKE = 0.9  # of the first tokens: later ones stand behind others where two were as likely
 
 
 def plugins(check: Check, entries: Entries) -> None:
@@ -40,6 +45,7 @@ def plugins(check: Check, entries: Entries) -> None:
         for tokens, context in check.sizes.prefills:
             spans = [(context - tokens, context)]
             entries.add(f"{backend} prefill {tokens} to {context}", partial(_ratio, check, kernels, spans))
+        entries.add(f"{backend} engine", partial(_engine, check, backend))
 
 
 def _ratio(check: Check, library: Kernels, spans: list[tuple[int, int]]) -> dict[str, float]:
@@ -54,3 +60,23 @@ def _ratio(check: Check, library: Kernels, spans: list[tuple[int, int]]) -> dict
         for kernels in (check.kernels, library)
     )
     return {"us": other * 1e6, "us_octavo": own * 1e6, "octavo_over_library": own / other}
+
+
+def _engine(check: Check, backend: str) -> dict[str, Any]:
+    """Answer requests at once with octavo's attention and with the library's: how alike, and how fast."""
+    rng, count = random.Random(3), check.sizes.requests_at_once
+    longest = min(check.sizes.longest_prompt, 512)
+    prompts = [[rng.randrange(5, 200) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+    params = SamplingParams(temperature=0.0, max_tokens=check.sizes.new_tokens, ignore_eos=True, detokenize=False)
+    tokens, rates = [], []
+    for kernels in ("triton", backend):
+        free()
+        engine = make_engine(check, replace(random_model(check), dtype="bfloat16"), kernels=kernels)
+        start = time.perf_counter()
+        outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        rates.append(count * check.sizes.new_tokens / (time.perf_counter() - start))
+        tokens.append([list(each.outputs[0].token_ids) for each in outputs.values()])
+        engine.shutdown()
+    alike = sum(one[0] == other[0] for one, other in zip(*tokens, strict=True)) / count
+    rated = {"output_tok_per_s": rates[1], "octavo_over_library": rates[0] / rates[1]}
+    return {"first_tokens_alike": alike, "is_right": alike >= LEAST_ALIKE} | rated

@@ -186,6 +186,7 @@ def with_libraries(check, monkeypatch, stage):
 
 
 def test_libraries_are_compared_with_octavos_attention(check, monkeypatch):
+    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
     entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
     assert gpu_stages.failures(entries) == []
     for backend in gpu_plugins.BACKENDS:
@@ -195,6 +196,7 @@ def test_libraries_are_compared_with_octavos_attention(check, monkeypatch):
 
 
 def test_a_library_that_is_wrong_is_found(check, monkeypatch):
+    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
     dense = standins.dense
     monkeypatch.setattr(standins, "dense", lambda *arguments: dense(*arguments[:4], -1, arguments[5]))  # no window
     entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
@@ -202,6 +204,21 @@ def test_a_library_that_is_wrong_is_found(check, monkeypatch):
         ["flashinfer-inexact", "torch.float16"],
         ["flashinfer-inexact", "torch.bfloat16"],
     ]
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_library(check, monkeypatch):
+    used = []
+    dense = standins.dense
+    monkeypatch.setattr(standins, "dense", lambda *arguments: used.append(1) or dense(*arguments))
+    entry = with_libraries(
+        check,
+        monkeypatch,
+        lambda check, entries: entries.add("engine", lambda: gpu_plugins._engine(check, "flashinfer-inexact")),
+    )["engine"]
+    assert entry["is_right"], entry
+    assert entry["octavo_over_library"] > 0
+    assert used
 
 
 def test_libraries_that_are_missing_are_left_out(check, monkeypatch):
