@@ -13,17 +13,20 @@ Triton, the kernels or these checks are others. Where the seconds are over, the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 STAGES = (
     "peaks", "correctness", "exactness", "carried", "tokens", "transformers", "graphs", "memory", "swap", "restart",
@@ -113,6 +116,16 @@ def check(
     }
 
 
+def interpreted() -> AbstractContextManager[object]:
+    """Return what makes the interpreter as it is in tests: products in one order, as on a device, and sooner.
+
+    Its own products are those of numpy, whose library sums rows in orders of their own on some processors.
+    """
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    made: AbstractContextManager[object] = importlib.import_module("triton_interpreter").interpreted_kernels()
+    return made
+
+
 def main() -> int:
     """Check, print, return 1 where something is wrong and 2 where stages are left."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -127,7 +140,7 @@ def main() -> int:
     if arguments.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("a dry run needs TRITON_INTERPRET=1")
     soak_s = arguments.soak_seconds or (2.0 if arguments.dry_run else SOAK_S)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, interpreted() if arguments.dry_run else nullcontext():
         folder = arguments.folder or Path(temporary)
         if arguments.stage:
             measured(arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, tell=print_entry)

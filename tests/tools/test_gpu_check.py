@@ -18,6 +18,8 @@ import gpu_device  # noqa: E402
 import gpu_engine  # noqa: E402
 import gpu_exactness  # noqa: E402
 import gpu_stages  # noqa: E402
+import triton_interpreter  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 from triton_interpreter import interpreted_kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -53,6 +55,24 @@ def test_all_of_it_dry(tmp_path):
     assert report["results"]["soak"]["soak"]["num_requests"] > 1
     kept = json.loads((tmp_path / "state.json").read_text())
     assert kept == {"identity": report["identity"], "results": report["results"]}
+
+
+def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
+    """As on a device: else rows would have other bits where numpy's library sums in orders of its own."""
+    seen = []
+
+    def check(_state, _folder, _seconds, **options):
+        seen.append((interpreter.interpreter_builder.create_dot, options["soak_s"]))
+        return {"failures": [], "errors": {}, "not_run": []}
+
+    monkeypatch.setattr(gpu_check, "check", check)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--state", str(tmp_path / "state.json")])
+    assert gpu_check.main() == 0
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--soak-seconds", "7"])
+    assert gpu_check.main() == 0
+    assert seen == [(triton_interpreter.dot, 2.0), (triton_interpreter.dot, 7.0)]
+    assert interpreter.interpreter_builder.create_dot is not triton_interpreter.dot
 
 
 @pytest.fixture
