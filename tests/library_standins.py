@@ -25,6 +25,12 @@ def parameters(path, name, of_class=None):
     return {each.arg: None if default is None else ast.unparse(default) for each, default in pairs}
 
 
+def require(is_so):
+    """Raise `ValueError` for what a library would refuse, or misread."""
+    if not is_so:
+        raise ValueError("the library is not called like this")
+
+
 def dense(q, keys, values, scale, window_left, softcap):
     """Return causal attention of rows [rows, heads, dim], the last of a sequence [length, KV heads, dim]."""
     group = q.shape[1] // keys.shape[1]
@@ -56,8 +62,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         jit_args=None,
         jit_kwargs=None,
     ):
-        assert (kv_layout, backend, use_cuda_graph) == ("HND", "auto", False)
-        assert float_workspace_buffer.dtype == torch.uint8
+        require((kv_layout, backend, use_cuda_graph) == ("HND", "auto", False))
+        require(float_workspace_buffer.dtype == torch.uint8)
         self.workspace, self.num_plans, self.num_runs = float_workspace_buffer, 0, 0
         self.made.append(self)
 
@@ -98,16 +104,16 @@ class BatchPrefillWithPagedKVCacheWrapper:
         fixed_split_size=None,
         disable_split_kv=False,
     ):
-        assert causal
-        assert head_dim_qk in (64, 128, 256)
-        assert q_data_type == kv_data_type
-        assert q_data_type in (torch.float16, torch.bfloat16)
+        require(causal)
+        require(head_dim_qk in (64, 128, 256))
+        require(q_data_type == kv_data_type)
+        require(q_data_type in (torch.float16, torch.bfloat16))
         offsets = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        assert all(each.dtype == torch.int32 for each in offsets)
-        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
-        assert len(paged_kv_indices) == paged_kv_indptr[-1]
-        assert paged_kv_last_page_len.min() >= 1
-        assert paged_kv_last_page_len.max() <= page_size
+        require(all(each.dtype == torch.int32 for each in offsets))
+        require(len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1)
+        require(len(paged_kv_indices) == paged_kv_indptr[-1])
+        require(paged_kv_last_page_len.min() >= 1)
+        require(paged_kv_last_page_len.max() <= page_size)
         self.offsets = [each.tolist() for each in offsets]
         self.shape = (num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type)
         self.options = (sm_scale, window_left, logits_soft_cap or 0.0)
@@ -131,10 +137,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ):
         k_cache, v_cache = paged_kv_cache
         num_kv_heads, page_size, head_dim = k_cache.shape[1:]
-        assert self.shape == (q.shape[1], num_kv_heads, head_dim, page_size, q.dtype)
-        assert k_cache.stride() == v_cache.stride()
-        assert k_cache.stride(3) == q.stride(2) == 1
-        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        require(self.shape == (q.shape[1], num_kv_heads, head_dim, page_size, q.dtype))
+        require(k_cache.stride() == v_cache.stride())
+        require(k_cache.stride(3) == q.stride(2) == 1)
+        require((out.shape, out.dtype) == (q.shape, q.dtype))
         starts, page_starts, indices, last_page_lens = self.offsets
         for sequence, last_page_len in enumerate(last_page_lens):
             pages = indices[page_starts[sequence] : page_starts[sequence + 1]]
@@ -178,7 +184,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    assert causal
+    require(causal)
     return _varlen(
         q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q,
         softmax_scale, window_size, softcap, num_splits,
@@ -217,8 +223,8 @@ def flash_attn_varlen_func(
     cp_rank=0,
     cp_tot_seqused_k=None,
 ):
-    assert (causal, fa_version, cu_seqlens_k) == (True, 3, None)
-    assert max_seqlen_k == block_table.shape[1] * k.shape[1]
+    require((causal, fa_version, cu_seqlens_k) == (True, 3, None))
+    require(max_seqlen_k == block_table.shape[1] * k.shape[1])
     return _varlen(
         q, k, v, block_table, seqused_k, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size, softcap, num_splits
     )
@@ -226,13 +232,13 @@ def flash_attn_varlen_func(
 
 def _varlen(q, k_cache, v_cache, table, lengths, starts, max_rows, scale, window, softcap, num_splits):
     """As on a device nothing is read on the host; what no program writes is NaN."""
-    assert q.dtype == k_cache.dtype
-    assert q.dtype in (torch.float16, torch.bfloat16)
-    assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1
+    require(q.dtype == k_cache.dtype)
+    require(q.dtype in (torch.float16, torch.bfloat16))
+    require(q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == 1)
     for each in (table, lengths, starts):
-        assert (each.dtype, each.stride(-1)) == (torch.int32, 1)
+        require((each.dtype, each.stride(-1)) == (torch.int32, 1))
     (num_rows, num_heads, head_dim), page_size = q.shape, k_cache.shape[1]
-    assert num_splits == 1 or 1 < num_splits * num_rows * num_heads * (head_dim + 1) * 4 <= 128 << 20
+    require(num_splits == 1 or 1 < num_splits * num_rows * num_heads * (head_dim + 1) * 4 <= 128 << 20)
     place, row = torch.arange(table.shape[1] * page_size), torch.arange(num_rows)
     is_there = place < lengths.unsqueeze(1)
     pages = table[:, place // page_size].masked_fill(~is_there, 0).long()

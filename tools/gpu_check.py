@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def measured(
     import gpu_stages  # noqa: PLC0415  loads torch, and triton
     from gpu_device import Entries, open_check  # noqa: PLC0415
 
-    check = open_check(folder, is_dry=is_dry, soak_s=soak_s)
+    check = replace(open_check(folder, is_dry=is_dry), soak_s=soak_s)
     entries = Entries(check.device, tell)
     (gpu_stages.STAGES | {"identity": gpu_stages.identity})[name](check, entries)
     return entries.found

@@ -224,7 +224,7 @@ class Check:
         return self.random(count, self.sizes.vocab, dtype=torch.float32) * 4, rows
 
 
-def open_check(folder: Path, *, is_dry: bool, soak_s: float = 0.0) -> Check:
+def open_check(folder: Path, *, is_dry: bool) -> Check:
     """Return what stages share, on the GPU or, dry, in Triton's interpreter."""
     device = torch.device("cpu" if is_dry else "cuda")
-    return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"), soak_s)
+    return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"))

@@ -80,8 +80,8 @@ def _reserved(check: Check) -> int:
 def _swapped(check: Check) -> dict[str, Any]:
     """Answer requests in few blocks, whose KV goes to host memory and back, and in many."""
     rng, sizes = random.Random(1), check.sizes
-    block_size, longest, new_tokens = (4, 6, 8) if check.is_dry else (16, sizes.longest_prompt, 8 * sizes.new_tokens)
-    count = 3 if check.is_dry else sizes.requests
+    block_size, longest, new_tokens = (4, 24, 16) if check.is_dry else (16, sizes.longest_prompt, 8 * sizes.new_tokens)
+    count = 6 if check.is_dry else sizes.requests
     prompts = [[rng.randrange(5, 200) for _ in range(rng.randint(longest // 2, longest))] for _ in range(count)]
     params = [
         SamplingParams(
@@ -90,7 +90,8 @@ def _swapped(check: Check) -> dict[str, Any]:
         for index in range(count)
     ]
     blocks = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
-    few, many = max(*blocks, sum(blocks) // 2), sum(blocks) + count
+    at_once = min(count, max(2, sizes.requests_at_once))
+    few, many = max(*blocks, sum(sorted(blocks)[-at_once:]) * 2 // 3), sum(blocks) + count
     told = {}
     for num_blocks in (few, many):
         free()

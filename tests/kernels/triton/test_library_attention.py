@@ -101,7 +101,7 @@ def test_these_tests_find_mistakes(monkeypatch, tmp_path, kernels, device, gener
     install(monkeypatch, library)
     _, module, name = LIBRARIES[library]
     made = getattr(broken(tmp_path, module, old, new), name)(device)
-    with contextlib.suppress(AssertionError, IndexError):  # of the stand-in, or of a page that is not there
+    with contextlib.suppress(AssertionError, IndexError, ValueError):  # of the stand-in, or of a page that is not there
         assert units_off(made, generator, (64, 2, 1), torch.float16, window=37, softcap=0.7) <= MOST_UNITS_OFF
         pytest.fail("the mistake was not found")
 
