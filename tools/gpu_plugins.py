@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_correctness import attention_error
+from gpu_device import AttentionCase
 from gpu_engine import free, make_engine, random_model
 from gpu_speed import HEAD_DIM, HEADS, KV_HEADS
 
@@ -35,7 +36,7 @@ def plugins(check: Check, entries: Entries) -> None:
             entries.add(backend, partial(dict, left_out=str(error)))
             continue
         for dtype in (torch.float16, torch.bfloat16):
-            for case in dict.fromkeys(replace(each, int8=False) for each in check.sizes.attention):
+            for case in dict.fromkeys(_with_floats(each) for each in check.sizes.attention):
                 if kernels.covers(case.head_dim, dtype):
                     name = f"{backend} {case.name(dtype)}"
                     entries.add(name, partial(attention_error, check, kernels, dtype, case))
@@ -46,6 +47,11 @@ def plugins(check: Check, entries: Entries) -> None:
             spans = [(context - tokens, context)]
             entries.add(f"{backend} prefill {tokens} to {context}", partial(_ratio, check, kernels, spans))
         entries.add(f"{backend} engine", partial(_engine, check, backend))
+
+
+def _with_floats(case: AttentionCase) -> AttentionCase:
+    """Return the same attention over keys and values of the activations' dtype."""
+    return AttentionCase(case.group, case.head_dim, case.window, case.softcap)
 
 
 def _ratio(check: Check, library: Kernels, spans: list[tuple[int, int]]) -> dict[str, float]:
