@@ -14,11 +14,14 @@ import library_standins as standins
 import pytest
 import torch
 from broken_kernels import broken
-from paged_batches import dense_attention, int8_caches, paged_batch
+from paged_batches import dense_attention, paged_batch
 from test_decode_graphs import Model
 
 from octavo.errors import ConfigError
 from octavo.kernels import are_exact, create_kernels
+from octavo.kernels.quantization import kv_scales
+from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.worker.kv_cache import PagedKVCache
 
 pytest.importorskip("triton")
 
@@ -111,6 +114,17 @@ def _batch(generator, dtype=torch.float16, head_dim=64, sequences=MIXED):
     return torch.randn(len(batch.positions), 2, head_dim, generator=generator).to(dtype), batch, caches
 
 
+def _int8_caches(num_blocks):
+    made = PagedKVCache(
+        KVLayout((KVShape(2, 64),)), num_blocks=num_blocks, block_size=16, dtype=torch.int8,
+        device=torch.get_default_device(),
+    )  # fmt: skip
+    for cache in made.layer(0):
+        cache.random_(-127, 128)
+        kv_scales(cache).uniform_(0.01, 0.02)
+    return made.layer(0)
+
+
 @pytest.mark.parametrize("library", ["flashinfer", "flash_attn_interface"], indirect=True)
 @pytest.mark.parametrize("kind", ["float32", "int8 KV", "head_dim"])
 def test_what_has_no_kernel_there_is_computed_by_octavos(made, kernels, generator, kind):
@@ -118,7 +132,7 @@ def test_what_has_no_kernel_there_is_computed_by_octavos(made, kernels, generato
     dtype, head_dim = torch.float32 if kind == "float32" else torch.bfloat16, 20 if kind == "head_dim" else 64
     q, batch, caches = _batch(generator, dtype, head_dim, [(20, 3), (7, 1)])
     if kind == "int8 KV":
-        caches = int8_caches(*caches)
+        caches = _int8_caches(len(caches[0]))
     what = f"octavo's own kernels compute attention of heads of {head_dim} in {str(dtype)[6:]}"
     with pytest.warns(RuntimeWarning, match=what) as warned:
         results = [made.paged_attention(q, *caches, batch, 0.3, None) for _ in range(2)]
