@@ -44,8 +44,7 @@ def found(check, stage):
 def test_an_engine_under_load(check):
     entry = found(check, gpu_service.soak)["soak"]
     assert entry["is_right"], entry
-    assert entry["num_requests"] > 1
-    assert entry["num_preempted"] > 0
+    assert entry["num_requests"] >= 4
 
 
 @pytest.mark.parametrize("trouble", ["leak", "growth", "silence"])
