@@ -1,6 +1,6 @@
-"""Check a GPU in one command: exact and correct kernels, their share of the device's limits, engine, nano-vllm.
+"""Check a GPU in one command: exact and correct kernels, their speed, engine and server, nano-vllm beside them.
 
-    python tools/gpu_check.py [--state gpu_check.json] [--seconds 480]
+    python tools/gpu_check.py [--state gpu_check.json] [--seconds 480] [--soak-seconds 60]
     TRITON_INTERPRET=1 python tools/gpu_check.py --dry-run
 
 Prints one JSON. Each stage is a process of its own, so that one that breaks the device's state ends alone. It tells
@@ -13,28 +13,36 @@ Triton, the kernels or these checks are others. Where the seconds are over, the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-STAGES = ("peaks", "correctness", "exactness", "tokens", "graphs", "shares", "workloads", "nano_vllm")
+STAGES = (
+    "peaks", "correctness", "exactness", "carried", "tokens", "transformers", "graphs", "memory", "swap", "restart",
+    "shares", "workloads", "nano_vllm", "soak", "plugins",
+)  # fmt: skip
 RESULT = "gpu_check: "  # begins a line with an entry in JSON
 LEAST_S = 20.0  # a stage is not begun with less
+SOAK_S = 60.0
 
 
-def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool) -> dict[str, Any]:
+def run_stage(name: str, folder: Path, seconds: float, *, is_dry: bool, soak_s: float = SOAK_S) -> dict[str, Any]:
     """Return what a stage found, by entry, and as `error` what ended it too soon."""
     if is_dry:
-        return measured(name, folder, is_dry=True)
-    command = [sys.executable, __file__, "--stage", name, "--folder", str(folder)]
+        return measured(name, folder, is_dry=True, soak_s=soak_s)
+    command = [sys.executable, __file__, "--stage", name, "--folder", str(folder), "--soak-seconds", str(soak_s)]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired as expired:
@@ -58,19 +66,26 @@ def print_entry(entry: dict[str, Any]) -> None:
 
 
 def measured(
-    name: str, folder: Path, *, is_dry: bool, tell: Callable[[dict[str, Any]], None] = lambda _entry: None
+    name: str,
+    folder: Path,
+    *,
+    is_dry: bool,
+    soak_s: float = SOAK_S,
+    tell: Callable[[dict[str, Any]], None] = lambda _entry: None,
 ) -> dict[str, Any]:
     """Run a stage in this process; `tell` gets each entry at once."""
     import gpu_stages  # noqa: PLC0415  loads torch, and triton
     from gpu_device import Entries, open_check  # noqa: PLC0415
 
-    check = open_check(folder, is_dry=is_dry)
+    check = replace(open_check(folder, is_dry=is_dry), soak_s=soak_s)
     entries = Entries(check.device, tell)
     (gpu_stages.STAGES | {"identity": gpu_stages.identity})[name](check, entries)
     return entries.found
 
 
-def check(state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tuple[str, ...]) -> dict[str, Any]:
+def check(
+    state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tuple[str, ...], soak_s: float = SOAK_S
+) -> dict[str, Any]:
     """Run the stages that the state file lacks, or of which something failed; return all of it.
 
     What was found on another device, by other versions or by other code is dropped.
@@ -89,7 +104,7 @@ def check(state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tu
         is_done = found is not None and "error" not in found and not failures(found)
         if is_done or left < LEAST_S:
             continue
-        results[name] = run_stage(name, folder, left, is_dry=is_dry)
+        results[name] = run_stage(name, folder, left, is_dry=is_dry, soak_s=soak_s)
         written = state.with_suffix(".partial")
         written.write_text(json.dumps({"identity": identity["identity"], "results": results}, indent=1), "utf-8")
         written.replace(state)
@@ -102,11 +117,22 @@ def check(state: Path, folder: Path, seconds: float, *, is_dry: bool, stages: tu
     }
 
 
+def interpreted() -> AbstractContextManager[object]:
+    """Return what makes the interpreter as it is in tests: products in one order, as on a device, and sooner.
+
+    Its own products are those of numpy, whose library sums rows in orders of their own on some processors.
+    """
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    made: AbstractContextManager[object] = importlib.import_module("triton_interpreter").interpreted_kernels()
+    return made
+
+
 def main() -> int:
     """Check, print, return 1 where something is wrong and 2 where stages are left."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, default=Path("gpu_check.json"), help="what is known already")
     parser.add_argument("--seconds", type=float, default=480.0, help="in all, at most")
+    parser.add_argument("--soak-seconds", type=float, help="of `soak`; default: 60, or 2 in a dry run")
     parser.add_argument("--only", action="append", choices=STAGES, help="default: all stages")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, in Triton's interpreter")
     parser.add_argument("--stage", choices=("identity", *STAGES), help=argparse.SUPPRESS)
@@ -114,13 +140,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("a dry run needs TRITON_INTERPRET=1")
-    with tempfile.TemporaryDirectory() as temporary:
+    soak_s = arguments.soak_seconds or (2.0 if arguments.dry_run else SOAK_S)
+    with tempfile.TemporaryDirectory() as temporary, interpreted() if arguments.dry_run else nullcontext():
         folder = arguments.folder or Path(temporary)
         if arguments.stage:
-            measured(arguments.stage, folder, is_dry=arguments.dry_run, tell=print_entry)
+            measured(arguments.stage, folder, is_dry=arguments.dry_run, soak_s=soak_s, tell=print_entry)
             return 0
         stages = tuple(arguments.only or STAGES)
-        report = check(arguments.state, folder, arguments.seconds, is_dry=arguments.dry_run, stages=stages)
+        report = check(
+            arguments.state, folder, arguments.seconds, is_dry=arguments.dry_run, stages=stages, soak_s=soak_s
+        )
     print(json.dumps(report, indent=1))
     if report["failures"] or report["errors"]:
         return 1

@@ -31,7 +31,7 @@ def correctness(check: Check, entries: Entries) -> None:
         _rotation(check, entries, dtype)
         for case in check.sizes.attention:
             if is_covered(case.head_dim, dtype):
-                entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+                entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
     _integers(check, entries)
     _choices(check, entries)
 
@@ -104,7 +104,7 @@ def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
             entries.add(name, partial(against_torch, kv_dtype, interleaved=interleaved))
 
 
-def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[str, float]:
+def attention_error(check: Check, kernels: Kernels, dtype: torch.dtype, case: AttentionCase) -> dict[str, float]:
     """Compare a prompt's chunk, a decode and drafts, in one batch, with float64."""
     most = check.sizes.prompt
     spans = [(0, most // 2), (most - 1, most), (most // 2, most // 2 + 5)]
@@ -113,7 +113,7 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
     caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
     q = check.random(len(batch.positions), 2 * case.group, case.head_dim, dtype=dtype)
     scale = float(case.head_dim**-0.5)
-    result = check.kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap)
+    result = kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap)
     return units_off(result, dense_attention(q, *caches, batch, scale, case.window, case.softcap))
 
 

@@ -152,12 +152,13 @@ def wait(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What stages share. folder: for what they write."""
+    """What stages share. folder: for what they write. soak_s: how long requests are sent to see what they leave."""
 
     device: torch.device
     sizes: Sizes
     folder: Path
     kernels: Kernels
+    soak_s: float = 0.0
 
     @property
     def is_dry(self) -> bool:

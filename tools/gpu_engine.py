@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from gpu_device import Check, Entries
 
+    from octavo.data.events import EventSink
+
+_DRY_SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 _TURNS = 2  # of octavo and its peer, one after the other
 
 
@@ -72,7 +75,10 @@ def _same_tokens(check: Check) -> dict[str, Any]:
         next(iter(alone_engine.generate_batch([prompt], [some]).values())).outputs[0].token_ids
         for prompt, some in zip(prompts, params, strict=True)
     ]
-    cut = {"long_prefill_token_threshold": max(1, sizes.longest_prompt // 7), "max_num_batched_tokens": 512}
+    cut: dict[str, Any] = {
+        "long_prefill_token_threshold": max(1, sizes.longest_prompt // 7),
+        "max_num_batched_tokens": 512,
+    }
     crowd_engine = make_engine(check, model, kv_bytes=1 << 30, **cut)
     crowd = [each.outputs[0].token_ids for each in crowd_engine.generate_batch(prompts, params).values()]
     differ = [length for length, one, other in zip(lengths, alone, crowd, strict=True) if one != other]
@@ -80,25 +86,41 @@ def _same_tokens(check: Check) -> dict[str, Any]:
 
 
 def make_engine(
-    check: Check, model: ModelConfig, *, kv_bytes: int | None = None, dry_graphs: int = 0, **scheduler: Any
+    check: Check,
+    model: ModelConfig,
+    *,
+    kv_bytes: int | None = None,
+    cache: CacheConfig | None = None,
+    dry_graphs: int = 0,
+    kernels: str = "triton",
+    dry_kernels: str | None = None,
+    sink: EventSink | None = None,
+    **scheduler: Any,
 ) -> LLMEngine:
-    """Return an engine with decode graphs. dry_graphs: the most rows of one in a dry run, which has none by default."""
+    """Return an engine with decode graphs. dry_graphs: the most rows of one in a dry run, which has none by default.
+
+    dry_kernels: those of a dry run, if others: "auto" where a stage is about the engine, and the interpreter slow.
+    kv_bytes: of the KV cache, by default whatever is free; or `cache` says all about it.
+    """
     kv_bytes = 1 << 22 if check.is_dry else kv_bytes
+    if cache is None:
+        cache = CacheConfig() if kv_bytes is None else CacheConfig(kv_cache_memory_bytes=kv_bytes)
     return LLMEngine(
         model,
         SchedulerConfig(max_num_seqs=max(2, check.sizes.requests_at_once), **scheduler),
-        cache_config=CacheConfig() if kv_bytes is None else CacheConfig(kv_cache_memory_bytes=kv_bytes),
+        cache_config=cache,
         device_config=DeviceConfig(
             device=check.device.type,
-            kernels="triton",
+            kernels=dry_kernels if check.is_dry and dry_kernels else kernels,
             max_cudagraph_capture_size=dry_graphs if check.is_dry else None,
         ),
+        sink=sink,
     )
 
 
 def random_model(check: Check) -> ModelConfig:
     """Return a model of random weights: of the shape of Qwen3-0.6B, or a tiny one."""
-    config = tiny_config("Qwen3ForCausalLM") if check.is_dry else SHAPES["qwen3-0.6b"]
+    config = tiny_config("Qwen3ForCausalLM", **_DRY_SHAPE) if check.is_dry else SHAPES["qwen3-0.6b"]
     folder = check.folder / "shape"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -12,7 +12,7 @@ from octavo.kernels.quantization import quantize_int8
 if TYPE_CHECKING:
     from gpu_device import Check, Entries
 
-_HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
+HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
 
 
 def peaks(check: Check, entries: Entries) -> None:
@@ -45,12 +45,12 @@ def shares(check: Check, entries: Entries) -> None:
     def attention(spans: list[tuple[int, int]]) -> dict[str, float]:
         """Each sequence has blocks of its own, so that what is read is what the lengths say."""
         tables = check.tables(len(spans), max(last for _, last in spans))
-        caches = check.caches(tables.numel(), _KV_HEADS, _HEAD_DIM, torch.bfloat16)
+        caches = check.caches(tables.numel(), KV_HEADS, HEAD_DIM, torch.bfloat16)
         batch = check.batch(spans, tables)
-        q = check.random(len(batch.positions), _HEADS, _HEAD_DIM)
-        call = partial(check.kernels.paged_attention, q, *caches, batch, _HEAD_DIM**-0.5, None)
-        num_bytes = 2 * 2 * _KV_HEADS * _HEAD_DIM * sum(last for _, last in spans) + 2 * 2 * q.numel()
-        return share(call, num_bytes, 4.0 * _HEADS * _HEAD_DIM * int((batch.positions + 1).sum()))
+        q = check.random(len(batch.positions), HEADS, HEAD_DIM)
+        call = partial(check.kernels.paged_attention, q, *caches, batch, HEAD_DIM**-0.5, None)
+        num_bytes = 2 * 2 * KV_HEADS * HEAD_DIM * sum(last for _, last in spans) + 2 * 2 * q.numel()
+        return share(call, num_bytes, 4.0 * HEADS * HEAD_DIM * int((batch.positions + 1).sum()))
 
     for width, columns in check.sizes.layers:
         for rows in check.sizes.rows:

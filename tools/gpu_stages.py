@@ -12,7 +12,11 @@ from gpu_correctness import correctness
 from gpu_engine import nano_vllm, tokens, workloads
 from gpu_exactness import exactness
 from gpu_graphs import graphs
+from gpu_memory import carried, memory, swap
+from gpu_plugins import plugins
+from gpu_service import restart, soak
 from gpu_speed import peaks, shares
+from gpu_transformers import transformers
 
 from octavo.kernels import triton as kernels_in_triton
 
@@ -27,11 +31,18 @@ STAGES: dict[str, Callable[[Check, Entries], None]] = {
     "peaks": peaks,
     "correctness": correctness,
     "exactness": exactness,
+    "carried": carried,
     "tokens": tokens,
+    "transformers": transformers,
     "graphs": graphs,
+    "memory": memory,
+    "swap": swap,
+    "restart": restart,
     "shares": shares,
     "workloads": workloads,
     "nano_vllm": nano_vllm,
+    "soak": soak,
+    "plugins": plugins,
 }
 
 
@@ -49,8 +60,11 @@ def identity(check: Check, entries: Entries) -> None:
 def failures(stage: dict[str, Any]) -> list[str]:
     """Return which of a stage's entries are wrong, or have an error in place of a result."""
     return [
-        name
-        for name, entry in stage.items()
-        if isinstance(entry, dict)
-        and ("error" in entry or not entry.get("is_equal", True) or entry.get("units_off", 0.0) > MOST_UNITS_OFF)
+        name for name, entry in stage.items() if isinstance(entry, dict) and ("error" in entry or not _is_right(entry))
     ]
+
+
+def _is_right(entry: dict[str, Any]) -> bool:
+    """Whether nothing that an entry tells is wrong."""
+    is_near = entry.get("units_off", 0.0) <= MOST_UNITS_OFF
+    return bool(entry.get("is_equal", True) and entry.get("is_right", True) and is_near)

@@ -18,6 +18,8 @@ import gpu_device  # noqa: E402
 import gpu_engine  # noqa: E402
 import gpu_exactness  # noqa: E402
 import gpu_stages  # noqa: E402
+import triton_interpreter  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 from triton_interpreter import interpreted_kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 def checked(tmp_path, *stages, seconds=1000.0):
     with interpreted_kernels():
-        return gpu_check.check(tmp_path / "state.json", tmp_path, seconds, is_dry=True, stages=stages)
+        return gpu_check.check(tmp_path / "state.json", tmp_path, seconds, is_dry=True, stages=stages, soak_s=1.0)
 
 
 def test_stages_are_those_that_are_measured():
@@ -48,8 +50,30 @@ def test_all_of_it_dry(tmp_path):
     report = checked(tmp_path, *gpu_check.STAGES)
     assert (report["failures"], report["errors"], report["not_run"]) == ([], {}, [])
     assert report["results"]["tokens"]["built-in model"] == {"is_equal": True, "num_requests": 2}
+    assert report["results"]["swap"]["swapped"]["num_swapped"] > 0
+    assert report["results"]["restart"]["killed"]["num_lost"] == 1
+    assert report["results"]["soak"]["soak"]["num_requests"] > 1
     kept = json.loads((tmp_path / "state.json").read_text())
     assert kept == {"identity": report["identity"], "results": report["results"]}
+
+
+def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
+    """As on a device: else rows would have other bits where numpy's library sums in orders of its own."""
+    seen = []
+
+    def check(_state, _folder, _seconds, **options):
+        seen.append((interpreter.interpreter_builder.create_dot, options["soak_s"]))
+        return {"failures": [], "errors": {}, "not_run": []}
+
+    monkeypatch.setattr(gpu_check, "check", check)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", None)  # another test's may be there
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--state", str(tmp_path / "state.json")])
+    assert gpu_check.main() == 0
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--soak-seconds", "7"])
+    assert gpu_check.main() == 0
+    assert seen == [(triton_interpreter.dot, 2.0), (triton_interpreter.dot, 7.0)]
+    assert interpreter.interpreter_builder.create_dot is None
 
 
 @pytest.fixture
@@ -57,7 +81,7 @@ def stages(monkeypatch):
     """Stages that find what a test says; the names of those that ran."""
     ran, find = [], {"identity": {"identity": {"code": "1"}}}
 
-    def run_stage(name, folder, seconds, *, is_dry):
+    def run_stage(name, folder, seconds, *, is_dry, soak_s=None):
         ran.extend([name] * (name != "identity"))
         return find.get(name, {"linear": {"is_equal": True}})
 
@@ -102,12 +126,13 @@ def test_what_is_wrong_is_named():
         "linear": {"units_off": 9.0},
         "gate": {"units_off": 1.0},
         "sample": {"is_equal": False},
-        "embedding": {"is_equal": True},
+        "swapped": {"is_equal": True, "is_right": False},
+        "embedding": {"is_equal": True, "is_right": True},
         "rms_norm": {"error": "CompilationError"},
         "decode": {"us": 3.0},
         "error": "not done after 3 s",  # of the whole stage
     }
-    assert gpu_stages.failures(stage) == ["linear", "sample", "rms_norm"]
+    assert gpu_stages.failures(stage) == ["linear", "sample", "swapped", "rms_norm"]
 
 
 def test_an_operation_that_fails_costs_no_other(monkeypatch):
@@ -146,7 +171,7 @@ def test_attention_that_hangs_on_the_chunk_is_found(tmp_path, monkeypatch):
 
 STAGE = """if True:
     import sys, gpu_check
-    def measured(name, folder, *, is_dry, tell):
+    def measured(name, folder, *, is_dry, soak_s, tell):
         print("a library says something")
         tell({"linear": {"us": 1.0}})
         sys.stdout.write("gpu_check: {'cut")

@@ -387,9 +387,10 @@ class DeviceConfig:
     kernels: str = option(
         "auto",
         "auto takes cpu where they are compiled, else plain torch, which is reference. triton: those for GPUs, asked "
-        "for by name until they have been tried on one. fast-inexact is triton with torch's products: a token may "
-        "depend on the batch it was computed in.",
-        choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
+        "for by name until they have been tried on one. The inexact ones are triton with torch's products (fast), or "
+        "with attention of FlashInfer or FlashAttention 3, installed beside octavo: a token may depend on the batch it "
+        "was computed in.",
+        choices=("auto", "cpu", "triton", "fast-inexact", "flashinfer-inexact", "flash-attn-3-inexact", "reference"),
     )
     isa: str = option(
         "auto",

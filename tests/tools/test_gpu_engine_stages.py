@@ -1,0 +1,227 @@
+"""Stages of tools/gpu_check.py about engine, server and libraries: they pass, and find what is wrong."""
+
+import sys
+import types
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import library_standins as standins
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+import gpu_device  # noqa: E402
+import gpu_memory  # noqa: E402
+import gpu_plugins  # noqa: E402
+import gpu_service  # noqa: E402
+import gpu_stages  # noqa: E402
+import gpu_transformers  # noqa: E402
+from triton_interpreter import interpreted_kernels  # noqa: E402
+
+from octavo.core import invariants  # noqa: E402
+from octavo.worker.kv_cache import PagedKVCache  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton.runtime.interpreter", "ignore:octavo was installed without:RuntimeWarning"
+)
+
+
+@pytest.fixture
+def check(tmp_path):
+    return gpu_device.Check(torch.device("cpu"), gpu_device.DRY, tmp_path, None, soak_s=0.4)
+
+
+def found(check, stage):
+    entries = gpu_device.Entries(check.device, lambda _entry: None)
+    stage(check, entries)
+    return entries.found
+
+
+def test_an_engine_under_load(check):
+    entry = found(check, gpu_service.soak)["soak"]
+    assert entry["is_right"], entry
+    assert entry["num_requests"] >= 4
+
+
+@pytest.mark.parametrize("trouble", ["leak", "growth", "silence"])
+def test_what_load_leaves_behind_is_found(check, monkeypatch, trouble):
+    if trouble == "leak":
+        monkeypatch.setattr(invariants, "check", lambda _scheduler: ["block 3 is nobody's"])
+    elif trouble == "growth":
+        levels = iter([(0, 0), (gpu_service.MOST_GROWTH + 1, 0)])
+        monkeypatch.setattr(gpu_service, "memory_levels", lambda _check: next(levels))
+    else:
+        monkeypatch.setattr(gpu_service, "_load", lambda _check, _engine, _end, sent, _told: sent.update(["1"]))
+    entry = found(check, gpu_service.soak)
+    wrong = {"leak": "block 3", "growth": "memory grew by", "silence": "1 began 2 times and ended 0 times"}[trouble]
+    assert wrong in entry["soak"]["wrong"][0]
+    assert gpu_stages.failures(entry) == ["soak"]
+
+
+def test_each_ends_once():
+    once = Counter(["a", "b"])
+    assert gpu_service.wrong_ends(once, once) == []
+    assert len(gpu_service.wrong_ends(once, Counter(["a"]))) == 1
+    assert len(gpu_service.wrong_ends(once, Counter(["a", "b", "b", "c"]))) == 2
+
+
+class Server:
+    """A server whose answers a test knows; requests of many tokens wait until it is killed, or for ever."""
+
+    answers, hangs, made = ("one", "one"), False, 0
+
+    def __init__(self, _check):
+        self.start_s, self.answer = 1.0, self.answers[type(self).made]
+        type(self).made += 1
+        self.is_over = gpu_service.threading.Event()
+
+    def complete(self, _prompt, max_tokens):
+        if max_tokens > 100:
+            self.is_over.wait(5.0)
+            raise ConnectionResetError
+        return self.answer
+
+    def kill(self):
+        if not self.hangs:
+            self.is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("answers", "hangs", "expected"),
+    [
+        (("one", "one"), False, (True, True)),
+        (("one", "two"), False, (False, True)),
+        (("one", "one"), True, (True, False)),
+    ],
+)
+def test_a_server_that_was_killed(check, monkeypatch, answers, hangs, expected):
+    monkeypatch.setattr(gpu_service, "_Server", type("Fake", (Server,), {"answers": answers, "hangs": hangs}))
+    monkeypatch.setattr(gpu_service, "_GONE_S", 0.1)
+    entry = found(check, gpu_service.restart)["killed"]
+    assert (entry["is_equal"], entry["is_right"]) == expected
+    assert entry["num_lost"] == 1
+
+
+def test_without_the_server_it_is_left_out(check, monkeypatch):
+    monkeypatch.setattr(gpu_service.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else name)
+    assert "no uvicorn" in found(check, gpu_service.restart)["killed"]["left_out"]
+
+
+def test_swaps_give_the_same_tokens(check):
+    entry = found(check, gpu_memory.swap)["swapped"]
+    assert (entry["is_equal"], entry["is_right"]) == (True, True)
+    assert entry["saved_gb_per_s"] > 0
+    assert entry["loaded_gb_per_s"] > 0
+
+
+def test_a_block_that_comes_back_broken_is_found(check, monkeypatch):
+    copy = PagedKVCache.copy
+
+    def broken(self, copies):
+        moves = copy(self, copies)
+        for _, block in copies.swap_in:
+            self.blocks[block].mul_(-5)
+        return moves
+
+    monkeypatch.setattr(PagedKVCache, "copy", broken)
+    assert not found(check, gpu_memory.swap)["swapped"]["is_equal"]
+
+
+def test_memory_is_as_planned(check):
+    assert found(check, gpu_memory.memory)["planned"]["is_right"]
+    assert gpu_memory.is_near(102, 100)
+    assert not gpu_memory.is_near(103, 100)
+    assert not gpu_memory.is_near(97, 100)
+
+
+def test_what_is_carried_is_little(check):
+    entry = found(check, gpu_memory.carried)["bytes"]
+    assert entry["is_right"], entry
+    sizes = gpu_memory.sizes_to_carry()
+    assert sizes.keys() >= {"octavo", "tools", "tokenizers", "uvicorn", "starlette"}
+    assert not sizes.keys() & {"torch", "triton", "numpy", "transformers", "pytest"}
+    assert not gpu_memory.weighed(sizes | {"cuda": gpu_memory.MOST_CARRIED})["is_right"]
+
+
+def test_tokens_beside_transformers(check):
+    pytest.importorskip("transformers")
+    assert found(check, gpu_transformers.transformers) == {
+        "Qwen3ForCausalLM": {"is_equal": True, "num_requests": 2, "num_too_close": 0}
+    }
+
+
+def test_without_transformers_it_is_left_out(check, monkeypatch):
+    monkeypatch.setattr(gpu_transformers.importlib.util, "find_spec", lambda _name: None)
+    assert found(check, gpu_transformers.transformers) == {"transformers": {"left_out": "it is not installed"}}
+
+
+@pytest.mark.parametrize(
+    ("gap", "num_wrong", "is_equal"), [(1.0, 1, False), (1e-5, 1, True), (1e-5, 2, False), (1e-5, 0, True)]
+)
+def test_other_tokens_than_those_of_transformers_are_found(gap, num_wrong, is_equal):
+    """But for a choice that is too close to be one, of one prompt in ten."""
+
+    def model(input_ids):
+        """Choose the token behind the last one, the next token narrowly before the one behind that."""
+        logits = torch.zeros(1, input_ids.shape[1], 50)
+        logits.scatter_(2, ((input_ids + 2) % 50).unsqueeze(2), 9.0 - gap)
+        return types.SimpleNamespace(logits=logits.scatter_(2, ((input_ids + 1) % 50).unsqueeze(2), 9.0))
+
+    answers = [[4, 5, 7] if index < num_wrong else [4, 5, 6] for index in range(10)]
+    entry = gpu_transformers.compared(model, torch.device("cpu"), [[1, 3]] * 10, answers)
+    assert entry["is_equal"] == is_equal
+    assert entry.get("differ", []) == ([[2, 2, 0]] if gap == 1.0 else [])
+
+
+def with_libraries(check, monkeypatch, stage):
+    for name, module in standins.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with interpreted_kernels() as kernels:
+        return found(replace(check, kernels=kernels), stage)
+
+
+def test_libraries_are_compared_with_octavos_attention(check, monkeypatch):
+    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
+    entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
+    assert gpu_stages.failures(entries) == []
+    for backend in gpu_plugins.BACKENDS:
+        assert entries[f"{backend} paged_attention torch.bfloat16 group 1 head_dim 64 window 20 soft cap 2.0"]
+        assert entries[f"{backend} decode 2 at 40"]["octavo_over_library"] > 0
+        assert entries[f"{backend} prefill 3 to 20"]["us"] > 0
+
+
+def test_a_library_that_is_wrong_is_found(check, monkeypatch):
+    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
+    dense = standins.dense
+    monkeypatch.setattr(standins, "dense", lambda *arguments: dense(*arguments[:4], -1, arguments[5]))  # no window
+    entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
+    assert [name.split()[:3:2] for name in gpu_stages.failures(entries)] == [
+        ["flashinfer-inexact", "torch.float16"],
+        ["flashinfer-inexact", "torch.bfloat16"],
+    ]
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_library(check, monkeypatch):
+    used = []
+    dense = standins.dense
+    monkeypatch.setattr(standins, "dense", lambda *arguments: used.append(1) or dense(*arguments))
+    entry = with_libraries(
+        check,
+        monkeypatch,
+        lambda check, entries: entries.add("engine", lambda: gpu_plugins._engine(check, "flashinfer-inexact")),
+    )["engine"]
+    assert entry["is_right"], entry
+    assert entry["octavo_over_library"] > 0
+    assert used
+
+
+def test_libraries_that_are_missing_are_left_out(check, monkeypatch):
+    for name in standins.modules():
+        monkeypatch.setitem(sys.modules, name, None)
+    entries = found(check, gpu_plugins.plugins)
+    assert all("cannot be imported" in entries[backend]["left_out"] for backend in gpu_plugins.BACKENDS)

@@ -1,0 +1,281 @@
+"""An engine under load for long, and a server that is killed at work: what is left behind, and the tokens after."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gpu_engine import free, make_engine, random_model
+
+from octavo import SamplingParams
+from octavo.config import CacheConfig
+from octavo.core import invariants
+from octavo.data.events import RequestFinished, RequestPreempted, RequestQueued
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_device import Check, Entries
+
+    from octavo import LLMEngine
+
+MOST_GROWTH = 32 << 20  # bytes of memory, on the device and beside it, after the warm-up
+_WARM_UP = 0.3  # of the time
+_START_S = 240.0  # a server may take to be ready
+_GONE_S = 20.0  # its engine may take to end behind it
+
+
+def soak(check: Check, entries: Entries) -> None:
+    """Send requests for as long as was asked: each ends once, no block is lost, and memory stays after a warm-up."""
+    entries.add("soak", partial(_soak, check))
+
+
+def restart(check: Check, entries: Entries) -> None:
+    """Kill a server that answers, start it again, and compare what it answers, log probabilities included."""
+    missing = [name for name in ("uvicorn", "fastapi", "zmq") if importlib.util.find_spec(name) is None]
+    if missing:
+        entries.add("killed", lambda: {"left_out": f"octavo[server] is not installed: no {', '.join(missing)}"})
+        return
+    entries.add("killed", partial(_killed, check))
+
+
+class _Watch:
+    """Counts how often requests began, and ended."""
+
+    def __init__(self) -> None:
+        self.queued: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self.num_preempted = 0
+
+    def emit(self, event: Any) -> None:
+        """Count it."""
+        match event:
+            case RequestQueued():
+                self.queued[event.request_id] += 1
+            case RequestFinished():
+                self.ended[event.request_id] += 1
+            case RequestPreempted():
+                self.num_preempted += 1
+
+
+def _soak(check: Check) -> dict[str, Any]:
+    free()
+    watch, is_dry = _Watch(), check.is_dry
+    num_blocks, block_size, swap_bytes = (4, 4, 1 << 20) if is_dry else (600, 16, 1 << 30)
+    cache = CacheConfig(block_size=block_size, num_gpu_blocks=num_blocks, swap_space_bytes=swap_bytes)
+    engine = make_engine(check, random_model(check), cache=cache, dry_kernels="auto", sink=watch)
+    core: Any = engine.core
+    start, levels = time.monotonic(), []
+    sent, told = Counter[str](), Counter[str]()
+    for share in (_WARM_UP, 1.0):
+        _load(check, engine, start + share * check.soak_s, sent, told)
+        breaches = invariants.check(core.scheduler)
+        free()
+        levels.append(memory_levels(check))
+    growth = [after - before for before, after in zip(*levels, strict=True)]
+    found = {
+        "is_right": True,
+        "seconds": time.monotonic() - start,
+        "num_requests": len(sent),
+        "num_preempted": watch.num_preempted,
+        "device_growth_bytes": growth[0],
+        "host_growth_bytes": growth[1],
+    }
+    engine.shutdown()
+    wrong = wrong_ends(watch.queued, watch.ended) + wrong_ends(sent, told)
+    wrong += [str(breach) for breach in breaches]
+    wrong += [f"memory grew by {each:,} bytes" for each in growth if each > MOST_GROWTH]
+    return found | ({"is_right": False, "wrong": wrong[:10]} if wrong else {})
+
+
+def wrong_ends(begun: Counter[str], ended: Counter[str]) -> list[str]:
+    """Return which of those that began, or ended, did not do both exactly once."""
+    return [
+        f"{each} began {begun[each]} times and ended {ended[each]} times"
+        for each in sorted({*begun, *ended})
+        if (begun[each], ended[each]) != (1, 1)
+    ]
+
+
+def _load(check: Check, engine: LLMEngine, end: float, sent: Counter[str], told: Counter[str]) -> None:
+    """Send requests until then, of all kinds, some of which are aborted; count those that were sent, and that ended.
+
+    The first ones are short, and as many at once as there will ever be: memory that grows with rows has its size then.
+    """
+    rng, sizes = random.Random(len(sent)), check.sizes
+    most = 2 * sizes.requests
+    running: set[str] = set()
+    while running or engine.has_unfinished_requests() or time.monotonic() < end:
+        while len(running) < most and (len(sent) < most or time.monotonic() < end):
+            number, is_first = len(sent), len(sent) < most
+            request_id = str(number)
+            sent[request_id] += 1
+            prompt = [rng.randrange(5, 200) for _ in range(1 if is_first else rng.randint(1, sizes.longest_prompt))]
+            params = SamplingParams(
+                temperature=rng.choice([0.0, 0.8]), top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 20]),
+                seed=number, max_tokens=rng.randint(1, 2 * sizes.new_tokens), ignore_eos=True, detokenize=False,
+                n=2 if is_first else rng.choice([1, 1, 2]),
+            )  # fmt: skip
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            running.add(request_id)
+            if not is_first and rng.random() < 0.3:
+                break
+        if running and rng.random() < 0.05:
+            engine.abort_request(rng.choice(sorted(running)))
+        for output in engine.step():
+            if output.finished:
+                running.discard(output.request_id)
+                told[output.request_id] += 1
+
+
+def memory_levels(check: Check) -> tuple[int, int]:
+    """Return the bytes that this process holds on the device, and of the host's memory."""
+    on_device = torch.cuda.memory_reserved(check.device) if check.device.type == "cuda" else 0
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return on_device, pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Server:
+    """`octavo serve` in a process of its own."""
+
+    def __init__(self, check: Check) -> None:
+        options = ["--kernels", "auto", "--kv-cache-memory-bytes", "16M"] if check.is_dry else ["--kernels", "triton"]
+        command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--host", "127.0.0.1"]
+        command += ["--device", check.device.type, "--seed", "1", *options]
+        environment = os.environ | {"OCTAVO_API_KEY": ""}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self._log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._address, self.engines = "", list[int]()
+        start = time.monotonic()
+        try:
+            wait_until(self._is_ready, _START_S, "the server is ready")
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - start
+        self.engines = children_of(self.process.pid)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self._log.extend(self.process.stderr)
+
+    def _is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError("the server ended: " + "".join(self._log)[-1500:])
+        found = next(filter(None, (re.search(r" at (http\S+)/v1", line) for line in list(self._log))), None)
+        if found is None:
+            return False
+        self._address = found[1]
+        try:
+            with _open(f"{self._address}/ready") as answer:
+                return int(answer.status) == 200
+        except OSError:
+            return False
+
+    def complete(self, prompt: list[int], max_tokens: int) -> Any:
+        """Return the choices of a greedy completion, with log probabilities."""
+        asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self._address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with _open(request) as answer:
+            return json.load(answer)["choices"]
+
+    def kill(self) -> None:
+        """End it at once, and wait until its engine is gone as well."""
+        assert self.process.stderr is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        wait_until(lambda: not any(map(_is_alive, self.engines)), _GONE_S, "the engine of a killed server ends")
+        self._reader.join(_GONE_S)  # whoever has the other end is gone
+        self.process.stderr.close()
+
+
+def _killed(check: Check) -> dict[str, Any]:
+    """Answer, and answer again behind a server that was killed while others waited for their tokens."""
+    free()
+    rng, sizes = random.Random(2), check.sizes
+    prompts = [[rng.randrange(5, 900) for _ in range(rng.randint(1, sizes.longest_prompt))] for _ in range(4)]
+    prompts = prompts[:1] if check.is_dry else prompts
+    first = _Server(check)
+    answers, lost = [], 0
+    try:
+        answers.append([first.complete(prompt, sizes.new_tokens) for prompt in prompts])
+        clients = [_Client(first, prompt[:8], 2000) for prompt in prompts]  # the built-in model has room for 2,048
+        time.sleep(0.2)  # they are at work then
+        lost = sum(client.is_alive() for client in clients)
+    finally:
+        first.kill()
+    second = _Server(check)
+    try:
+        answers.append([second.complete(prompt, sizes.new_tokens) for prompt in prompts])
+    finally:
+        second.kill()
+    for client in clients:
+        client.join(_GONE_S)
+    hang = sum(client.is_alive() for client in clients)
+    found = {"is_equal": answers[0] == answers[1], "is_right": lost > 0 and hang == 0}
+    return found | {"num_lost": lost, "num_clients_that_hang": hang, "start_s": second.start_s}
+
+
+class _Client(threading.Thread):
+    """Waits for a completion that does not come."""
+
+    def __init__(self, server: _Server, prompt: list[int], max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._ask = partial(server.complete, prompt, max_tokens)
+        self.start()
+
+    def run(self) -> None:
+        """Ask; that the server went away is what is wanted."""
+        try:
+            self._ask()
+        except (OSError, http.client.HTTPException):
+            return
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait. Raises `TimeoutError` where it takes longer."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process started."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in found for child in path.read_text(encoding="ascii").split()]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _open(request: str | urllib.request.Request) -> Any:
+    """Ask without a proxy: it is this machine that is asked."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_START_S)
