@@ -69,7 +69,7 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
     """
     most, strangers = check.sizes.prompt, len(_STRANGERS)
     tables = check.tables(strangers + 1, most)
-    caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
+    caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
     q = check.random(most, 2 * case.group, case.head_dim, dtype=dtype)
     others = check.random(sum(_STRANGERS), 2 * case.group, case.head_dim, dtype=dtype, seed=7)
 

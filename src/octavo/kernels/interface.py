@@ -141,10 +141,12 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
+    has_fp8: whether a KV cache may be of float8_e4m3fn.
     """
 
     name: str
     has_own_threads: bool
+    has_fp8: bool
 
     @property
     def identity(self) -> str:
@@ -290,8 +292,8 @@ class Kernels(Protocol):
         interleaved, 2 i with 2 i + 1, as in GPT-J.
         query_scale float32 [max_positions]: rounded rotated queries are multiplied by that of their position.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
-        dtype is that of q, k and v; or int8, rounded as `quantize_rows` does from that dtype, with scales behind the
-        rows of each block and head (`octavo.kernels.quantization.kv_scales`).
+        dtype is that of q, k and v; or int8 or float8_e4m3fn, rounded as `octavo.kernels.quantization.round_kv_rows`
+        does from that dtype, with scales behind the rows of each block and head (`kv_scales` there).
         """
         ...
 

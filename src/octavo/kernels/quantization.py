@@ -3,7 +3,8 @@
 Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
 scale per output feature (W8A8), both rotated before they are rounded (`octavo.kernels.rotation`), or int4 with one
 scale, and perhaps a zero point, per group of input features (W4A8).
-Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
+Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself; in one of fp8 (E4M3 of
+Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude is at 448.
 Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet activations that have a scale per 32 of a row.
 Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
 feature before it is used, so sums over all groups are, too: every backend gives the same bits.
@@ -31,6 +32,9 @@ MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit 
 GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
+E4M3_MAX = 448.0
+ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches whose rows have scales
+_INT8_MAX = 127.0
 _INT4_MAX = 15
 _MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two signed bytes
 _LANES = 16  # of sums of errors
@@ -288,19 +292,44 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with a NaN or an infinity is zeros with the scale NaN: what is computed from it is NaN. So is what is computed
     from a row and a column whose scales have a product beyond float32.
     """
+    scaled, scales = _scale_rows(x, _INT8_MAX)
+    return scaled.round(), scales
+
+
+def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Return rows over their scales, so that the largest magnitude is `most`, and the scales, both in float32."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
-    is_finite, most = magnitude.isfinite(), torch.full_like(magnitude, 127)  # by a number, torch may multiply instead
-    scales = torch.where(is_finite, magnitude / most, torch.nan)
-    inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), most / magnitude, 0.0)
-    return torch.where(is_finite.unsqueeze(1), (wide * inverse.unsqueeze(1)).round(), 0.0), scales
+    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # by a number, torch may multiply
+    scales = torch.where(is_finite, magnitude / largest, torch.nan)
+    inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
+    inverse = inverse.unsqueeze(1)
+    return torch.where(inverse > 0.0, wide * inverse, 0.0), scales
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """Return float32 `x` as float8_e4m3fn: to nearest even, what is beyond 448 to 448; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (values [rows, head_dim] of int8 or float8_e4m3fn, float32 scales [rows]) of keys or values.
+
+    Values times scales are what they stand for. A row with a NaN or an infinity is zeros with the scale NaN.
+    """
+    if dtype == torch.int8:
+        values, scales = quantize_rows(rows)
+        return values.to(torch.int8), scales
+    scaled, scales = _scale_rows(rows, E4M3_MAX)
+    return round_to_e4m3(scaled), scales
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return the scales of int8 keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
+    """Return the scales of rounded keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    cache int8 [num_blocks, num_kv_heads, block_size, head_dim], as `octavo.worker.kv_cache.PagedKVCache.layer` gives:
-    behind the rows of a block and head stand their scales, in the same memory.
+    cache int8 or float8_e4m3fn [num_blocks, num_kv_heads, block_size, head_dim], as
+    `octavo.worker.kv_cache.PagedKVCache.layer` gives: behind the rows of a block and head stand their scales, in the
+    same memory.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim

@@ -17,6 +17,7 @@ from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, S
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
+    ROUNDED_KV_DTYPES,
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
@@ -26,7 +27,7 @@ from octavo.kernels.quantization import (
     linear_int8,
     quantize_int4,
     quantize_int8,
-    quantize_rows,
+    round_kv_rows,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ReferenceKernels:
 
     name = identity = "reference"
     has_own_threads = False
+    has_fp8 = True
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -182,9 +184,9 @@ class ReferenceKernels:
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
         for cache, rows in ((k_cache, _rotate(k, turns, interleaved=interleaved)), (v_cache, v)):
-            if cache.dtype == torch.int8:
-                values, scales = quantize_rows(rows.flatten(0, 1))
-                cache[block, :, offset] = values.view(rows.shape).to(torch.int8)
+            if cache.dtype in ROUNDED_KV_DTYPES:
+                values, scales = round_kv_rows(rows.flatten(0, 1), cache.dtype)
+                cache.view(torch.int8)[block, :, offset] = values.view(torch.int8).view(rows.shape)
                 kv_scales(cache)[block, :, offset] = scales.view(rows.shape[:2])
             else:
                 cache[block, :, offset] = rows
@@ -290,8 +292,10 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
     """Return float32 [num_blocks, num_kv_heads, block_size, head_dim] of some blocks."""
-    rows = cache[blocks].float()
-    return rows * kv_scales(cache)[blocks].unsqueeze(-1) if cache.dtype == torch.int8 else rows
+    if cache.dtype not in ROUNDED_KV_DTYPES:
+        return cache[blocks].float()
+    values = cache.view(torch.int8)[blocks].view(cache.dtype)  # bytes: torch does not index fp8 on every device
+    return values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
 
 
 def _attend(
