@@ -124,7 +124,9 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
     assert {size for size in by_graph if size}
 
 
-@pytest.mark.parametrize("rounding", [{"cache": {"kv_cache_dtype": "fp8"}}], ids=["fp8 KV"])
+@pytest.mark.parametrize(
+    "rounding", [{"quantization": "fp8", "cache": {"kv_cache_dtype": "fp8"}}], ids=["weights and KV"]
+)
 def test_fp8_is_exact(tiny_model, rounding):
     """One prompt is cut; a victim goes to host memory and comes back."""
     rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)

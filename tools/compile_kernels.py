@@ -107,13 +107,15 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
     def call() -> None:
         import torch  # noqa: PLC0415
 
-        from octavo.kernels.quantization import Int4Weight, Int8Weight  # noqa: PLC0415
+        from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight  # noqa: PLC0415
         from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
         kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
         weight: Any = torch.empty(shape, dtype=kind)
         if stored == "int8":
             weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
+        elif stored == "fp8":
+            weight = Fp8Weight(torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(256, 16), 128)
         elif stored == "int4":
             weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(256, 64), None, 32)
         kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(256, dtype=kind)))
@@ -190,6 +192,8 @@ CASES: dict[str, Callable[[], None]] = {
     "linear float16 256 rows": linear(256, "float16"),
     "linear float32 256 rows": linear(256, "float32"),
     "linear float32 1 row": linear(1, "float32"),
+    "linear fp8 256 rows": linear(256, "bfloat16", "fp8"),
+    "linear fp8 1 row": linear(1, "bfloat16", "fp8"),
     "linear int8 256 rows": linear(256, "bfloat16", "int8"),
     "linear int8 1 row": linear(1, "bfloat16", "int8"),
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.kernels import SamplingRows
-from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_int4, quantize_int8
+from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.attention import is_covered
 from octavo.kernels.triton.e4m3 import as_bytes
@@ -162,6 +162,13 @@ def _integers(check: Check, entries: Entries) -> None:
 
     entries.add("linear int8", lambda: same(quantize_int8(weight)))
     entries.add("linear int4", lambda: same(quantize_int4(weight, 32)))
+
+    def expanded() -> dict[str, bool]:
+        stored = quantize_fp8(weight)
+        weights = (stored, stored.dequantize().to(x.dtype))
+        return _equal(*(check.kernels.linear(x, check.kernels.pack_linear(each)) for each in weights))
+
+    entries.add("linear fp8", expanded)
 
 
 def _choices(check: Check, entries: Entries) -> None:

@@ -74,9 +74,11 @@ class ModelConfig:
     quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
     them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
     four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
-    these to four bits, too: for small models, whose vocabulary is a large part of the weights. None leaves weights as
-    they are. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight bits rotated
-    and rounded again.
+    these to four bits, too: for small models, whose vocabulary is a large part of the weights. "fp8", for GPUs and
+    plain torch, rounds those of the layers to E4M3, one scale per output feature; activations, embeddings and lm_head
+    stay as they are (W8A16). None leaves weights as they are; FP8 of a checkpoint is expanded, but by kernels in Triton
+    multiplied as it is. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight
+    bits rotated and rounded again.
     group_size: larger groups take less memory and are less exact.
     packed_cache_bytes: what was kept serves while the checkpoint's files hold the same bytes.
     seed: the seeds of requests without one are drawn from it and their arrival number.
@@ -108,10 +110,11 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and on a "
+        "Round the weights as they are loaded: int8 halves their memory (of bfloat16), and on a "
         "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
         "changes answers more; int4_all rounds these to int4, too: for small models, whose vocabulary is a large "
-        "part of the weights. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
+        "part of the weights. On plain torch (a GPU today) they save memory only. fp8, on a GPU, halves the memory of "
+        "the layers, and rounds no activations. Checkpoints that are quantized "
         "already need no option. Default: as in the checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",

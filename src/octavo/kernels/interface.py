@@ -141,12 +141,14 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
-    has_fp8: whether a KV cache may be of float8_e4m3fn.
+    has_fp8: whether a KV cache may be of float8_e4m3fn, and a weight a `octavo.kernels.quantization.Fp8Weight`.
+    multiplies_fp8: whether weights that a checkpoint stores so are best multiplied as they are, and not expanded once.
     """
 
     name: str
     has_own_threads: bool
     has_fp8: bool
+    multiplies_fp8: bool
 
     @property
     def identity(self) -> str:
@@ -204,8 +206,8 @@ class Kernels(Protocol):
 
         out: contiguous memory of the result, to be written and returned; else it is new.
 
-        The sum over in_features and the bias are taken in float32 and rounded once; a quantized weight's sum is one of
-        integers, see `octavo.kernels.quantization`.
+        The sum over in_features and the bias are taken in float32 and rounded once; of a weight of integers it is a sum
+        of integers, see `octavo.kernels.quantization`.
         """
         ...
 

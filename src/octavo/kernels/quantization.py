@@ -5,6 +5,7 @@ scale per output feature (W8A8), both rotated before they are rounded (`octavo.k
 scale, and perhaps a zero point, per group of input features (W4A8).
 Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself; in one of fp8 (E4M3 of
 Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude is at 448.
+Weights of fp8 are read as floats of the activations' dtype, and these are not rounded: such sums are of floats.
 Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet activations that have a scale per 32 of a row.
 Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
 feature before it is used, so sums over all groups are, too: every backend gives the same bits.
@@ -33,6 +34,7 @@ GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input 
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
 E4M3_MAX = 448.0
+FP8_GROUP_MULTIPLE = 64  # of columns that share a scale, unless all do: what a kernel reads at a time
 ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches whose rows have scales
 _INT8_MAX = 127.0
 _INT4_MAX = 15
@@ -161,7 +163,44 @@ class Int4Weight:
         return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
 
 
-QuantizedWeight = Int8Weight | Int4Weight
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in fp8: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
+
+    values float8_e4m3fn [out_features, in_features]; scales float32 [out_features, groups]; group_size a multiple of
+    64, or in_features or more.
+    """
+
+    values: Tensor
+    scales: Tensor
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> Tensor:
+        """Return the weight that this stands for, in float32."""
+        group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
+        return self.values.float() * self.scales[:, group]
+
+    def rows(self, index: slice | Tensor) -> Fp8Weight:
+        """Return some of its rows."""
+        values = self.values.view(torch.uint8)[index].view(self.values.dtype)
+        return Fp8Weight(values, self.scales[index], self.group_size)
+
+    def to(self, device: torch.device) -> Fp8Weight:
+        """Return a copy on a device."""
+        return Fp8Weight(self.values.to(device, copy=True), self.scales.to(device, copy=True), self.group_size)
+
+
+QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
@@ -178,6 +217,16 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
         rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
     return values, scales
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """Round a weight [out_features, in_features] of any floating type to fp8, a scale for each output feature."""
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for part in _parts(weight.shape):
+        scaled, scales[part] = _scale_rows(weight[part], E4M3_MAX)
+        values[part].copy_(round_to_e4m3(scaled))
+    return Fp8Weight(values, scales.unsqueeze(1), max(weight.shape[1], 1))
 
 
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
@@ -262,9 +311,11 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Put weights of one kind, width and order of columns below one another."""
     if len(weights) == 1:
         return weights[0]
-    values = torch.cat([weight.values for weight in weights])
-    scales = torch.cat([weight.scales for weight in weights])
     first = weights[0]
+    values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
+    scales = torch.cat([weight.scales for weight in weights])
+    if isinstance(first, Fp8Weight):
+        return Fp8Weight(values, scales, first.group_size)
     if isinstance(first, Int8Weight):
         return Int8Weight(values, scales)
     groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
@@ -365,6 +416,16 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
         whole, units = weight.rows(part).whole_values()
         scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units)
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
+    return out
+
+
+def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T + bias, the weight read as floats of x's dtype; sums and the bias in float32."""
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+    for part in _parts(weight.shape):
+        sums = wide @ weight.rows(part).dequantize().to(x.dtype).float().T
+        out[:, part] = (sums if bias is None else sums + bias[part].float()).to(out_dtype)
     return out
 
 

@@ -18,11 +18,13 @@ from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
     ROUNDED_KV_DTYPES,
+    Fp8Weight,
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
     kv_scales,
     linear_blocks,
+    linear_fp8,
     linear_int4,
     linear_int8,
     quantize_int4,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import Activation, DecodePlan, WeightToPack
 
+_PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
 _QUERY_CHUNK = 256  # query rows whose scores over the whole KV stand in memory at a time
@@ -49,6 +52,7 @@ class ReferenceKernels:
     name = identity = "reference"
     has_own_threads = False
     has_fp8 = True
+    multiplies_fp8 = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -93,10 +97,9 @@ class ReferenceKernels:
         if isinstance(weight, list):
             products = torch.cat([linear_blocks(x, part) for part in weight], dim=1)
             return (products if bias is None else products + bias.float()).to(out_dtype)
-        if isinstance(weight, Int8Weight):
-            return linear_int8(x, weight, bias, out_dtype)
-        if isinstance(weight, Int4Weight):
-            return linear_int4(x, weight, bias, out_dtype)
+        if type(weight) in _PRODUCTS:
+            product: Tensor = _PRODUCTS[type(weight)](x, weight, bias, out_dtype)
+            return product
         if weight.dtype == x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype):
             return F.linear(x, weight, bias)
         wide = x.float()

@@ -1,10 +1,10 @@
-"""Keys and values kept as fp8 in plain torch, which the kernels in Triton are compared with."""
+"""Weights, keys and values kept as fp8 in plain torch, which the kernels in Triton are compared with."""
 
 import pytest
 import torch
 from paged_batches import floats, paged_batch, rounded_caches
 
-from octavo.kernels.quantization import kv_scales, quantize_rows, round_kv_rows
+from octavo.kernels.quantization import Fp8Weight, fuse_quantized, kv_scales, quantize_fp8, quantize_rows, round_kv_rows
 from octavo.kernels.reference import ReferenceKernels
 
 FP8 = torch.float8_e4m3fn
@@ -51,3 +51,32 @@ def test_each_value_is_kept_to_four_bits_beside_a_far_larger_one(generator):
     assert torch.equal(values[:, 7].float(), torch.full((50,), 448.0))
     of_int8, _ = quantize_rows(rows)
     assert not of_int8[:, :7].any()
+
+
+def test_a_weight_is_rounded_row_by_row_and_multiplied_as_the_floats_it_stands_for(generator):
+    weight = torch.randn(40, 200, generator=generator) * torch.logspace(-6, 3, 40)[:, None]
+    weight[7] = 0.0
+    rounded = quantize_fp8(weight.bfloat16())
+    assert (rounded.values.dtype, rounded.shape, rounded.nbytes) == (FP8, weight.shape, 40 * 200 + 40 * 4)
+    error = (rounded.dequantize() - weight.bfloat16().float()).abs()
+    assert (error <= 1.001 * (weight.abs() * 2**-4 + rounded.scales * 2**-10)).all()
+    x, bias = torch.randn(5, 200, generator=generator).bfloat16(), torch.randn(40, generator=generator)
+    kernels = ReferenceKernels()
+    result = kernels.linear(x, kernels.pack_linear(rounded, bias), float32_out=True)
+    exact = x.double() @ rounded.dequantize().bfloat16().double().T + bias.double()
+    assert torch.allclose(result.double(), exact, rtol=1e-5, atol=1e-5 * weight.abs().max().item())
+    broken = weight.clone()
+    broken[3, 5] = torch.nan
+    result = kernels.linear(x, kernels.pack_linear(quantize_fp8(broken)))
+    assert result.isnan().nonzero()[:, 1].unique().tolist() == [3]
+
+
+def test_weights_in_groups_are_fused_and_taken_by_rows(generator):
+    values = quantize_fp8(torch.randn(6, 130, generator=generator)).values
+    weight = Fp8Weight(values, torch.rand(6, 3, generator=generator), 64)
+    expected = values.float() * weight.scales.repeat_interleave(64, dim=1)[:, :130]
+    assert torch.equal(weight.dequantize(), expected)
+    fused = fuse_quantized([weight.rows(slice(0, 2)), weight.rows(torch.tensor([5, 3]))])
+    assert torch.equal(fused.dequantize(), expected[[0, 1, 5, 3]])
+    copied = weight.to(torch.device("cpu"))
+    assert copied.values.data_ptr() != values.data_ptr()
