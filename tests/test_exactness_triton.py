@@ -34,11 +34,11 @@ def _interpreter():
         yield
 
 
-def make_engine(model, max_cudagraph_capture_size=0, speculative=None, **options):
+def make_engine(model, max_cudagraph_capture_size=0, speculative=None, *, quantization=None, cache=None, **options):
     scheduler = {"max_num_seqs": 20, "max_num_batched_tokens": 64, "mixed_step_ms": 0.0, **options}
     return LLMEngine(
-        ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320),
-        cache_config=CacheConfig(block_size=16, num_gpu_blocks=120),
+        ModelConfig(model=str(model), skip_tokenizer_init=True, max_model_len=320, quantization=quantization),
+        cache_config=CacheConfig(**{"block_size": 16, "num_gpu_blocks": 120} | (cache or {})),
         scheduler_config=SchedulerConfig(**scheduler),
         device_config=DeviceConfig(
             device=str(kernels_device()), kernels="triton", max_cudagraph_capture_size=max_cudagraph_capture_size
@@ -122,6 +122,23 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
     assert crowd(engine, requests) == expected
     assert sum(num_awaited) > 0, "what was sampled is fed on the device"
     assert {size for size in by_graph if size}
+
+
+@pytest.mark.parametrize(
+    "rounding", [{"quantization": "fp8", "cache": {"kv_cache_dtype": "fp8"}}], ids=["weights and KV"]
+)
+def test_fp8_is_exact(tiny_model, rounding):
+    """One prompt is cut; a victim goes to host memory and comes back."""
+    rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
+    requests = [([rng.randrange(2, 96) for _ in range(length)], params) for length in (3, 7)]
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
+    cache = {"block_size": 4, "num_gpu_blocks": 4, "swap_space_bytes": 1 << 16} | rounding.pop("cache", {})
+    expected = alone(make_engine(tiny_model, **small, **rounding, cache=cache | {"num_gpu_blocks": 9}), requests)
+    engine = make_engine(
+        tiny_model, **small, **rounding, cache=cache, long_prefill_token_threshold=4, preemption="swap"
+    )
+    assert crowd(engine, requests) == expected
+    assert engine.core.scheduler.get_stats().total_preempted > 0
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from kernels_available import COMPILED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import octavo.llm
@@ -231,6 +232,25 @@ def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, word
     with pytest.raises(error) as caught:
         LLM(**{"model": str(checkpoint), "max_model_len": 64, **arguments})
     assert words in str(caught.value)
+
+
+@pytest.mark.skipif(not COMPILED, reason="plain torch has fp8")
+def test_fp8_is_refused_by_kernels_that_have_none(checkpoint):
+    with pytest.raises(ConfigError, match="kernels cpu have none: choose int8"):
+        LLM(model=str(checkpoint), kv_cache_dtype="fp8", kernels="cpu")
+    with pytest.raises(ConfigError, match="quantization fp8 is for kernels triton and reference"):
+        LLM(model=str(checkpoint), quantization="fp8", kernels="cpu")
+
+
+def test_plain_torch_keeps_keys_and_values_in_fp8(checkpoint):
+    made = {}
+    for name in ("int8", "fp8_e4m3"):
+        llm = LLM(model=str(checkpoint), kv_cache_dtype=name, kernels="reference", max_model_len=64)
+        made[name] = llm.llm_engine.capacity
+        answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(answer[0].outputs[0].token_ids) == 3
+    assert [each.kv_cache_dtype for each in made.values()] == ["int8", "float8_e4m3fn"]
+    assert made["int8"].kv_block_bytes == made["fp8_e4m3"].kv_block_bytes
 
 
 def test_bad_requests_leave_the_engine_serving(llm):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FP8 = "float8_e4m3fn"
 BOUNDS = Path(__file__).with_name("kernel_bounds.csv")
 TARGETS = {  # shared memory that a program may have, in bytes
     "sm_80": ("cuda", 80, 32, 166912),
@@ -51,7 +52,7 @@ class Taken:
         return self.case, self.kernel, self.target
 
 
-def attention(dtype: str, head_dim: int, *, int8: bool = False, softcap: float | None = None) -> Callable[[], None]:
+def attention(dtype: str, head_dim: int, *, kv: str | None = None, softcap: float | None = None) -> Callable[[], None]:
     """Return a call of attention over a batch of a prompt's chunk and of decodes, split into partitions."""
 
     def call() -> None:
@@ -61,13 +62,13 @@ def attention(dtype: str, head_dim: int, *, int8: bool = False, softcap: float |
 
         kind = getattr(torch, dtype)
         q = torch.empty(20, 8, head_dim, dtype=kind)
-        k_cache, v_cache = _caches(kind, head_dim, int8=int8)
+        k_cache, v_cache = _caches(getattr(torch, kv or dtype), head_dim)
         paged_attention(q, k_cache, v_cache, _batch(), head_dim**-0.5, None, softcap)
 
     return call
 
 
-def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, int8: bool = False) -> Callable[[], None]:
+def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None) -> Callable[[], None]:
     """Return a call of rope_and_write_kv over views of a fused projection."""
 
     def call() -> None:
@@ -77,7 +78,7 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, int8: bool = False) -
 
         kind = getattr(torch, dtype)
         fused = torch.empty(20, 12, head_dim, dtype=kind)
-        k_cache, v_cache = _caches(kind, head_dim, int8=int8)
+        k_cache, v_cache = _caches(getattr(torch, kv or dtype), head_dim)
         rope_and_write_kv(
             fused[:, :8], fused[:, 8:10], fused[:, 10:], torch.empty(64, rotary_dim), _batch(), k_cache, v_cache,
             interleaved=False, query_scale=None,
@@ -106,13 +107,15 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
     def call() -> None:
         import torch  # noqa: PLC0415
 
-        from octavo.kernels.quantization import Int4Weight, Int8Weight  # noqa: PLC0415
+        from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight  # noqa: PLC0415
         from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
         kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
         weight: Any = torch.empty(shape, dtype=kind)
         if stored == "int8":
             weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
+        elif stored == "fp8":
+            weight = Fp8Weight(torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(256, 16), 128)
         elif stored == "int4":
             weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(256, 64), None, 32)
         kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(256, dtype=kind)))
@@ -172,20 +175,25 @@ CASES: dict[str, Callable[[], None]] = {
     "attention bfloat16 64": attention("bfloat16", 64),
     "attention bfloat16 128": attention("bfloat16", 128),
     "attention bfloat16 256 capped": attention("bfloat16", 256, softcap=50.0),
-    "attention bfloat16 128 int8": attention("bfloat16", 128, int8=True),
+    "attention bfloat16 128 int8": attention("bfloat16", 128, kv="int8"),
+    "attention bfloat16 128 fp8": attention("bfloat16", 128, kv=FP8),
     "attention bfloat16 256": attention("bfloat16", 256),
-    "attention bfloat16 256 int8": attention("bfloat16", 256, int8=True),
+    "attention bfloat16 256 int8": attention("bfloat16", 256, kv="int8"),
+    "attention bfloat16 256 fp8": attention("bfloat16", 256, kv=FP8),
     "attention float16 128": attention("float16", 128),
     "attention float32 64": attention("float32", 64),
     "attention float32 128": attention("float32", 128),
-    "attention float32 128 int8": attention("float32", 128, int8=True),
+    "attention float32 128 int8": attention("float32", 128, kv="int8"),
     "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
-    "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, int8=True),
+    "rope_kv bfloat16 128 fp8": rope_kv("bfloat16", 128, 64, kv=FP8),
+    "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, kv="int8"),
     "linear bfloat16 256 rows": linear(256, "bfloat16"),
     "linear bfloat16 1 row": linear(1, "bfloat16"),
     "linear float16 256 rows": linear(256, "float16"),
     "linear float32 256 rows": linear(256, "float32"),
     "linear float32 1 row": linear(1, "float32"),
+    "linear fp8 256 rows": linear(256, "bfloat16", "fp8"),
+    "linear fp8 1 row": linear(1, "bfloat16", "fp8"),
     "linear int8 256 rows": linear(256, "bfloat16", "int8"),
     "linear int8 1 row": linear(1, "bfloat16", "int8"),
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),
@@ -208,14 +216,13 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def _caches(kind: Any, head_dim: int, *, int8: bool) -> list[Any]:
+def _caches(dtype: Any, head_dim: int) -> list[Any]:
     import torch  # noqa: PLC0415
 
     from octavo.models.kv_layout import KVLayout, KVShape  # noqa: PLC0415
     from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
 
     layout, cpu = KVLayout((KVShape(2, head_dim),)), torch.device("cpu")
-    dtype = torch.int8 if int8 else kind
     return list(PagedKVCache(layout, num_blocks=64, block_size=16, dtype=dtype, device=cpu).layer(0))
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.kernels import SamplingRows
-from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8
+from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.attention import is_covered
+from octavo.kernels.triton.e4m3 import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,8 @@ def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
         q, k, v = fused[:, :8], fused[:, 8:10], fused[:, 10:]
         caches = check.caches(8, 2, 80, kv_dtype)
         some.rope_and_write_kv(q, k, v, cos_sin, batch, *caches, interleaved=interleaved)
-        return [fused, *caches, *(kv_scales(cache) for cache in caches if kv_dtype == torch.int8)]
+        scales = [kv_scales(cache) for cache in caches if kv_dtype in ROUNDED_KV_DTYPES]
+        return [fused, *map(as_bytes, caches), *scales]
 
     def against_float64() -> dict[str, float]:
         q = left(check.kernels, dtype, interleaved=False)[0][:, :8]
@@ -98,7 +100,7 @@ def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
         return {"is_equal": all(torch.equal(ours, theirs) for ours, theirs in pairs)}
 
     entries.add(f"rope_and_write_kv {dtype}", against_float64)
-    for kv_dtype in (dtype, torch.int8):
+    for kv_dtype in (dtype, *ROUNDED_KV_DTYPES):
         for interleaved in (False, True):
             name = f"rope_and_write_kv {dtype} to {kv_dtype}{' interleaved' * interleaved}"
             entries.add(name, partial(against_torch, kv_dtype, interleaved=interleaved))
@@ -110,7 +112,7 @@ def attention_error(check: Check, kernels: Kernels, dtype: torch.dtype, case: At
     spans = [(0, most // 2), (most - 1, most), (most // 2, most // 2 + 5)]
     tables = check.tables(len(spans), most)
     batch = check.batch(spans, tables)
-    caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
+    caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
     q = check.random(len(batch.positions), 2 * case.group, case.head_dim, dtype=dtype)
     scale = float(case.head_dim**-0.5)
     result = kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap)
@@ -144,8 +146,10 @@ def dense_attention(
 
 def _wide(cache: Tensor, block: Tensor, offset: Tensor, num_heads: int) -> Tensor:
     """Return what stands in a sequence's slots in float64, for each query head: [num_heads, length, head_dim]."""
-    values = cache[block, :, offset].double()
-    if cache.dtype == torch.int8:
+    if cache.dtype not in ROUNDED_KV_DTYPES:
+        values = cache[block, :, offset].double()
+    else:
+        values = cache.view(torch.int8)[block, :, offset].view(cache.dtype).double()
         values = values * kv_scales(cache)[block, :, offset].double().unsqueeze(-1)
     return values.repeat_interleave(num_heads // cache.shape[1], dim=1).transpose(0, 1)
 
@@ -158,6 +162,13 @@ def _integers(check: Check, entries: Entries) -> None:
 
     entries.add("linear int8", lambda: same(quantize_int8(weight)))
     entries.add("linear int4", lambda: same(quantize_int4(weight, 32)))
+
+    def expanded() -> dict[str, bool]:
+        stored = quantize_fp8(weight)
+        weights = (stored, stored.dequantize().to(x.dtype))
+        return _equal(*(check.kernels.linear(x, check.kernels.pack_linear(each)) for each in weights))
+
+    entries.add("linear fp8", expanded)
 
 
 def _choices(check: Check, entries: Entries) -> None:

@@ -10,7 +10,7 @@ import torch
 from triton.testing import do_bench
 
 from octavo.kernels import AttentionBatch, SamplingRows, create_kernels
-from octavo.kernels.quantization import kv_scales
+from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
@@ -28,17 +28,17 @@ _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Attention of one kind: query heads of a KV head, window and soft cap or None, and whether KV is int8."""
+    """Attention of one kind: query heads of a KV head, window, soft cap and dtype of rounded KV or None."""
 
     group: int
     head_dim: int
     window: int | None = None
     softcap: float | None = None
-    int8: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def name(self, dtype: torch.dtype) -> str:
         """Return what its entry is called."""
-        options = {"window": self.window, "soft cap": self.softcap, "int8": self.int8 or None}
+        options = {"window": self.window, "soft cap": self.softcap, "KV": self.kv_dtype}
         said = [f"{name} {value}" for name, value in options.items() if value is not None]
         return " ".join([f"paged_attention {dtype} group {self.group} head_dim {self.head_dim}", *said])
 
@@ -82,9 +82,10 @@ ON_GPU = Sizes(
     chunks=(7, 64, 129),
     attention=(
         AttentionCase(1, 64),
-        AttentionCase(7, 64, window=100, softcap=2.0, int8=True),
+        AttentionCase(7, 64, window=100, softcap=2.0, kv_dtype=torch.int8),
         AttentionCase(7, 128, window=100),
-        AttentionCase(8, 128, int8=True),
+        AttentionCase(8, 128, kv_dtype=torch.int8),
+        AttentionCase(8, 128, kv_dtype=torch.float8_e4m3fn),
         AttentionCase(8, 256, softcap=2.0),
     ),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
@@ -103,7 +104,7 @@ DRY = Sizes(
     peak_values=1 << 10,
     prompt=70,
     chunks=(64,),
-    attention=(AttentionCase(1, 64, window=20, softcap=2.0, int8=True),),
+    attention=(AttentionCase(1, 64, window=20, softcap=2.0, kv_dtype=torch.int8),),
     dtypes=(torch.float32,),
     requests=2,
     longest_prompt=8,
@@ -186,8 +187,9 @@ class Check:
         )  # fmt: skip
         generator = torch.Generator(self.device).manual_seed(3)
         for cache in made.layer(0):
-            if dtype == torch.int8:
-                cache.random_(-127, 128, generator=generator)
+            if dtype in ROUNDED_KV_DTYPES:
+                values = torch.randint(-127, 128, cache.shape, generator=generator, device=self.device)
+                cache.copy_(values.to(torch.int8 if dtype == torch.int8 else torch.float32))
                 kv_scales(cache).uniform_(0.005, 0.02, generator=generator)
             else:
                 cache.normal_(generator=generator)

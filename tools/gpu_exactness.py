@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.triton.attention import is_covered
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ def exactness(check: Check, entries: Entries) -> None:
     for width, columns in sizes.layers:
         for name, dtype in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
             entries.add(f"linear {name} {width} {columns}", partial(_product, check, width, columns, dtype))
-        for name, stored in (("int8", quantize_int8), ("int4", lambda weight: quantize_int4(weight, 32))):
+        for name, stored in (
+            ("int8", quantize_int8),
+            ("int4", lambda weight: quantize_int4(weight, 32)),
+            ("fp8", quantize_fp8),
+        ):
             product = partial(_product, check, width, columns, torch.bfloat16, stored)
             entries.add(f"linear {name} {width} {columns}", product)
         entries.add(f"rms_norm {width}", partial(_norm, check, width))
@@ -69,7 +73,7 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
     """
     most, strangers = check.sizes.prompt, len(_STRANGERS)
     tables = check.tables(strangers + 1, most)
-    caches = check.caches(tables.numel(), 2, case.head_dim, torch.int8 if case.int8 else dtype)
+    caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
     q = check.random(most, 2 * case.group, case.head_dim, dtype=dtype)
     others = check.random(sum(_STRANGERS), 2 * case.group, case.head_dim, dtype=dtype, seed=7)
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
+_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
 def build_engine(

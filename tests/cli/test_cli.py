@@ -320,7 +320,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecut
         (["--dtype", "int3"], "dtype must be one of"),
         (["--kernels", "magic"], "kernels must be one of"),
         (["--long-prefill-token-threshold", "5", "--no-enable-chunked-prefill"], "long_prefill_token_threshold"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype"),
+        (["--kv-cache-dtype", "fp4"], "kv_cache_dtype must be one of auto, int8, fp8, fp8_e4m3"),
         (["--temperature", "-1"], "temperature must be a number"),
         (["--max-tokens", "0"], "max_tokens must be an integer"),
         (["--prompt", "x" * 3000], "prompt is too long"),

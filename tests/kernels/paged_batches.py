@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 
 from octavo.kernels import AttentionBatch
-from octavo.kernels.quantization import kv_scales, quantize_rows
+from octavo.kernels.quantization import kv_scales, round_kv_rows
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
@@ -54,24 +54,24 @@ def keys_and_values(batch, i, k_cache, v_cache):
     return k_cache[block, :, offset], v_cache[block, :, offset]
 
 
-def int8_caches(*caches):
-    """Round caches of floats; what is NaN there has the scale NaN."""
+def rounded_caches(*caches, dtype=torch.int8):
+    """Round caches of floats to int8 or float8_e4m3fn; what is NaN there has the scale NaN."""
     num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
     made = PagedKVCache(
         KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
-        num_blocks=num_blocks, block_size=block_size, dtype=torch.int8, device=caches[0].device,
+        num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=caches[0].device,
     )  # fmt: skip
-    made.blocks.random_(-128, 128)
+    made.blocks.view(torch.int8).random_(-128, 128)
     layer = made.layer(1)
     for rounded, cache in zip(layer, caches, strict=True):
-        values, scales = quantize_rows(cache.flatten(0, 2))
+        values, scales = round_kv_rows(cache.flatten(0, 2), dtype)
         rounded.copy_(values.view(cache.shape))
         kv_scales(rounded).copy_(scales.view(cache.shape[:3]))
     return layer
 
 
 def floats(cache):
-    """Return what a cache of int8 stands for."""
+    """Return what a rounded cache stands for."""
     return cache.float() * kv_scales(cache).unsqueeze(-1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged_batches import assert_attention_is_as_exact, dense_attention, floats, int8_caches, paged_batch
+from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
 
 FLOATS = [torch.float32, torch.bfloat16]
 KV = pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_several_partitions(kernels, generator, heads, window, dtype, int8):
     sequences = [(2500, 1), (1024, 1), (1025, 3), (2100, 40)]
     batch, k_cache, v_cache = paged_batch(sequences, 16, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    caches = int8_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
+    caches = rounded_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
     result = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window)
     numbers = [floats(cache) if int8 else cache for cache in caches]
     assert_attention_is_as_exact(result, q, batch, numbers, window)
@@ -81,7 +81,7 @@ class Prompt:
             [*strangers, self.history],
         )  # fmt: skip
         if self.int8:
-            k_cache, v_cache = int8_caches(k_cache, v_cache)
+            k_cache, v_cache = rounded_caches(k_cache, v_cache)
         before = sum(queries for _, queries in others)
         company = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
         q = torch.cat([company, self.q[first:last]])

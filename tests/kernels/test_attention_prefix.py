@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from paged_batches import int8_caches, paged_batch
+from paged_batches import paged_batch, rounded_caches
 
 from octavo.kernels import AttentionBatch
 
@@ -27,7 +27,7 @@ class Sharing:
         for i, (j, positions) in shared.items():
             blocks = min(positions, sequences[i][0] - sequences[i][1], sequences[j][0] - sequences[j][1]) // block_size
             self.batch.block_tables[i, :blocks] = self.batch.block_tables[j, :blocks]
-        self.caches = int8_caches(*caches) if int8 else caches
+        self.caches = rounded_caches(*caches) if int8 else caches
         self.q = torch.randn(len(self.batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
 
     def together(self, kernels, window=None):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged_batches import assert_attention_is_as_exact, floats, int8_caches, paged_batch
+from paged_batches import assert_attention_is_as_exact, floats, paged_batch, rounded_caches
 
 from octavo.kernels.quantization import kv_scales, quantize_rows
 
@@ -24,7 +24,7 @@ HEADS = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_dim, block_size):
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], block_size, 2, head_dim, dtype, generator)
-    int8 = int8_caches(k_cache, v_cache)
+    int8 = rounded_caches(k_cache, v_cache)
     before = [(cache.clone(), kv_scales(cache).clone()) for cache in int8]
     q, k, v = (torch.randn(len(batch.positions), 2, head_dim, generator=generator).to(dtype) for _ in range(3))
     v[3, 1], v[4, 0], v[5, 0, 1], v[6, 0, 2] = 0.0, 1e-31, float("nan"), float("inf")
@@ -58,7 +58,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
     head_dim, num_kv_heads, group = heads
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2), (1030, 2)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, torch.float32, generator)
-    int8 = int8_caches(k_cache, v_cache)
+    int8 = rounded_caches(k_cache, v_cache)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).bfloat16()
     expected = kernels.paged_attention(q.float(), *map(floats, int8), batch, head_dim**-0.5, window)
     assert not expected.isnan().any()
@@ -76,7 +76,7 @@ def test_instruction_sets_write_the_same_bytes(compiled, fastest, generator):
     cos_sin = torch.cat([torch.ones(40, 32), torch.zeros(40, 32)], dim=1)  # no turn: k as it is
     results = []
     for kernels in (compiled, fastest):
-        int8 = int8_caches(k_cache, v_cache)
+        int8 = rounded_caches(k_cache, v_cache)
         kernels.rope_and_write_kv(q.clone(), k, v, cos_sin, batch, *int8)
         block, offset = batch.slot_mapping // 16, batch.slot_mapping % 16
         results.append([part[block, :, offset] for cache in int8 for part in (cache, kv_scales(cache))])

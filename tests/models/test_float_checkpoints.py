@@ -10,6 +10,8 @@ from sdks import compressed_tensors, transformers
 from test_quantized_checkpoints import MODULE, PROMPT, linear_names, load, plain_checkpoint, rewrite, weight_of
 
 from octavo.errors import ModelError
+from octavo.kernels.quantization import Fp8Weight, Int8Weight
+from octavo.kernels.reference import ReferenceKernels
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.registry import read_architecture
 
@@ -233,6 +235,57 @@ def test_tokens_and_bytes_are_those_of_the_expanded_checkpoint(quantization, tmp
     assert torch.equal(prompt_logits(model, PROMPT), prompt_logits(plain, PROMPT))
     sizes = [each.architecture.weight_bytes("bfloat16", None, quantization) for each in (model, plain)]
     assert sizes[0] == sizes[1]
+
+
+class KeepsFp8(ReferenceKernels):
+    """Plain torch, which is told to multiply weights of FP8 as they are stored, as kernels in Triton are."""
+
+    multiplies_fp8 = True
+
+
+def fp8_checkpoint(path, blocks):
+    if blocks != (None, None):
+        return block_checkpoint(path, blocks)
+
+    def store(weight, _):
+        values, scales, meant = fp8(weight, blocks)
+        return {"weight": values, "weight_scale": scales.flatten()}, meant.bfloat16()
+
+    return rewritten(path, {"quant_method": "fp8"}, store)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("blocks", [(32, 64), (8, 128), (None, None)], ids=str)
+def test_fp8_stays_so_where_it_is_multiplied_so(blocks, quantization, tmp_path, caplog):
+    meant = fp8_checkpoint(tmp_path, blocks)
+    with caplog.at_level(logging.INFO, "octavo"):
+        model = load(tmp_path, KeepsFp8(), dtype="bfloat16", quantization=quantization)
+    for module, expected in meant.items():
+        assert torch.equal(weight_of(model, module).bfloat16(), expected), module
+    for product in (model.layers[0].attention.qkv, model.layers[1].mlp.down):
+        values, groups = product.storage.values, product.storage.scales.shape[1]
+        assert values.dtype == torch.float8_e4m3fn
+        bias = 0 if product.bias is None else product.bias.nbytes
+        assert product.num_bytes - bias == values.numel() + 4 * groups * len(values)
+    assert "and stay so: they are multiplied as bfloat16" in caplog.text
+
+
+def test_fp8_is_expanded_where_its_blocks_are_narrow_or_a_part_is_none(tmp_path):
+    """Or where it is to be rounded to integers."""
+    meant = block_checkpoint(tmp_path / "narrow")
+    assert_weights(tmp_path / "narrow", meant, kernels=KeepsFp8(), dtype="bfloat16")
+    meant = block_checkpoint(tmp_path / "mixed", (32, 64), modules_to_not_convert=["q_proj"])
+    tensors = load_file(tmp_path / "mixed" / "model.safetensors")
+    for module in (each for each in meant if "q_proj" in each):
+        del tensors[f"{module}.weight_scale_inv"]
+        tensors[f"{module}.weight"] = meant[module]
+    save_file(tensors, tmp_path / "mixed" / "model.safetensors")
+    model = load(tmp_path / "mixed", KeepsFp8(), dtype="bfloat16")
+    assert all(torch.equal(weight_of(model, module).bfloat16(), expected) for module, expected in meant.items())
+    assert isinstance(model.layers[0].attention.qkv.storage, torch.Tensor)
+    assert isinstance(model.layers[0].attention.o.storage, Fp8Weight)
+    rounded = load(tmp_path / "mixed", KeepsFp8(), dtype="bfloat16", quantization="int8")
+    assert isinstance(rounded.layers[0].attention.o.storage, Int8Weight)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -27,10 +27,10 @@ MODULE = "model.layers.1.mlp.down_proj"  # 64 x 160
 INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def load(path, **options):
+def load(path, kernels=None, **options):
     architecture = read_architecture(path)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64} | options
-    return load_model(FolderWeights(path), architecture, ReferenceKernels(), **options)
+    return load_model(FolderWeights(path), architecture, kernels or ReferenceKernels(), **options)
 
 
 def plain_checkpoint(path, name="Qwen2ForCausalLM", **changes):

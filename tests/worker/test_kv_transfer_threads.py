@@ -92,7 +92,7 @@ def memory(block_bytes):
     return MemoryStore(GlobalKVPool(1000), "a", block_bytes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.usefixtures("small_pieces")
 def test_blocks_go_out_and_come_back_bit_for_bit(dtype):
     moved, keys = Moved(memory, dtype), keys_of(7)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
 DEFAULT_GROUP_SIZE = 32  # of weights that are rounded to int4 as they are loaded
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+_KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # where nobody reads along and waits for the end of a step
@@ -73,9 +74,11 @@ class ModelConfig:
     quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
     them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
     four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
-    these to four bits, too: for small models, whose vocabulary is a large part of the weights. None leaves weights as
-    they are. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight bits rotated
-    and rounded again.
+    these to four bits, too: for small models, whose vocabulary is a large part of the weights. "fp8", for GPUs and
+    plain torch, rounds those of the layers to E4M3, one scale per output feature; activations, embeddings and lm_head
+    stay as they are (W8A16). None leaves weights as they are; FP8 of a checkpoint is expanded, but by kernels in Triton
+    multiplied as it is. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight
+    bits rotated and rounded again.
     group_size: larger groups take less memory and are less exact.
     packed_cache_bytes: what was kept serves while the checkpoint's files hold the same bytes.
     seed: the seeds of requests without one are drawn from it and their arrival number.
@@ -107,10 +110,11 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and on a "
+        "Round the weights as they are loaded: int8 halves their memory (of bfloat16), and on a "
         "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
         "changes answers more; int4_all rounds these to int4, too: for small models, whose vocabulary is a large "
-        "part of the weights. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
+        "part of the weights. On plain torch (a GPU today) they save memory only. fp8, on a GPU, halves the memory of "
+        "the layers, and rounds no activations. Checkpoints that are quantized "
         "already need no option. Default: as in the checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",
@@ -157,14 +161,16 @@ class CacheConfig:
     Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
     taken as blocks are used.
 
-    kv_cache_dtype: "int8" rounds keys and values of each token and head with a scale of their own.
+    kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values of each token and head with a scale
+    of their own. "fp8" is for GPUs and plain torch.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
     enable_prefix_caching: bool = option(True, "Compute a beginning that prompts share only once.")
     kv_cache_dtype: str = option(
         "auto",
-        "How keys and values are kept: as they are computed (auto), or rounded to int8, which halves them.",
+        "How keys and values are kept: as they are computed (auto), or rounded to int8, or on a GPU to fp8 (E4M3, also "
+        "fp8_e4m3); either halves them.",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
@@ -192,6 +198,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
         check_choices(self)
+        kv_cache_dtype = _KV_CACHE_DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
         at_least("swap_space_bytes", self.swap_space_bytes, 0)
         at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)

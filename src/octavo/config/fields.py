@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from enum import StrEnum
 
-QUANTIZATIONS = ("int8", "int4", "int4_all")
+QUANTIZATIONS = ("int8", "int4", "int4_all", "fp8")
 
 
 @dataclass(frozen=True, slots=True)

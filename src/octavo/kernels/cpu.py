@@ -58,6 +58,7 @@ class CpuKernels:
 
     name = "cpu"
     has_own_threads = True
+    has_fp8 = multiplies_fp8 = False
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

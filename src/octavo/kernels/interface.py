@@ -141,10 +141,14 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
+    has_fp8: whether a KV cache may be of float8_e4m3fn, and a weight a `octavo.kernels.quantization.Fp8Weight`.
+    multiplies_fp8: whether weights that a checkpoint stores so are best multiplied as they are, and not expanded once.
     """
 
     name: str
     has_own_threads: bool
+    has_fp8: bool
+    multiplies_fp8: bool
 
     @property
     def identity(self) -> str:
@@ -202,8 +206,8 @@ class Kernels(Protocol):
 
         out: contiguous memory of the result, to be written and returned; else it is new.
 
-        The sum over in_features and the bias are taken in float32 and rounded once; a quantized weight's sum is one of
-        integers, see `octavo.kernels.quantization`.
+        The sum over in_features and the bias are taken in float32 and rounded once; of a weight of integers it is a sum
+        of integers, see `octavo.kernels.quantization`.
         """
         ...
 
@@ -290,8 +294,8 @@ class Kernels(Protocol):
         interleaved, 2 i with 2 i + 1, as in GPT-J.
         query_scale float32 [max_positions]: rounded rotated queries are multiplied by that of their position.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
-        dtype is that of q, k and v; or int8, rounded as `quantize_rows` does from that dtype, with scales behind the
-        rows of each block and head (`octavo.kernels.quantization.kv_scales`).
+        dtype is that of q, k and v; or int8 or float8_e4m3fn, rounded as `octavo.kernels.quantization.round_kv_rows`
+        does from that dtype, with scales behind the rows of each block and head (`kv_scales` there).
         """
         ...
 

@@ -3,7 +3,9 @@
 Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
 scale per output feature (W8A8), both rotated before they are rounded (`octavo.kernels.rotation`), or int4 with one
 scale, and perhaps a zero point, per group of input features (W4A8).
-Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
+Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself; in one of fp8 (E4M3 of
+Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude is at 448.
+Weights of fp8 are read as floats of the activations' dtype, and these are not rounded: such sums are of floats.
 Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet activations that have a scale per 32 of a row.
 Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
 feature before it is used, so sums over all groups are, too: every backend gives the same bits.
@@ -31,6 +33,10 @@ MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit 
 GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
+E4M3_MAX = 448.0
+FP8_GROUP_MULTIPLE = 64  # of columns that share a scale, unless all do: what a kernel reads at a time
+ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches whose rows have scales
+_INT8_MAX = 127.0
 _INT4_MAX = 15
 _MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two signed bytes
 _LANES = 16  # of sums of errors
@@ -157,7 +163,44 @@ class Int4Weight:
         return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
 
 
-QuantizedWeight = Int8Weight | Int4Weight
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight in fp8: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
+
+    values float8_e4m3fn [out_features, in_features]; scales float32 [out_features, groups]; group_size a multiple of
+    64, or in_features or more.
+    """
+
+    values: Tensor
+    scales: Tensor
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> Tensor:
+        """Return the weight that this stands for, in float32."""
+        group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
+        return self.values.float() * self.scales[:, group]
+
+    def rows(self, index: slice | Tensor) -> Fp8Weight:
+        """Return some of its rows."""
+        values = self.values.view(torch.uint8)[index].view(self.values.dtype)
+        return Fp8Weight(values, self.scales[index], self.group_size)
+
+    def to(self, device: torch.device) -> Fp8Weight:
+        """Return a copy on a device."""
+        return Fp8Weight(self.values.to(device, copy=True), self.scales.to(device, copy=True), self.group_size)
+
+
+QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
@@ -174,6 +217,16 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
         rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
     return values, scales
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """Round a weight [out_features, in_features] of any floating type to fp8, a scale for each output feature."""
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for part in _parts(weight.shape):
+        scaled, scales[part] = _scale_rows(weight[part], E4M3_MAX)
+        values[part].copy_(round_to_e4m3(scaled))
+    return Fp8Weight(values, scales.unsqueeze(1), max(weight.shape[1], 1))
 
 
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
@@ -258,9 +311,11 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Put weights of one kind, width and order of columns below one another."""
     if len(weights) == 1:
         return weights[0]
-    values = torch.cat([weight.values for weight in weights])
-    scales = torch.cat([weight.scales for weight in weights])
     first = weights[0]
+    values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
+    scales = torch.cat([weight.scales for weight in weights])
+    if isinstance(first, Fp8Weight):
+        return Fp8Weight(values, scales, first.group_size)
     if isinstance(first, Int8Weight):
         return Int8Weight(values, scales)
     groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
@@ -288,19 +343,44 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with a NaN or an infinity is zeros with the scale NaN: what is computed from it is NaN. So is what is computed
     from a row and a column whose scales have a product beyond float32.
     """
+    scaled, scales = _scale_rows(x, _INT8_MAX)
+    return scaled.round(), scales
+
+
+def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Return rows over their scales, so that the largest magnitude is `most`, and the scales, both in float32."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
-    is_finite, most = magnitude.isfinite(), torch.full_like(magnitude, 127)  # by a number, torch may multiply instead
-    scales = torch.where(is_finite, magnitude / most, torch.nan)
-    inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), most / magnitude, 0.0)
-    return torch.where(is_finite.unsqueeze(1), (wide * inverse.unsqueeze(1)).round(), 0.0), scales
+    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # by a number, torch may multiply
+    scales = torch.where(is_finite, magnitude / largest, torch.nan)
+    inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
+    inverse = inverse.unsqueeze(1)
+    return torch.where(inverse > 0.0, wide * inverse, 0.0), scales
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """Return float32 `x` as float8_e4m3fn: to nearest even, what is beyond 448 to 448; NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (values [rows, head_dim] of int8 or float8_e4m3fn, float32 scales [rows]) of keys or values.
+
+    Values times scales are what they stand for. A row with a NaN or an infinity is zeros with the scale NaN.
+    """
+    if dtype == torch.int8:
+        values, scales = quantize_rows(rows)
+        return values.to(torch.int8), scales
+    scaled, scales = _scale_rows(rows, E4M3_MAX)
+    return round_to_e4m3(scaled), scales
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return the scales of int8 keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
+    """Return the scales of rounded keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    cache int8 [num_blocks, num_kv_heads, block_size, head_dim], as `octavo.worker.kv_cache.PagedKVCache.layer` gives:
-    behind the rows of a block and head stand their scales, in the same memory.
+    cache int8 or float8_e4m3fn [num_blocks, num_kv_heads, block_size, head_dim], as
+    `octavo.worker.kv_cache.PagedKVCache.layer` gives: behind the rows of a block and head stand their scales, in the
+    same memory.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim
@@ -336,6 +416,16 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
         whole, units = weight.rows(part).whole_values()
         scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units)
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
+    return out
+
+
+def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T + bias, the weight read as floats of x's dtype; sums and the bias in float32."""
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+    for part in _parts(weight.shape):
+        sums = wide @ weight.rows(part).dequantize().to(x.dtype).float().T
+        out[:, part] = (sums if bias is None else sums + bias[part].float()).to(out_dtype)
     return out
 
 

@@ -17,16 +17,19 @@ from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, S
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
+    ROUNDED_KV_DTYPES,
+    Fp8Weight,
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
     kv_scales,
     linear_blocks,
+    linear_fp8,
     linear_int4,
     linear_int8,
     quantize_int4,
     quantize_int8,
-    quantize_rows,
+    round_kv_rows,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import Activation, DecodePlan, WeightToPack
 
+_PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
 _QUERY_CHUNK = 256  # query rows whose scores over the whole KV stand in memory at a time
@@ -47,6 +51,8 @@ class ReferenceKernels:
 
     name = identity = "reference"
     has_own_threads = False
+    has_fp8 = True
+    multiplies_fp8 = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -91,10 +97,9 @@ class ReferenceKernels:
         if isinstance(weight, list):
             products = torch.cat([linear_blocks(x, part) for part in weight], dim=1)
             return (products if bias is None else products + bias.float()).to(out_dtype)
-        if isinstance(weight, Int8Weight):
-            return linear_int8(x, weight, bias, out_dtype)
-        if isinstance(weight, Int4Weight):
-            return linear_int4(x, weight, bias, out_dtype)
+        if type(weight) in _PRODUCTS:
+            product: Tensor = _PRODUCTS[type(weight)](x, weight, bias, out_dtype)
+            return product
         if weight.dtype == x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype):
             return F.linear(x, weight, bias)
         wide = x.float()
@@ -182,9 +187,9 @@ class ReferenceKernels:
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
         for cache, rows in ((k_cache, _rotate(k, turns, interleaved=interleaved)), (v_cache, v)):
-            if cache.dtype == torch.int8:
-                values, scales = quantize_rows(rows.flatten(0, 1))
-                cache[block, :, offset] = values.view(rows.shape).to(torch.int8)
+            if cache.dtype in ROUNDED_KV_DTYPES:
+                values, scales = round_kv_rows(rows.flatten(0, 1), cache.dtype)
+                cache.view(torch.int8)[block, :, offset] = values.view(torch.int8).view(rows.shape)
                 kv_scales(cache)[block, :, offset] = scales.view(rows.shape[:2])
             else:
                 cache[block, :, offset] = rows
@@ -290,8 +295,10 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
     """Return float32 [num_blocks, num_kv_heads, block_size, head_dim] of some blocks."""
-    rows = cache[blocks].float()
-    return rows * kv_scales(cache)[blocks].unsqueeze(-1) if cache.dtype == torch.int8 else rows
+    if cache.dtype not in ROUNDED_KV_DTYPES:
+        return cache[blocks].float()
+    values = cache.view(torch.int8)[blocks].view(cache.dtype)  # bytes: torch does not index fp8 on every device
+    return values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
 
 
 def _attend(

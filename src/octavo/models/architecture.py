@@ -108,9 +108,10 @@ class Architecture:
     ) -> int:
         """Bytes of all weights in `dtype`; norm weights in `norm_dtype` (the activations') or, with an offset, float32.
 
-        quantization, group_size: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte
-        a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, four
-        for the unit of each row, and four for each input feature if these may stand in another order.
+        quantization, group_size: how matrices are rounded that are not stored as integers. An int8 or fp8 matrix takes
+        a byte a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point,
+        four for the unit of each row, and four for each input feature if these may stand in another order. FP8 of a
+        checkpoint counts as expanded.
         """
         norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
         in_blocks = self._kept_blocks() if quantization is None else {}
@@ -189,8 +190,10 @@ class Architecture:
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
     """Return the bits that a matrix is rounded to as it is loaded, or None: see `octavo.config.ModelConfig`."""
-    if quantization is None:
+    if quantization is None or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
+    if quantization == "fp8":
+        return 8
     is_int8 = quantization == "int8" or (quantization == "int4" and is_vocabulary(matrix_name))
     return 8 if is_int8 else 4
 

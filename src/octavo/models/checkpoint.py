@@ -106,6 +106,10 @@ class CheckpointFiles:
         """Return None: no matrix is stored so."""
         del name
 
+    def fp8(self, name: str) -> None:
+        """Return None: what its values mean is known to `octavo.models.float_weights.ExpandedFloats`."""
+        del name
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""
         path, file = self._file_of[name]

@@ -1,4 +1,4 @@
-"""Weights of small floats as checkpoints store them, expanded as they are read: FP8 and MXFP4."""
+"""Weights of small floats as checkpoints store them, expanded as they are read, or as they are: FP8 and MXFP4."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.block_weight import BlockKind, BlockWeight
+from octavo.kernels.quantization import FP8_GROUP_MULTIPLE, Fp8Weight
 from octavo.models.stored_floats import MXFP4_GROUP, FloatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -58,6 +59,17 @@ class ExpandedFloats:
         (scale_name,) = self.stored.scale_names
         return as_blocks(values.flatten(1), self.files.tensor(f"{module}.{scale_name}"))
 
+    def fp8(self, name: str) -> Fp8Weight | None:
+        """Return a matrix of FP8 as it is; None for any other, and where its scales are of too few columns."""
+        module = name.removesuffix(".weight")
+        if self.stored.bits != 8 or (stored := self._stored(module)) is None:
+            return None
+        values, scales = stored
+        columns = self.stored.block[1] or values.shape[1]
+        if columns % FP8_GROUP_MULTIPLE and columns < values.shape[1]:
+            return None
+        return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
+
     def tensor(self, name: str) -> Tensor:
         """Return a tensor: a weight that is expanded is new, others may alias a file's pages."""
         expanded = self._expanded(name)
@@ -69,33 +81,43 @@ class ExpandedFloats:
 
     def _expanded(self, name: str) -> Tensor | None:
         module = name.removesuffix(".weight")
-        values = None if module == name else self.files.find(f"{module}.{self.stored.values_name}")
+        stored = None if module == name else self._stored(module)
+        return None if stored is None else expand(self.stored, *stored, self.dtype)
+
+    def _stored(self, module: str) -> tuple[Tensor, Tensor] | None:
+        """Return values and scales of a linear layer; None where it is not stored as small floats."""
+        values = self.files.find(f"{module}.{self.stored.values_name}")
         if values is None or values.dtype not in {torch.float8_e4m3fn, torch.uint8}:
             return None
         found = (self.files.find(f"{module}.{name}") for name in self.stored.scale_names)
         scales = next((each for each in found if each is not None), None)
         if scales is None:
             raise ModelError(f"{module} has no scale: {' or '.join(self.stored.scale_names)} is missing")
-        return expand(self.stored, values, scales, self.dtype)
+        return values, scales
 
 
 def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [out_features, in_features] in `dtype`: values times scales in float32, rounded once."""
     flat = values.flatten(1)
     out_features, in_features = len(flat), flat.shape[1] * (1 if stored.layout is FloatLayout.FP8 else 2)
-    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    scales = scales.float().view(stored.scale_shape(out_features, in_features))
-    rows_of_block, columns_of_block = stored.block
+    scales = _scales_of_rows(stored, (out_features, in_features), scales)
+    columns_of_block = stored.block[1]
     expanded = torch.empty(out_features, in_features, dtype=dtype)
     step = max(1, _VALUES_AT_ONCE // in_features)
     for first in range(0, out_features, step):
         part = slice(first, min(first + step, out_features))
-        of_rows = torch.arange(part.start, part.stop) // (rows_of_block or out_features)
-        factors = scales[of_rows]
+        factors = scales[part]
         if columns_of_block is not None:
             factors = factors.repeat_interleave(columns_of_block, dim=1)[:, :in_features]
         expanded[part] = _decoded(flat[part]) * factors
     return expanded
+
+
+def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) -> Tensor:
+    """Return the scales of a weight [out_features, in_features], float32 [out_features, groups of columns]."""
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    scales = scales.float().view(stored.scale_shape(shape[0], shape[1]))
+    return scales[torch.arange(shape[0]) // (stored.block[0] or shape[0])]
 
 
 def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:

@@ -94,6 +94,10 @@ class GGUFTensors:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         return self.tensor(name) if name in self._names else None
 
+    def fp8(self, name: str) -> None:
+        """Return None: no matrix is stored so."""
+        del name
+
     def blocks(self, name: str) -> BlockWeight | None:
         """Return a matrix in blocks as it stands in the file, its rows in the order of Hugging Face's layout."""
         own = self._names[name]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_SCALE_BYTES = 4  # of each row of int8, as in `octavo.kernels.quantization`
+ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by what users call them
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+_SCALE_BYTES = 4  # of each rounded row, as in `octavo.kernels.quantization`
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class KVShape:
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of the layer's part of a block: its keys, then its values, [2, num_kv_heads, block_size, head_dim].
 
-        Behind the rows of int8 of each head stand their scales.
+        Behind the rounded rows of each head stand their scales.
         """
-        row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype == "int8" else 0)
+        row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
         return 2 * self.num_kv_heads * block_size * row_bytes
 
 

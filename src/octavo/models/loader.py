@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
-from octavo.errors import ModelError
-from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_one_order
+from octavo.errors import ConfigError, ModelError
+from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_one_order, quantize_fp8
 from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
@@ -78,12 +78,18 @@ def load_model(
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
     largest ones that are computed together.
-    Raises `ModelError`.
+    Raises `ModelError`, and `ConfigError` for fp8 where the kernels have none.
     """
+    if quantization == "fp8" and not kernels.has_fp8:
+        raise ConfigError(
+            f"quantization fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
+            "which takes as much memory"
+        )
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
-    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size)
+    keeps_fp8 = kernels.multiplies_fp8 and quantization in {None, "fp8"}
+    _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
     total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
     packer = _Packer(
         source,
@@ -133,12 +139,23 @@ def _open_source(
 
 
 def _tell_of_small_floats(
-    architecture: Architecture, dtype: str, norm_dtype: str, quantization: str | None, group_size: int
+    architecture: Architecture,
+    dtype: str,
+    norm_dtype: str,
+    quantization: str | None,
+    group_size: int,
+    *,
+    keeps_fp8: bool,
 ) -> None:
     """Log what becomes of weights that are stored as small floats, and the memory that this takes."""
     if architecture.stored_floats is None:
         return
     summary = architecture.stored_floats.summary
+    if keeps_fp8 and architecture.stored_floats.bits == 8:
+        logger.info(
+            "the weights are %s, and stay so: they are multiplied as %s, activations are not rounded", summary, dtype
+        )
+        return
     if quantization is not None:
         logger.info(
             "the weights are %s, expanded to %s and rounded to %s as they are read", summary, dtype, quantization
@@ -227,6 +244,9 @@ class _Packer:
         blocks = self._blocks(declared)
         if blocks:
             return blocks
+        fp8 = self._fp8(declared)
+        if fp8:
+            return fuse_quantized(fp8)
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -245,7 +265,7 @@ class _Packer:
         bits = rounded_bits(tensors[0], self.quantization)
         if bits is None:
             return [self._alias(tensor) for tensor in tensors]
-        rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
+        rounded = fuse_quantized([self._round_as_asked(self._alias(tensor), bits) for tensor in tensors])
         if self.files is not None:
             self.files.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
@@ -264,6 +284,17 @@ class _Packer:
         self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
         return blocks
 
+    def _fp8(self, declared: Linear) -> list[QuantizedWeight]:
+        """Return the parts of a weight that is stored as fp8 and multiplied so; none unless all of them are."""
+        if self.files is None or not self.kernels.multiplies_fp8 or self.quantization not in {None, "fp8"}:
+            return []
+        found = [self.files.fp8(f"{name}.weight") for name in declared.names]
+        parts: list[QuantizedWeight] = [each.to(self.device) for each in found if each is not None]
+        if not parts or len(parts) < len(declared.names):
+            return []
+        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
+        return parts
+
     def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
         assert self.stored is not None
@@ -273,6 +304,9 @@ class _Packer:
             return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
+
+    def _round_as_asked(self, weight: Tensor, bits: int) -> QuantizedWeight:
+        return quantize_fp8(weight) if self.quantization == "fp8" else self._round(weight, bits, self.group_size)
 
     def _round(self, weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
         return self.kernels.round_weight(weight, bits, group_size)

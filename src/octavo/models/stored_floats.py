@@ -1,7 +1,8 @@
 """How a checkpoint holds weights that are floats of 8 or 4 bits with scales. No torch here.
 
-MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype as it is read, without
-loss but for that dtype's rounding. Either is rounded to integers from such floats where that is asked for.
+MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype, without loss but for
+that dtype's rounding: as it is read, or by kernels in Triton each time that it is multiplied. Either is rounded to
+integers from such floats where that is asked for.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.quantization import Fp8Weight
     from octavo.models.stored_quantization import StoredTensor
 
 
@@ -29,6 +30,10 @@ class StoredTensors(Protocol):
 
     def blocks(self, name: str) -> BlockWeight | None:
         """Return a matrix that stands in blocks, which may alias a file's pages; None where it does not."""
+        ...
+
+    def fp8(self, name: str) -> Fp8Weight | None:
+        """Return a matrix that is stored as fp8, which may alias a file's pages; None where it is not."""
         ...
 
     def tensor(self, name: str) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORTHWHILE_SHARE = 0.8  # of the model's bytes: a draft of more takes almost as long as a token
-_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
+_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
 def find_draft_checkpoint(

@@ -25,12 +25,12 @@ LAYOUT_VERSION, LAYOUT_VERSION_WITH_WINDOWS = 1, 2
 class PagedKVCache:
     """Keys and values of all layers: of each block and each window block a row of memory, as `KVLayout` says.
 
-    dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
-    float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
-    written or by `octavo.worker.prefault`. num_window_blocks: 0 where no layer has a window. num_host_blocks: room in
-    host memory for blocks of preempted requests and for evicted ones, in the same layout; each has room for a window
-    block as well. num_scratch_blocks: behind the others, for what is guessed, of both; nobody is told of them.
-    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    dtype: that of the activations, or int8 or float8_e4m3fn. Then behind the rows of each block, layer and head stand
+    their scales, in float32, so that a block is one object all the same. Memory is reserved here, and touched when a
+    block is first written or by `octavo.worker.prefault`. num_window_blocks: 0 where no layer has a window.
+    num_host_blocks: room in host memory for blocks of preempted requests and for evicted ones, in the same layout; each
+    has room for a window block as well. num_scratch_blocks: behind the others, for what is guessed, of both; nobody is
+    told of them. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ def _reserve(
 
 
 def _keys_and_values(part: Tensor, shape: KVShape, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values without the scales of int8: views of a layer's part of all blocks."""
+    """Return keys and values without scales: views of a layer's part of all blocks."""
     num_blocks, num_heads, head_dim = part.shape[0], shape.num_kv_heads, shape.head_dim
     heads = part.view(num_blocks, 2, num_heads, part.shape[1] // (2 * num_heads))
     rows = heads[..., : block_size * head_dim].view(num_blocks, 2, num_heads, block_size, head_dim)

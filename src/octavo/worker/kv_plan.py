@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.models.kv_layout import ROUNDED_KV
 
 if TYPE_CHECKING:
+    from octavo.kernels import Kernels
     from octavo.models.architecture import Architecture
 
 
@@ -50,7 +52,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Look at the layers. Raises `ConfigError` for int8 heads whose scales would not be aligned."""
+        """Look at the layers. Raises `ConfigError` for rounded heads whose scales would not be aligned."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         return cls(
@@ -111,8 +113,20 @@ class KVPlan:
         return KVSize(num_blocks, window_blocks)
 
 
+def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
+    """Raise `ConfigError` for keys and values in fp8 where the kernels have none."""
+    if kv_cache_dtype == "fp8" and not kernels.has_fp8:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
+            "which takes as much memory"
+        )
+
+
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` for int8 heads whose scales would not be aligned."""
-    for shape in architecture.kv_layout.groups:
-        if kv_dtype == "int8" and shape.head_dim % 4:
-            raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {shape.head_dim}")
+    """Raise `ConfigError` for rounded heads whose scales would not be aligned."""
+    for name, dtype in ROUNDED_KV.items():
+        for shape in architecture.kv_layout.groups:
+            if kv_dtype == dtype and shape.head_dim % 4:
+                raise ConfigError(
+                    f"kv_cache_dtype {name} needs a head_dim that is a multiple of 4, not {shape.head_dim}"
+                )

@@ -28,7 +28,7 @@ _UNLIMITED = 1 << 60
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block over all layers, those with a window included.
 
-    Raises `ConfigError` for int8 heads whose scales would not be aligned.
+    Raises `ConfigError` for rounded heads whose scales would not be aligned.
     """
     check_kv_dtype(architecture, kv_dtype)
     layout = architecture.kv_layout

@@ -19,6 +19,7 @@ from octavo.data.scheduler_output import CachedRequestData, NewRequestData, Sche
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
 from octavo.kernels.machine import default_num_threads
+from octavo.models.kv_layout import ROUNDED_KV
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ from octavo.speculative import create_proposer
 from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
 from octavo.worker.memory import (
     block_bytes,
@@ -120,6 +122,7 @@ class Worker:
         self.device = resolve_device(device_config.device)
         use_device(self.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
+        check_kernels_have(self.kernels, cache_config.kv_cache_dtype)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
         load = partial(
@@ -137,7 +140,7 @@ class Worker:
         )
         self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
-        self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
+        self.kv_dtype = ROUNDED_KV.get(cache_config.kv_cache_dtype, self.dtype)
         self.grammars = grammars
         self.max_model_len, self.cache_config, self.scheduler_config = max_model_len, cache_config, scheduler_config
         self.proposer = create_proposer(
@@ -202,7 +205,7 @@ class Worker:
             max_model_len=checkpoint.max_model_len,
             quantization=checkpoint.quantization,
         )
-        own_kv_dtype = "int8" if self.kv_dtype == "int8" else str(model.dtype).removeprefix("torch.")
+        own_kv_dtype = ROUNDED_KV.get(self.cache_config.kv_cache_dtype, str(model.dtype).removeprefix("torch."))
         return DraftModel(
             checkpoint=checkpoint,
             model=model,

@@ -151,17 +151,18 @@ def test_sequences_may_have_several_rows_each_another_number(model):
             assert torch.equal(graphs(token_ids[1:5][rows], part), hidden[1:5][rows])
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("Gemma2ForCausalLM", {"sliding_window": 20, "query_pre_attn_scalar": 16, "num_hidden_layers": 2}),
         ("Qwen3ForCausalLM", {"kv_dtype": torch.int8, "quantization": "int8"}),
+        ("Qwen3ForCausalLM", {"kv_dtype": torch.float8_e4m3fn, "quantization": "fp8"}),
         ("Qwen2ForCausalLM", {"quantization": "int4"}),
         ("Qwen3ForCausalLM", {"quantization": "int4_all"}),
         ("Olmo2ForCausalLM", {}),
     ],
-    ids=["windows", "int8", "int4", "int4 embedding", "norms behind"],
+    ids=["windows", "int8", "fp8", "int4", "int4 embedding", "norms behind"],
 )
 def test_bits_of_other_models(tmp_path, kernels, device, family, options):
     model = Model(tmp_path, kernels, device, family, **options)

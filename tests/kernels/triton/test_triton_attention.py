@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from broken_kernels import broken
-from paged_batches import assert_attention_is_as_exact, dense_attention, floats, int8_caches, paged_batch
+from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
 
 from octavo.kernels import AttentionBatch
 from octavo.kernels.reference import ReferenceKernels
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDED = [None, torch.int8, torch.float8_e4m3fn]
 HEADS = [(64, 2, 2), (80, 1, 7), (96, 2, 1), (128, 1, 8), (256, 1, 3), (20, 3, 1)]  # head_dim, KV heads, group
 COVERED = [(dtype, heads) for dtype in FLOATS for heads in HEADS if heads[0] * dtype.itemsize <= 512]
 WINDOWS = [None, 1, 100]
@@ -24,25 +25,25 @@ def attention(kernels):
     return attention
 
 
-def assert_right(paged_attention, generator, heads, dtype, *, window=None, softcap=None, int8=False, block_size=16):
+def assert_right(paged_attention, generator, heads, dtype, *, window=None, softcap=None, kv=None, block_size=16):
     head_dim, num_kv_heads, group = heads
     sequences = [(70, 5), (300, 1), (1, 1), (129, 12)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    caches = int8_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
+    caches = (k_cache, v_cache) if kv is None else rounded_caches(k_cache, v_cache, dtype=kv)
     result = paged_attention(q, *caches, batch, head_dim**-0.5, window, softcap)
-    numbers = [floats(cache) if int8 else cache for cache in caches]
+    numbers = [floats(cache) if kv else cache for cache in caches]
     assert_attention_is_as_exact(result, q, batch, numbers, window, softcap)
 
 
-@pytest.mark.sweep(200)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.sweep(300)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block_size", [5, 16])
 @pytest.mark.parametrize(("dtype", "heads"), COVERED, ids=str)
-def test_error_is_that_of_torch(attention, generator, dtype, heads, block_size, window, softcap, int8):
-    options = {"window": window, "softcap": softcap, "int8": int8, "block_size": block_size}
+def test_error_is_that_of_torch(attention, generator, dtype, heads, block_size, window, softcap, kv):
+    options = {"window": window, "softcap": softcap, "kv": kv, "block_size": block_size}
     assert_right(attention.paged_attention, generator, heads, dtype, **options)
 
 
@@ -64,9 +65,9 @@ def test_what_is_behind_the_window_is_not_read(attention, generator, window):
 class Prompt:
     """A sequence with queries at every position, run in any chunks and company."""
 
-    def __init__(self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, int8=False):
+    def __init__(self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, kv=None):
         self.head_dim, self.num_kv_heads, group = heads
-        self.generator, self.dtype, self.options, self.int8 = generator, dtype, (window, softcap), int8
+        self.generator, self.dtype, self.options, self.kv = generator, dtype, (window, softcap), kv
         shape = (self.num_kv_heads, self.head_dim)
         self.q = torch.randn(NUM_ROWS, self.num_kv_heads * group, self.head_dim, generator=generator).to(dtype)
         self.history = torch.randn(NUM_ROWS, 2, *shape, generator=generator).to(dtype)
@@ -81,8 +82,8 @@ class Prompt:
             [*company, (last, last - first)], block_size, self.num_kv_heads, self.head_dim, self.dtype,
             self.generator, [*strangers, self.history],
         )  # fmt: skip
-        if self.int8:
-            k_cache, v_cache = int8_caches(k_cache, v_cache)
+        if self.kv is not None:
+            k_cache, v_cache = rounded_caches(k_cache, v_cache, dtype=self.kv)
         before = sum(queries for _, queries in company)
         others = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
         q = torch.cat([others, self.q[first:last]])
@@ -102,12 +103,12 @@ def assert_alike(attention, prompt, *, whole_by=None):
         assert torch.equal(rows, whole[first:last]), (first, last, company)
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.sweep(13)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_neither_chunks_nor_company_change_a_bit(attention, generator, dtype, window, softcap, int8):
-    assert_alike(attention, Prompt(generator, dtype, window=window, softcap=softcap, int8=int8))
+def test_neither_chunks_nor_company_change_a_bit(attention, generator, dtype, window, softcap, kv):
+    assert_alike(attention, Prompt(generator, dtype, window=window, softcap=softcap, kv=kv))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from broken_kernels import broken
 from kernel_accuracy import assert_as_exact_as_torch
 
-from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.quantization import Fp8Weight, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import matmul as matmul_module
 from octavo.kernels.triton.matmul import BLOCK_M, PARTITION, matmul
@@ -59,11 +59,19 @@ def rows_differ(kernels, x, packed, parts):
 PARTS = [slice(0, 1), slice(66, 67), slice(5, 12), slice(0, BLOCK_M), slice(1, BLOCK_M + 2)]
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_row_alone_and_among_many(kernels, generator, dtype):
+def round_to_fp8(weight, group_size):
+    """Return it with a scale for each group of columns, all different."""
+    values = quantize_fp8(weight).values
+    num_groups = -(-weight.shape[1] // group_size)
+    return Fp8Weight(values, torch.rand(weight.shape[0], num_groups, device=weight.device) * 0.01, group_size)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(("dtype", "is_fp8"), [*((dtype, False) for dtype in FLOATS), (torch.bfloat16, True)], ids=str)
+def test_a_row_alone_and_among_many(kernels, generator, dtype, is_fp8):
     """By one program a tile, by programs of partitions, whichever the number of rows asks for."""
     weight = random(generator, 130, 2 * PARTITION + 70, dtype=dtype)
+    weight = round_to_fp8(weight, 128) if is_fp8 else weight
     packed = kernels.pack_linear(weight, random(generator, 130, dtype=dtype))
     x = random(generator, BLOCK_M + 4, 2 * PARTITION + 70, dtype=dtype)
     assert not rows_differ(kernels, x, packed, PARTS)
@@ -122,6 +130,37 @@ def test_a_mask_that_is_off_by_one_is_caught(generator, tmp_path):
     expected = matmul(x, weight, torch.empty(4, 3))
     one_too_many = broken(tmp_path, "matmul", "is_there = k < WIDTH\n", "is_there = k <= WIDTH\n")
     assert not torch.allclose(one_too_many.matmul(x, weight, torch.empty(4, 3)), expected)
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("group_size", [64, 128, 10**6])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)
+def test_fp8_has_the_bits_of_what_it_is_expanded_to(kernels, generator, shape, dtype, group_size):
+    depth, size = shape
+    weight, bias = round_to_fp8(random(generator, size, depth), group_size), random(generator, size)
+    x = random(generator, 5, depth, dtype=dtype)
+    expanded = weight.dequantize().to(dtype)
+    result = kernels.linear(x, kernels.pack_linear(weight, bias))
+    assert torch.equal(result, kernels.linear(x, kernels.pack_linear(expanded, bias)))
+    plain = ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias))
+    assert_as_exact_as_torch(result, plain, x.double() @ expanded.double().T + bias.double())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("to_float32(weight) * scale[None, :]", "to_float32(weight)"),
+        ("WIDTH - 1) // FP8_GROUP", "WIDTH - 1) // (2 * FP8_GROUP)"),
+    ],
+    ids=["no scales", "those of another group"],
+)
+def test_wrong_scales_of_fp8_are_caught(generator, tmp_path, old, new):
+    weight, x = round_to_fp8(random(generator, 3, 130), 64), random(generator, 2, 130)
+    arguments = x, weight.values.view(torch.uint8), torch.empty(2, 3)
+    expected = matmul(*arguments, groups=(weight.scales, 64)).clone()
+    wrong = broken(tmp_path, "matmul", old, new).matmul(*arguments, groups=(weight.scales, 64))
+    assert not torch.allclose(wrong, expected)
 
 
 @pytest.mark.sweep(12)

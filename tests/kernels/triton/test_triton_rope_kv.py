@@ -3,16 +3,17 @@
 import pytest
 import torch
 from broken_kernels import broken
-from paged_batches import int8_caches, paged_batch
+from paged_batches import paged_batch, rounded_caches
 
 from octavo.kernels.quantization import kv_scales
 from octavo.kernels.reference import ReferenceKernels
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDED = [None, torch.int8, torch.float8_e4m3fn]
 HEADS = [(64, 64), (80, 40), (128, 0), (96, 96), (256, 64), (20, 12)]  # head_dim, rotary_dim
 
 
-def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, int8=False):
+def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, kv=None):
     """Return all that a call leaves behind: q, k and v, which are views of one projection, and both caches."""
     head_dim, rotary_dim = heads
     batch, k_cache, v_cache = paged_batch([(40, 5), (3, 3), (17, 1)], 5, 3, head_dim, dtype, generator)
@@ -24,12 +25,16 @@ def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, 
     fused[5, 24] = 1e-35
     turns = torch.randn(60, rotary_dim, generator=generator)
     scale = torch.rand(60, generator=generator) if scaled else None
-    caches = int8_caches(k_cache.nan_to_num(), v_cache.nan_to_num()) if int8 else (k_cache, v_cache)
-    for cache in caches if int8 else ():
+    caches = (k_cache, v_cache)
+    if kv is not None:
+        caches = rounded_caches(k_cache.nan_to_num(), v_cache.nan_to_num(), dtype=kv)
+    for cache in caches if kv else ():
         cache.zero_()
     q, k, v = fused.split([20, 3, 3], dim=1)
     write(q, k, v, turns, batch, *caches, interleaved=interleaved, query_scale=scale)
-    return [fused, *caches, *(kv_scales(cache) for cache in caches if int8)]
+    if kv == torch.float8_e4m3fn:
+        return [fused, *(cache.view(torch.uint8) for cache in caches), *map(kv_scales, caches)]
+    return [fused, *caches, *(kv_scales(cache) for cache in caches if kv)]
 
 
 def assert_same_as_torch(write, generator, options):
@@ -41,30 +46,31 @@ def assert_same_as_torch(write, generator, options):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.sweep(48)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.sweep(72)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, scaled, int8):
-    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "int8": int8}
+def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, scaled, kv):
+    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "kv": kv}
     assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("kv", "old", "new"),
     [
-        ("is_half = half < ROTARY_DIM // 2", "is_half = half < ROTARY_DIM // 2 - 1"),
-        ("is_there = is_head & (dim < HEAD_DIM)", "is_there = is_head & (dim < HEAD_DIM - 1)"),
-        ("round_to_whole(x * inverse).to", "(x * inverse).to"),
-        ("is_head = (kv_head < NUM_KV_HEADS)", "is_head = (kv_head < NUM_KV_HEADS - 1)"),
-        ("y * cosine + x * sine", "y * cosine - x * sine"),
+        (torch.int8, "is_half = half < ROTARY_DIM // 2", "is_half = half < ROTARY_DIM // 2 - 1"),
+        (torch.int8, "is_there = is_head & (dim < HEAD_DIM)", "is_there = is_head & (dim < HEAD_DIM - 1)"),
+        (torch.int8, "round_to_whole(x * inverse).to", "(x * inverse).to"),
+        (torch.float8_e4m3fn, "127.0 if stored == tl.int8 else _E4M3_MAX", "127.0"),
+        (torch.int8, "is_head = (kv_head < NUM_KV_HEADS)", "is_head = (kv_head < NUM_KV_HEADS - 1)"),
+        (torch.float8_e4m3fn, "y * cosine + x * sine", "y * cosine - x * sine"),
     ],
-    ids=["half", "tail of values", "rounding", "heads", "sign"],
+    ids=["half", "tail of values", "rounding", "range of fp8", "heads", "sign"],
 )
-def test_wrong_kernels_are_found(kernels, generator, tmp_path, old, new):
+def test_wrong_kernels_are_found(kernels, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "rope_kv", old, new)
-    options = {"dtype": torch.bfloat16, "heads": (80, 40), "int8": True}
+    options = {"dtype": torch.bfloat16, "heads": (80, 40), "kv": kv}
     with pytest.raises(AssertionError):
         assert_same_as_torch(wrong.rope_and_write_kv, generator, options)

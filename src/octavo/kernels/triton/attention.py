@@ -34,7 +34,8 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.quantization import kv_scales
+from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
+from octavo.kernels.triton.e4m3 import as_bytes, to_float32
 from octavo.kernels.triton.exponentials import hyperbolic_tangent
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import dot, round_to
@@ -74,20 +75,20 @@ def paged_attention(
     max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
     split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, max_partitions)
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)
-    is_int8 = k_cache.dtype == torch.int8
-    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (partials[1], partials[1])
+    has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
+    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (partials[1], partials[1])
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at least as many as there are
     token_stride = q.stride(0) if num_tokens > 1 else q.shape[1] * q.shape[2]  # torch gives that of one token any value
     _attend[num_tiles, num_kv_heads, max_partitions if split_tokens else 1](
-        out, *partials, q, k_cache, v_cache, k_scales, v_scales,
+        out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
         0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
         token_stride, q.stride(1), batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        *(k_scales.stride()[:2] if is_int8 else (0, 0)), *(v_scales.stride()[:2] if is_int8 else (0, 0)),
+        *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
-        HAS_SOFTCAP=softcap is not None, IS_INT8=is_int8,
+        HAS_SOFTCAP=softcap is not None, HAS_SCALES=has_scales,
         **launch_options(head_dim, q.dtype),
     )  # fmt: skip
     if split_tokens:
@@ -161,7 +162,7 @@ def _attend_tile(
     window, scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride,
     k_scales_stride, v_scales_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Take the tile of KV at position `start` into the state of rows that stand at `position`.
 
@@ -176,10 +177,10 @@ def _attend_tile(
         k_ptr + (block * k_block_stride + offset * k_row_stride)[None, :] + dim[:, None],
         mask=is_there[None, :] & is_dim[:, None], other=0.0,
     )  # fmt: skip
-    if IS_INT8:
-        k = round_to(k.to(tl.float32), q.dtype)  # which every type holds
+    if HAS_SCALES:
+        k = round_to(to_float32(k), q.dtype)  # which every type holds
     scores = dot(q, k, tl.zeros([q.shape[0], TILE], tl.float32)) * scale
-    if IS_INT8:
+    if HAS_SCALES:
         scores *= tl.load(k_scales_ptr + block * k_scales_stride + offset, mask=is_there, other=0.0)[None, :]
     if HAS_SOFTCAP:
         scores = hyperbolic_tangent(scores) * softcap
@@ -193,9 +194,9 @@ def _attend_tile(
         v_ptr + (block * v_block_stride + offset * v_row_stride)[:, None] + dim[None, :],
         mask=is_there[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
-    if IS_INT8:  # rows are scaled, not weights, which float16 could not hold
+    if HAS_SCALES:  # rows are scaled, not weights, which float16 could not hold
         scales = tl.load(v_scales_ptr + block * v_scales_stride + offset, mask=is_there, other=0.0)
-        v = round_to(v.to(tl.float32) * scales[:, None], q.dtype)
+        v = round_to(to_float32(v) * scales[:, None], q.dtype)
     return largest, weight, dot(round_to(weights, q.dtype), v, sums * keep[:, None])
 
 
@@ -223,7 +224,7 @@ def _attend(
     k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, IS_INT8: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Attend one tile of queries of one KV head: all partitions, or the one that the third program id says."""
     sequence, tile = _sequence_of_tile(query_start_ptr, tl.program_id(0), num_seqs, GROUP, BLOCK_M)
@@ -271,7 +272,7 @@ def _attend(
                     q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
                     of_tile * TILE, first, seq_len, position, window, scale, softcap,
                     k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
-                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, IS_INT8,
+                    HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, HAS_SCALES,
                 )  # fmt: skip
             total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
         if is_split:

@@ -11,10 +11,11 @@ import triton
 from triton.runtime import driver
 
 from octavo.kernels.interface import PackedLinear
-from octavo.kernels.quantization import Int4Weight, Int8Weight
+from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
+from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
@@ -57,6 +58,7 @@ class TritonKernels(ReferenceKernels):
     """
 
     name = "triton"
+    multiplies_fp8 = True
 
     def __init__(self) -> None:
         in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
@@ -72,7 +74,7 @@ class TritonKernels(ReferenceKernels):
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep a weight of floats or int8 as it is, pack one of int4; of one in blocks plain torch makes products."""
+        """Keep a weight of floats or int8 as it is, pack one of int4; plain torch makes products with one in blocks."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -81,7 +83,7 @@ class TritonKernels(ReferenceKernels):
         if isinstance(packed_as_is.storage, list):
             self._leave_to_torch(_PRODUCTS_IN_TORCH)
             return packed_as_is
-        values = packed_as_is.storage.values if isinstance(weight, Int8Weight) else packed_as_is.storage
+        values = weight.values if isinstance(weight, Int8Weight | Fp8Weight) else packed_as_is.storage
         self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
         return packed_as_is
 
@@ -115,6 +117,8 @@ class TritonKernels(ReferenceKernels):
         if isinstance(weight, PackedInt4):
             values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
             return matmul_int4(values, scales, weight, packed.bias, out)
+        if isinstance(weight, Fp8Weight):
+            return matmul(x, as_bytes(weight.values), out, packed.bias, groups=(weight.scales, weight.group_size))
         return matmul(x, weight, out, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:

@@ -16,6 +16,9 @@ What an interpreter cannot show, and tools/gpu_check.py has to on each kind of d
 (wgmma, mma, mfma) does not depend on the other rows of the tile, nor on where in it the row stands.
 
 Integers: rows of int8 and a weight of int8 have sums that are exact, in any order.
+
+A weight of fp8 becomes one of x's type in registers, times its scales and rounded as where it is expanded before: the
+same tiles, the same order, the same bits.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from octavo.kernels.triton.e4m3 import to_float32
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import INTERPRETED, dot, round_to
 
@@ -46,12 +50,14 @@ def matmul(
     out: Tensor,
     bias: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    groups: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Write x @ weight.T + bias into `out` [num_tokens, out_features], contiguous, and return it.
 
     x [num_tokens, in_features], weight [out_features, in_features]: of one floating type, or of two, which meet as
     float32; or both int8, and then the sum is multiplied by (scales[0] of the row * scales[1] of the column) in
-    float32. The bias is added in float32; the result is rounded once.
+    float32; or the weight is bytes of E4M3, and groups = (scales float32 [out_features, groups], values in a group), as
+    `octavo.kernels.quantization.Fp8Weight` has them. The bias is added in float32; the result is rounded once.
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
@@ -61,7 +67,12 @@ def matmul(
     is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors  # see `partial_bytes_per_row`
     row_scales, column_scales = (x, x) if scales is None else scales
     is_integer, has_bias = scales is not None, bias is not None
-    options = {"WIDTH": width, "IS_INTEGER": is_integer, **tile_options(x.dtype, weight.dtype)}
+    options = {"WIDTH": width, "IS_INTEGER": is_integer, "FP8_GROUP": 0}
+    if groups is None:
+        options |= tile_options(x.dtype, weight.dtype)
+    else:
+        column_scales, group_size = groups
+        options |= tile_options(x.dtype, x.dtype) | {"FP8_GROUP": min(group_size, width)}
     bias = x if bias is None else bias
     if not is_split:
         _matmul[(min(tiles, processors),)](
@@ -71,7 +82,9 @@ def matmul(
         return out
     acc_dtype = torch.float32 if scales is None else torch.int32
     partials = torch.empty(num_partitions, num_rows, num_columns, dtype=acc_dtype, device=x.device)
-    _multiply_partition[num_partitions, tiles](x, weight, partials, num_rows, num_columns, x.stride(0), **options)
+    _multiply_partition[num_partitions, tiles](
+        x, weight, partials, column_scales, num_rows, num_columns, x.stride(0), **options
+    )
     _add_partitions[num_rows, triton.cdiv(num_columns, BLOCK_N)](
         partials, out, bias, row_scales, column_scales, num_rows, num_columns, NUM_PARTITIONS=num_partitions,
         HAS_BIAS=has_bias, IS_INTEGER=is_integer, BLOCK_N=BLOCK_N, enable_fp_fusion=False,
@@ -123,6 +136,7 @@ def num_processors(device: torch.device) -> int:
 def _partition_product(
     x_ptr,
     weight_ptr,
+    column_scales_ptr,
     row,
     column,
     num_rows,
@@ -133,6 +147,7 @@ def _partition_product(
     PARTITION: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -148,6 +163,11 @@ def _partition_product(
         is_there = k < WIDTH
         x = tl.load(x_place + k[None, :], mask=is_row & is_there[None, :], other=0)
         weight = tl.load(weight_place + k[:, None], mask=is_column & is_there[:, None], other=0)
+        if FP8_GROUP:
+            group = tl.minimum(first + step * BLOCK_K, WIDTH - 1) // FP8_GROUP
+            scale_place = column_scales_ptr + column.to(tl.int64) * tl.cdiv(WIDTH, FP8_GROUP) + group
+            scale = tl.load(scale_place, mask=column < num_columns, other=0.0)
+            weight = round_to(to_float32(weight) * scale[None, :], x.dtype)
         if IS_INTEGER:
             acc = tl.dot(x, weight, acc, out_dtype=tl.int32)
         elif IS_WIDE:
@@ -188,6 +208,7 @@ def _matmul(
     HAS_BIAS: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -202,13 +223,13 @@ def _matmul(
         row = (group * GROUP + of_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
         column = (of_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
         total = _partition_product(
-            x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, 0,
-            WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, 0,
+            WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         for partition in range(1, tl.cdiv(WIDTH, PARTITION)):
             total += _partition_product(
-                x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, partition,
-                WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+                x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, partition,
+                WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         result = _finished(
             total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns, HAS_BIAS, IS_INTEGER
@@ -223,6 +244,7 @@ def _multiply_partition(
     x_ptr,
     weight_ptr,
     partials_ptr,
+    column_scales_ptr,
     num_rows,
     num_columns,
     x_stride,
@@ -230,6 +252,7 @@ def _multiply_partition(
     PARTITION: tl.constexpr,
     IS_INTEGER: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -238,8 +261,8 @@ def _multiply_partition(
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = _partition_product(
-        x_ptr, weight_ptr, row, column, num_rows, num_columns, x_stride, partition,
-        WIDTH, PARTITION, IS_INTEGER, IS_WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, partition,
+        WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     place = partials_ptr + (partition.to(tl.int64) * num_rows + row)[:, None] * num_columns + column[None, :]
     tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])

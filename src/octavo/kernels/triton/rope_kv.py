@@ -1,18 +1,18 @@
 """Rotary embedding of queries and keys (Su et al. 2021), and keys and values into their slots.
 
 One program some heads of a token: of q, which it rotates in place, or of k and v. Nothing is fused, so that what is
-rounded to int8 is what plain torch rounds.
+rounded to int8 or fp8 is what plain torch rounds.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.quantization import kv_scales
+from octavo.kernels.quantization import E4M3_MAX, ROUNDED_KV_DTYPES, kv_scales
+from octavo.kernels.triton.e4m3 import as_bytes, to_e4m3
 from octavo.kernels.triton.rounding import round_to, round_to_whole
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _HEADS = 16  # of a program
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)  # as in `octavo.kernels.quantization`
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
 
 
 def rope_and_write_kv(
@@ -39,20 +40,20 @@ def rope_and_write_kv(
     """Rotate q in place and k on its way, write k and v into their slots."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
-    is_int8 = k_cache.dtype == torch.int8
-    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if is_int8 else (cos_sin, cos_sin)
+    has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
+    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (cos_sin, cos_sin)
     num_query_blocks = triton.cdiv(num_heads, _HEADS)
     _rope_and_write_kv[num_tokens, num_query_blocks + triton.cdiv(num_kv_heads, _HEADS)](
         q, k, v, cos_sin, cos_sin if query_scale is None else query_scale, batch.positions, batch.slot_mapping,
-        k_cache, v_cache, k_scales, v_scales,
+        as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        *(k_scales.stride()[:2] if is_int8 else (0, 0)), *(v_scales.stride()[:2] if is_int8 else (0, 0)),
+        *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, NUM_QUERY_BLOCKS=num_query_blocks, HEADS=_HEADS,
         HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=batch.block_size,
         HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
         REST=triton.next_power_of_2(max(1, head_dim - rotary_dim)), BLOCK_D=triton.next_power_of_2(head_dim),
-        IS_INTERLEAVED=interleaved, HAS_QUERY_SCALE=query_scale is not None, IS_INT8=is_int8,
+        IS_INTERLEAVED=interleaved, HAS_QUERY_SCALE=query_scale is not None, HAS_SCALES=has_scales,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -77,11 +78,14 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _scale_and_inverse(magnitude):
-    """Return the scale of int8 rows, and what their values are multiplied by, as `quantize_rows` has them."""
+def _scale_and_inverse(magnitude, stored: tl.constexpr):
+    """Return the scale of rows, and what their values are multiplied by, as `round_kv_rows` has them.
+
+    stored: int8, or uint8 of E4M3.
+    """
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
-    most = tl.full(magnitude.shape, 127.0, tl.float32)
+    most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)
     scale = tl.where(is_finite, tl.div_rn(magnitude, most), float("nan"))
     return scale, tl.where(is_used, tl.div_rn(most, tl.where(is_used, magnitude, 1.0)), 0.0)
 
@@ -94,9 +98,9 @@ def _magnitude(x):
 
 
 @triton.jit
-def _as_int8(x, inverse):
+def _rounded(x, inverse, stored: tl.constexpr):
     x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # what is no number is times 0 none
-    return round_to_whole(x * inverse).to(tl.int8)
+    return round_to_whole(x * inverse).to(tl.int8) if stored == tl.int8 else to_e4m3(x * inverse)
 
 
 @triton.jit
@@ -120,16 +124,18 @@ def _rotate_queries(
 @triton.jit
 def _write_keys(
     place, slot, scale_place, is_head, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INT8: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Write rotated heads of k into a slot."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
     is_rest = is_head & (rest < HEAD_DIM)
     z = tl.load(place + rest, mask=is_rest, other=0.0)
-    if IS_INT8:
-        scale, inverse = _scale_and_inverse(tl.maximum(tl.maximum(_magnitude(x), _magnitude(y)), _magnitude(z)))
-        x, y, z = _as_int8(x, inverse), _as_int8(y, inverse), _as_int8(z, inverse)
+    if HAS_SCALES:
+        stored = slot.dtype.element_ty
+        magnitude = tl.maximum(tl.maximum(_magnitude(x), _magnitude(y)), _magnitude(z))
+        scale, inverse = _scale_and_inverse(magnitude, stored)
+        x, y, z = _rounded(x, inverse, stored), _rounded(y, inverse, stored), _rounded(z, inverse, stored)
         tl.store(scale_place, scale, mask=is_head)
     tl.store(slot + first, x, mask=is_there)
     tl.store(slot + second, y, mask=is_there)
@@ -138,15 +144,16 @@ def _write_keys(
 
 @triton.jit
 def _write_values(
-    place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_INT8: tl.constexpr
+    place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
     """Write heads of v into a slot."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)
-    if IS_INT8:
-        scale, inverse = _scale_and_inverse(_magnitude(x))
-        x = _as_int8(x, inverse)
+    if HAS_SCALES:
+        stored = slot.dtype.element_ty
+        scale, inverse = _scale_and_inverse(_magnitude(x), stored)
+        x = _rounded(x, inverse, stored)
         tl.store(scale_place, scale, mask=is_head)
     tl.store(slot + dim, x, mask=is_there)
 
@@ -161,7 +168,7 @@ def _rope_and_write_kv(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, NUM_QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, BLOCK_D: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr, IS_INT8: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -181,11 +188,11 @@ def _rope_and_write_kv(
             k_ptr + token * k_stride + kv_head * k_head_stride,
             k_cache_ptr + block * k_block_stride + kv_head * k_cache_head_stride + offset * k_row_stride,
             k_scales_ptr + block * k_scales_stride + kv_head * k_scales_head_stride + offset,
-            is_head, turns, HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, IS_INT8,
+            is_head, turns, HEAD_DIM, ROTARY_DIM, HALF, REST, IS_INTERLEAVED, HAS_SCALES,
         )  # fmt: skip
         _write_values(
             v_ptr + token * v_stride + kv_head * v_head_stride,
             v_cache_ptr + block * v_block_stride + kv_head * v_cache_head_stride + offset * v_row_stride,
             v_scales_ptr + block * v_scales_stride + kv_head * v_scales_head_stride + offset,
-            is_head, HEAD_DIM, BLOCK_D, IS_INT8,
+            is_head, HEAD_DIM, BLOCK_D, HAS_SCALES,
         )  # fmt: skip
