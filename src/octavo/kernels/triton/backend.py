@@ -137,7 +137,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
-        """Whether there are graphs, and plain torch computes no part of a model: that may look at the batch on the host."""
+        """Whether there are graphs, and plain torch computes no part of a model, which may look at the batch."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: the interpreter has none")
             return False
