@@ -13,7 +13,7 @@ import torch
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.data.model_output import ModelOutput
 from octavo.worker.launched_step import LaunchedStep
-from octavo.worker.worker import LocalExecutor
+from octavo.worker.local_executor import LocalExecutor
 
 PROMPTS = ["What is 12 + 30?", "Sort these words: pear, apple, fig"]
 

@@ -26,11 +26,12 @@ class LateQueue:
     """A `DeviceQueue`. What is computed of device tensors is computed at once, so these are filled at once, too.
 
     But what a copy to the device reads has to be the same when the device comes to it, and what it copies to the host
-    is there only then. num_waits: how often somebody waited for copies that were not made yet.
+    is there only then. num_waits: how often somebody waited for copies that were not made yet. num_to_device: copies to
+    the device so far.
     """
 
     def __init__(self):
-        self.num_waits = 0
+        self.num_waits = self.num_to_device = 0
         self.copies = []
         self.num_made = 0
         self.memory = {}  # by address; it is kept, so that none is another's later
@@ -50,6 +51,7 @@ class LateQueue:
             self.copies.append(partial(target.copy_, content))
         else:
             target.copy_(source)
+            self.num_to_device += 1
             self.copies.append(partial(self.read, source, content))
 
     def is_host(self, tensor):

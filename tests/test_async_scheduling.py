@@ -14,7 +14,8 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.worker import model_runner
 from octavo.worker.host_copies import PinnedMemory
-from octavo.worker.worker import LocalExecutor
+from octavo.worker.local_executor import LocalExecutor
+from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = ["Once upon a time there was a"]
@@ -57,7 +58,7 @@ def make_engine(*, ahead=None, **options):
     if ahead == "launched":
         worker = engine.core.executor.worker
         engine.core.executor.shutdown()
-        engine.core.executor = LocalExecutor(worker, launches_ahead=True)
+        engine.core.executor = LocalExecutor(worker, mode=LaunchesAhead)
     return engine
 
 
@@ -135,15 +136,14 @@ def test_steps_are_launched_ahead_where_nobody_needs_their_tokens(monkeypatch):
     assert sum(launched) >= 28
 
 
-@pytest.mark.parametrize(("device", "way"), [("cpu", "in background"), ("cuda", "launched")])
+@pytest.mark.parametrize(("device", "mode"), [("cpu", ComputesInBackground), ("cuda", LaunchesAhead)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(device, way, ahead, monkeypatch):
+def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(device, mode, ahead, monkeypatch):
     chosen = {}
     monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
     config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
     build._make_executor(config, SimpleNamespace(device=torch.device(device)), None)
-    ways = {"in background": chosen["in_background"], "launched": chosen["launches_ahead"]}
-    assert [each for each, is_chosen in ways.items() if is_chosen] == [way] * ahead
+    assert chosen["mode"] is (mode if ahead else ComputesAtOnce)
 
 
 @pytest.mark.parametrize("breaks", ["execute", "launch", "collect"])

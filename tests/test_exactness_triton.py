@@ -16,7 +16,8 @@ from octavo.config import SpeculativeConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.worker import model_runner
 from octavo.worker.host_copies import PinnedMemory
-from octavo.worker.worker import LocalExecutor
+from octavo.worker.local_executor import LocalExecutor
+from octavo.worker.step_modes import LaunchesAhead
 
 pytest.importorskip("triton")
 
@@ -110,7 +111,7 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
     assert graphs.sizes == {1: [1, 2, 4]}
     by_graph = watch_sizes(graphs)
     engine.core.executor.shutdown()
-    engine.core.executor = LocalExecutor(worker, launches_ahead=True)
+    engine.core.executor = LocalExecutor(worker, mode=LaunchesAhead)
     launch, num_awaited = worker.launch, []
 
     def watch(scheduled):

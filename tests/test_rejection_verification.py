@@ -56,10 +56,9 @@ class Drawing:
         batch = self.runner.batch
         rows = np.array([batch.requests[task.request_id].row for task in tasks])
         known = np.array([len(task.token_ids) for task in tasks])
+        logits, positions = self.logits.repeat(len(tasks), 1), torch.from_numpy(known.astype(np.int32))
         drawn = [
-            self.runner.verification.draw_drafts(
-                self.logits.repeat(len(tasks), 1) + 0.3 * i, batch.sampling.gather(rows, known + i)
-            )
+            self.runner.verification.draw_drafts(logits + 0.3 * i, batch.sampling.gather(rows, positions + i))
             for i in range(3)
         ]
         probs = torch.stack([probs for _, probs in drawn], dim=1)

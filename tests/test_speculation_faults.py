@@ -80,9 +80,9 @@ FAULTS = [
     Fault(
         "noise of the newest token's position",
         ModelRunner.sample,
-        "gather(inputs.sampled_rows, inputs.num_known)",
-        "gather(inputs.sampled_rows, inputs.num_known[inputs.cu_num_logits[:-1]].repeat("
-        "inputs.cu_num_logits[1:] - inputs.cu_num_logits[:-1]))",
+        "gather(inputs.sampled_rows, inputs.known_there)",
+        "gather(inputs.sampled_rows, inputs.known_there[inputs.cu_num_logits[:-1]].repeat_interleave("
+        "torch.from_numpy(np.diff(inputs.cu_num_logits))))",
         compare_tokens,
     ),
     Fault(

@@ -1,11 +1,15 @@
 """Triton's interpreter for tests: what it does again and again without need is done once, and products are exact."""
 
 import contextlib
+import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # of `interpreted_graphs`
 
 
 def kernels_device():
@@ -31,11 +35,15 @@ def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
 
 @contextlib.contextmanager
 def interpreted_kernels():
-    """Yield the kernels in Triton, interpreted in half the time on the CPU; what is compiled is left as it is."""
+    """Yield the kernels in Triton, interpreted in half the time on the CPU; what is compiled is left as it is.
+
+    There are graphs in the interpreter, too.
+    """
+    from interpreted_graphs import InterpretedGraphPool
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
-    from octavo.kernels.triton.backend import TritonKernels
+    from octavo.kernels.triton.backend import TritonKernels, is_interpreted
 
     patched = set()
 
@@ -51,6 +59,9 @@ def interpreted_kernels():
     InterpretedFunction.__call__ = call
     builder.options = replace(options, sanitize_overflow=False)  # of each sum, in 64 bits
     builder.create_dot = dot
+    graph_pool = TritonKernels.graph_pool
+    if is_interpreted():
+        TritonKernels.graph_pool = lambda _device: InterpretedGraphPool()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of operations that plain torch computes
@@ -60,3 +71,4 @@ def interpreted_kernels():
         InterpretedFunction.__call__ = before
         builder.options = options
         builder.create_dot = own_dot
+        TritonKernels.graph_pool = graph_pool

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from interpreted_graphs import InterpretedGraphPool
 from triton.testing import do_bench
 
 from octavo.kernels import AttentionBatch, SamplingRows, create_kernels
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
+from octavo.kernels.triton.backend import TritonKernels
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
@@ -229,4 +231,6 @@ class Check:
 def open_check(folder: Path, *, is_dry: bool) -> Check:
     """Return what stages share, on the GPU or, dry, in Triton's interpreter."""
     device = torch.device("cpu" if is_dry else "cuda")
+    if is_dry:
+        TritonKernels.graph_pool = lambda _device: InterpretedGraphPool()
     return Check(device, DRY if is_dry else ON_GPU, folder, create_kernels(device, "triton"))

@@ -39,7 +39,9 @@ from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
 from octavo.worker.kv_transfers import staging_bytes
-from octavo.worker.worker import LocalExecutor, Worker, resolve_device
+from octavo.worker.local_executor import LocalExecutor
+from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
+from octavo.worker.worker import Worker, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
+    from octavo.worker.step_modes import StepMode
 
 
 logger = logging.getLogger(__name__)
@@ -153,14 +156,10 @@ def build_core(
 
 
 def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
-    is_ahead, on_cpu = config.scheduler.async_scheduling, worker.device.type == "cpu"
-    return LocalExecutor(
-        worker,
-        store,
-        num_threads=num_load_threads(config.kv_transfer),
-        in_background=is_ahead and on_cpu,
-        launches_ahead=is_ahead and not on_cpu,
-    )
+    mode: type[StepMode] = ComputesAtOnce
+    if config.scheduler.async_scheduling:
+        mode = ComputesInBackground if worker.device.type == "cpu" else LaunchesAhead
+    return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
 
 def _stats(store: TieredStore | None) -> EngineStats:

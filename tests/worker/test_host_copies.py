@@ -38,6 +38,22 @@ def test_arrays_come_to_the_device_and_back_as_they_are(copies):
             np.testing.assert_array_equal(back.numpy(), array)
 
 
+def test_arrays_come_to_the_device_together_by_one_copy():
+    queue = LateQueue()
+    copies = pinned(queue)
+    for number in range(1, 4):
+        copies.begin()
+        on_device = copies.to_device_together(ARRAYS)
+        assert queue.num_to_device == number
+        for array, there in zip(ARRAYS, on_device, strict=True):
+            assert there.numpy().dtype == array.dtype
+            assert there.is_contiguous()
+            assert there.data_ptr() % 16 == on_device[0].data_ptr() % 16, "kernels read 16 bytes at once"
+            np.testing.assert_array_equal(there.numpy(), array)
+    copies.mark().synchronize()
+    assert copies.to_device_together([]) == []
+
+
 def test_an_array_may_change_as_soon_as_it_is_handed_over():
     queue, array = LateQueue(), np.arange(5)
     copies = pinned(queue)
@@ -77,7 +93,7 @@ def test_with_one_set_a_launch_waits_and_if_it_did_not_the_step_before_would_rea
     monkeypatch.setattr(host_copies._PinnedSet, "rewind", lambda self: setattr(self, "_num_used", 0))
     _, end = launch(copies, 2)
     launch(copies, 3)
-    with pytest.raises(OverwrittenError, match=r"\[2, 2, 2\] became \[3, 3, 3\]"):
+    with pytest.raises(OverwrittenError, match=r"\[2, .* became \[3, "):
         end.synchronize()
 
 

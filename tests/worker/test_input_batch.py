@@ -241,14 +241,14 @@ def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
     batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
     rows = np.array([batch.requests["a"].row])
     batch.write_scratch_blocks(rows, np.array([[50]]), np.array([[60]]))
-    guesses = np.array([3]), np.array([2]), np.array([1])
+    guesses = np.array([3]), np.array([2]), np.array([0, 1])
     _, attention, _ = batch.gather(rows, *guesses, has_windows=True)
     assert attention.slot_mapping.tolist() == [11, 36]
     assert attention.windowed.slot_mapping.tolist() == [7, 240]
     _, attention, _ = batch.gather(rows, *guesses, has_windows=False)
     assert attention.slot_mapping.tolist() == [11, 36]
     assert attention.windowed is attention.outputs.attention.windowed is None
-    _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([1]), has_windows=False)
+    _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([0, 1]), has_windows=False)
     assert attention.slot_mapping.tolist() == [200]
 
 

@@ -153,6 +153,25 @@ def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, as
     assert len({token for output in outputs for token in output.sampled_token_ids["a"]}) > 2
 
 
+def test_a_decode_step_copies_to_the_device_once(make_runner):
+    """And once more where other requests are sampled than in the step before."""
+    core = Core()
+    requests = [(name, [3, 4, number], params_of({"temperature": 1.0})) for number, name in enumerate("abc")]
+    core.decide({"a": 3, "b": 2, "c": 3}, requests)  # b's prompt is cut
+    for names in ("abc", "abc", "abc", "ac", "ac"):
+        core.decide(dict.fromkeys(names, 1))
+    runner, queue = make_runner()
+    launched, counts = None, []
+    for step in core.steps:
+        before = queue.num_to_device
+        following = runner.launch(step)
+        counts.append(queue.num_to_device - before)
+        if launched is not None:
+            runner.collect(launched)
+        launched = following
+    assert counts == [2, 2, 1, 1, 2, 1]
+
+
 def _with_queue(make_runner, steps):
     runner, queue = make_runner()
     return runner, steps, queue

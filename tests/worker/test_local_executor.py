@@ -19,8 +19,9 @@ from octavo.data.request import RequestStatus
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput
 from octavo.engine.engine_core import EngineCore
 from octavo.errors import ExecutionError
-from octavo.worker import worker
-from octavo.worker.worker import LocalExecutor
+from octavo.worker import local_executor
+from octavo.worker.local_executor import LocalExecutor
+from octavo.worker.step_modes import ComputesInBackground, LaunchesAhead
 
 
 class Loading:
@@ -37,7 +38,7 @@ class Loading:
         self.engine.step()  # orders the load
         assert self.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if wait_s is not None:
-            monkeypatch.setattr(worker, "TRANSFER_WAIT_S", wait_s)
+            monkeypatch.setattr(local_executor, "TRANSFER_WAIT_S", wait_s)
 
 
 def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
@@ -46,7 +47,7 @@ def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
     while time.monotonic() < start + 0.2:
         loading.engine.step()
         count += 1
-    assert count <= 0.2 / worker.TRANSFER_WAIT_S + 1
+    assert count <= 0.2 / local_executor.TRANSFER_WAIT_S + 1
 
 
 def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
@@ -160,7 +161,7 @@ def in_background():
     executors = []
 
     def make(worker):
-        executors.append(LocalExecutor(worker, in_background=True))
+        executors.append(LocalExecutor(worker, mode=ComputesInBackground))
         return executors[-1]
 
     yield make
@@ -229,7 +230,7 @@ def test_whatever_else_ends_a_step_ends_no_other(in_background):
 
 def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_its_tokens():
     worker = Device(needs=(3,))
-    executor = LocalExecutor(worker, launches_ahead=True)
+    executor = LocalExecutor(worker, mode=LaunchesAhead)
     executor.submit(step(1))
     for number in (1, 2, 3):
         executor.submit(step(number + 1))
@@ -242,7 +243,7 @@ def test_a_step_is_launched_before_the_one_before_is_collected_unless_it_needs_i
 
 def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
     worker = Device("launch 2")
-    executor = LocalExecutor(worker, launches_ahead=True)
+    executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2, 3):
         executor.submit(step(number))
     assert executor.collect().step == 1
@@ -260,7 +261,7 @@ def test_a_step_that_cannot_be_launched_costs_the_one_before_nothing():
 def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_heard(fails, needs):
     """It fails where it is launched, or later: the device tells of that when somebody waits for it."""
     worker = Device(fails, needs)
-    executor = LocalExecutor(worker, launches_ahead=True)
+    executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2):
         executor.submit(step(number))
     with pytest.raises(ExecutionError, match="ValueError"):
@@ -276,7 +277,7 @@ def test_behind_a_step_that_failed_on_its_device_nothing_is_read_until_that_is_h
 
 def test_who_gives_up_waits_for_the_device_and_hears_of_no_failure_there():
     worker = Device("idle")
-    executor = LocalExecutor(worker, launches_ahead=True)
+    executor = LocalExecutor(worker, mode=LaunchesAhead)
     for number in (1, 2):
         executor.submit(step(number))
     executor.abandon()

@@ -45,7 +45,7 @@ class RequestSampler:
             for i, each in enumerate(requests)
             if not columns.is_plain[rows[i]]
         }
-        gathered = columns.gather(rows, np.array([len(r.known) for r in requests]))
+        gathered = columns.gather(rows, torch.tensor([len(r.known) for r in requests], dtype=torch.int32))
         return self.sampler.choose(logits, gathered, tasks).read()
 
 
@@ -92,7 +92,7 @@ def test_columns_are_gathered_anew_where_something_changed():
         columns.set(row, SamplingParams(temperature=temperature, top_k=row), seed=row, sample_index=row)
 
     def gather(rows: list[int], num_tokens: list[int]) -> SamplingRows:
-        return columns.gather(np.array(rows), np.array(num_tokens))
+        return columns.gather(np.array(rows), torch.tensor(num_tokens))
 
     first = gather([0, 2], [1, 21])
     assert (first.temperature.tolist(), first.top_k.tolist()) == ([0.5, 1.5], [0, 2])

@@ -146,12 +146,17 @@ class DraftRunner:
         most = self.forward_pass.max_tokens
         if counts.sum() > most:
             return self._catch_up(indices, _within(most, counts))
-        token_ids, attention, _ = self._batch.gather(
-            rows, first, counts, np.ones_like(counts), has_windows=self._has_windows
+        token_ids, attention, (known_there,) = self._batch.gather(
+            rows,
+            first,
+            counts,
+            np.arange(len(counts) + 1),
+            [num_tokens.astype(np.int32)],
+            has_windows=self._has_windows,
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, num_tokens)
-        return self._choose(indices, hidden)
+        return self._choose(indices, hidden, known_there)
 
     def _catch_up(
         self, indices: NDArray[np.int64], counts: NDArray[np.int64]
@@ -160,18 +165,19 @@ class DraftRunner:
         ends = self._num_computed[indices] + counts
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
-        token_ids, attention, _ = self._batch.gather(
+        token_ids, attention, (known_there,) = self._batch.gather(
             self._rows[part],
             self._num_computed[part],
             counts[is_part],
-            is_due[is_part].astype(np.int64),
+            np.append(0, is_due[is_part].cumsum()),
+            [ends[is_due].astype(np.int32)],
             has_windows=self._has_windows,
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, ends)
         chosen, goes_on = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
         if len(hidden):
-            chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden)
+            chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden, known_there)
         return chosen, goes_on
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -180,8 +186,13 @@ class DraftRunner:
             self._has_noted = True
             self.kv.note_known(self._rows[indices], ends)
 
-    def _choose(self, indices: NDArray[np.int64], hidden: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
+    def _choose(
+        self, indices: NDArray[np.int64], hidden: Tensor, known_there: Tensor
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now.
+
+        known_there: int32, how many tokens each has, on the device.
+        """
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
         tasks = self._tasks.make_for_drafts(requests, rows, num_tokens)
@@ -190,7 +201,7 @@ class DraftRunner:
         for error in faults.values():
             if not is_fault(error):
                 raise error
-        drawn, probs = self._verification.draw_drafts(logits, self._batch.sampling.gather(rows, num_tokens))
+        drawn, probs = self._verification.draw_drafts(logits, self._batch.sampling.gather(rows, known_there))
         chosen: NDArray[np.int64] = drawn.cpu().numpy()
         chosen[list(faults)] = -1
         if probs is not None:

@@ -7,18 +7,21 @@ turns. On a CPU there is nothing to copy.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
 NUM_SETS = 2  # of pinned memory: a step may be launched while the one before is computed
 _FIRST_BYTES = 1 << 16  # of a set; it grows with what its steps take
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes, of each array there and on the device, where kernels read 16 at once
 
 
 class Mark(Protocol):
@@ -78,6 +81,13 @@ class HostCopies(Protocol):
         """
         ...
 
+    def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+        """Return arrays as tensors on the device, as `to_device` does; by one copy where there is something to copy.
+
+        Their memory there is one piece, which stays as long as one of them is held.
+        """
+        ...
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor in host memory that is as this one once a later `mark` is passed.
 
@@ -110,6 +120,10 @@ class SharedMemory:
         """Return a tensor of the array's memory where that is contiguous."""
         return torch.from_numpy(np.ascontiguousarray(array))
 
+    def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+        """Return tensors of the arrays' memory."""
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
@@ -136,17 +150,20 @@ class _PinnedSet:
         self._full.clear()
         self._num_used = 0
 
-    def write(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a copy of an array in this memory, which stays until `rewind`."""
-        num_bytes = array.nbytes
+    def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
+        """Return a copy of arrays in this memory, which stays until `rewind`; sizes: bytes that each has there."""
+        num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
             self._memory = self._queue.host_memory(2 * len(self._memory) + num_bytes)
             self._num_used = 0
         source = self._memory[self._num_used : self._num_used + num_bytes]
-        self._num_used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        written = torch.from_numpy(np.ascontiguousarray(array))
-        return source.view(written.dtype).view(written.shape).copy_(written)
+        self._num_used += num_bytes
+        begin, written = 0, source.numpy()
+        for array, size in zip(arrays, sizes, strict=True):
+            np.copyto(written[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape), array)
+            begin += size
+        return source
 
 
 class PinnedMemory:
@@ -170,10 +187,26 @@ class PinnedMemory:
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """Return a new tensor on the device, to which the array's copy in this step's set is being copied."""
-        source = self._sets[self._number].write(array)
-        target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        (tensor,) = self.to_device_together([array])
+        return tensor
+
+    def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+        """Return parts of one new tensor on the device, to which copies in this step's set are being copied."""
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        source = self._sets[self._number].write(arrays, sizes)
+        target = torch.empty(len(source), dtype=torch.uint8, device=self.device)
         self._queue.copy(target, source)
-        return target
+        tensors: list[Tensor] = []
+        whole: dict[np.dtype[np.generic], Tensor] = {}
+        begin = 0
+        for array, size in zip(arrays, sizes, strict=True):
+            dtype = array.dtype
+            if dtype not in whole:
+                whole[dtype] = target.view(_torch_dtype(dtype))
+            part = whole[dtype].narrow(0, begin // dtype.itemsize, array.size)
+            tensors.append(part if array.ndim == 1 else part.view(array.shape))
+            begin += size
+        return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Return new pinned memory, which is the caller's, to which the tensor is being copied."""
@@ -184,6 +217,11 @@ class PinnedMemory:
     def mark(self) -> Mark:
         """Return the place behind all that is enqueued."""
         return self._queue.mark()
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def create_host_copies(device: torch.device) -> HostCopies:

@@ -9,7 +9,7 @@ is awaited. In its place stands -1 less the row's number, and the device feeds t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from octavo.worker.host_copies import SharedMemory
 from octavo.worker.sampler import SamplingColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -66,6 +66,7 @@ class ModelInputs:
     sampled_rows    int64 [num_logits], whose row of the worker's arrays each row of logits is
     num_known       int64 [num_logits], how many tokens stand before the one that is chosen there
     logits_indices  int64 [num_logits], their rows of hidden states; None where these are all rows
+    rows_there, known_there: sampled_rows, and num_known as int32, on the device
     """
 
     token_ids: torch.Tensor
@@ -77,6 +78,8 @@ class ModelInputs:
     sampled_rows: NDArray[np.int64]
     num_known: NDArray[np.int64]
     logits_indices: torch.Tensor | None
+    rows_there: torch.Tensor
+    known_there: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +110,7 @@ class InputBatch:
         copies = copies or SharedMemory()
         self.has_windows = has_windows
         self.block_size = block_size
-        self._tensor = copies.to_device
+        self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
         self.num_changes = 0
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
@@ -174,13 +177,13 @@ class InputBatch:
             for row, window_block_ids in zip(rows, cached.new_window_block_ids, strict=True):
                 self._append_window_blocks(row, window_block_ids)
 
-    def await_sampled(self, sampled_rows: NDArray[np.int64], sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
+    def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Let the next step feed what this one sampled before the host knows it.
 
-        sampled_rows: int64 [n], each row once. sampled: int64 [n], on the device. rows: those whose requests get what
-        was sampled there; for the others it counts as not sampled.
+        sampled_rows: int64 [n], each row once. sampled: int64 [n]. Both are on the device. rows: those whose requests
+        get what was sampled there; for the others it counts as not sampled.
         """
-        self.last_sampled.index_copy_(0, self._tensor(sampled_rows), sampled)
+        self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
@@ -259,10 +262,9 @@ class InputBatch:
         num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts  # of each that is computed to its end
         num_logits = (seq_lens == num_fed) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
-        num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
-        token_ids, attention, output_start = self.gather(
-            rows, computed, counts, num_outputs, has_windows=self.has_windows
-        )
+        looks_at_prompt = self.looks_at_prompt[rows]
+        num_outputs = np.where(looks_at_prompt, counts, num_logits) if looks_at_prompt.any() else num_logits
+        output_start = _starts(num_outputs)
         # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
         cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
@@ -273,6 +275,12 @@ class InputBatch:
             num_known, logits_indices = (
                 _ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
             )
+        others = [sampled_rows, num_known.astype(np.int32)]
+        if output_start[-1] != cu_num_logits[-1]:
+            others.append(logits_indices)
+        token_ids, attention, (rows_there, known_there, *indices) = self.gather(
+            rows, computed, counts, output_start, others, has_windows=self.has_windows
+        )
         return ModelInputs(
             token_ids=token_ids,
             attention=attention,
@@ -282,7 +290,9 @@ class InputBatch:
             cu_num_logits=cu_num_logits,
             sampled_rows=sampled_rows,
             num_known=num_known,
-            logits_indices=None if output_start[-1] == cu_num_logits[-1] else self._tensor(logits_indices),
+            logits_indices=indices[0] if indices else None,
+            rows_there=rows_there,
+            known_there=known_there,
         )
 
     def gather(
@@ -290,42 +300,50 @@ class InputBatch:
         rows: NDArray[np.int64],
         first: NDArray[np.int64],
         counts: NDArray[np.int64],
-        num_outputs: NDArray[np.int64],
+        output_start: NDArray[np.int64],
+        others: Sequence[NDArray[np.generic]] = (),
         *,
         has_windows: bool,
-    ) -> tuple[torch.Tensor, AttentionBatch, NDArray[np.int64]]:
+    ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
 
-        num_outputs: of how many of them, its last ones, hidden states are wanted. has_windows: the cache has window
-        blocks. The third is where each row's begin, then their number.
+        output_start: of each row's tokens the last ones have hidden states that are wanted; where these begin among all
+        such, then their number. others: arrays that go to the device by the same copy; the third are these, there.
+        has_windows: the cache has window blocks.
         """
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        counts.cumsum(out=query_start[1:])
-        output_start = np.zeros(len(rows) + 1, dtype=np.int64)
-        num_outputs.cumsum(out=output_start[1:])
+        query_start = _starts(counts)
         row_of_token, positions = rows, first  # where each has one token
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
-        width = -(-int(seq_lens.max()) // self.block_size)
-        attention = self._attention(
-            query_start, seq_lens, rows, (row_of_token, positions), width=width, has_windows=has_windows
-        )
-        if output_start[-1] < query_start[-1]:
+        width = -(-int(np.maximum.reduce(seq_lens)) // self.block_size)
+        token_ids = self.token_ids[row_of_token, positions]
+        arrays = [
+            token_ids.astype(np.int64),
+            *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, has_windows),
+        ]
+        is_cut = output_start[-1] < query_start[-1]
+        if is_cut:
+            num_outputs = np.diff(output_start)
             of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]
-            batch = self._attention(start, seq_lens[kept], rows[kept], tokens, width=width, has_windows=has_windows)
-            attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
-        return self._fed(self.token_ids[row_of_token, positions]), attention, output_start
+            arrays.append(of_step)
+            arrays += self._attention_arrays(start, seq_lens[kept], rows[kept], *tokens, width, has_windows)
+        tensors = iter(self._tensors([*arrays, *others]))
+        fed = self._fed(token_ids, next(tensors))
+        attention = self._attention(tensors, has_windows=has_windows)
+        if is_cut:
+            outputs = OutputRows(next(tensors), self._attention(tensors, has_windows=has_windows))
+            attention = replace(attention, outputs=outputs)
+        return fed, attention, list(tensors)
 
-    def _fed(self, token_ids: NDArray[np.int32]) -> torch.Tensor:
+    def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
         """Return what is fed to the model as int64 on the device: there stands what was sampled for what is awaited.
 
-        Where no token could be chosen it is token 0: what comes of that is for nobody.
+        fed: the token ids there. Where no token could be chosen it is token 0: what comes of that is for nobody.
         """
-        fed = self._tensor(token_ids.astype(np.int64))
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
@@ -352,34 +370,39 @@ class InputBatch:
             num_drafts[index] = len(token_ids)
         return num_drafts
 
-    def _attention(
+    def _attention_arrays(
         self,
         query_start: NDArray[np.integer],
         seq_lens: NDArray[np.integer],
         rows: NDArray[np.int64],
-        tokens: tuple[NDArray[np.int64], NDArray[np.int64]],
-        *,
+        row_of_token: NDArray[np.int64],
+        positions: NDArray[np.int64],
         width: int,
         has_windows: bool,
-    ) -> AttentionBatch:
-        """Return the batch of tokens, as their rows and positions, of rows whose tables are cut to `width` blocks."""
-        row_of_token, positions = tokens
+    ) -> list[NDArray[np.generic]]:
+        """Return the arrays that `_attention` takes, of tokens of rows whose tables are cut to `width` blocks."""
         indices, offsets = positions // self.block_size, positions % self.block_size
-        slots = self.block_tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
-        attention = AttentionBatch(
-            query_start=self._tensor(query_start.astype(np.int32)),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(self.block_tables[rows, :width]),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            block_size=self.block_size,
-        )
+        arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
+        for tables in (self.block_tables, self.window_tables) if has_windows else (self.block_tables,):
+            slots = tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
+            arrays += [tables[rows, :width], slots]
+        return arrays
+
+    def _attention(self, tensors: Iterator[torch.Tensor], *, has_windows: bool) -> AttentionBatch:
+        """Return the batch of the next ones of the tensors."""
+        query_start, seq_lens, positions, block_tables, slot_mapping = islice(tensors, 5)
+        attention = AttentionBatch(query_start, seq_lens, block_tables, positions, slot_mapping, self.block_size)
         if not has_windows:
             return attention
-        window_tables = self._tensor(self.window_tables[rows, :width])
-        slots = self.window_tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
-        windowed = replace(attention, block_tables=window_tables, slot_mapping=self._tensor(slots))
-        return replace(attention, windowed=windowed)
+        window_tables, window_slots = islice(tensors, 2)
+        return replace(attention, windowed=replace(attention, block_tables=window_tables, slot_mapping=window_slots))
+
+
+def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return where each of so many begins, all behind one another, then their number."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=starts[1:])
+    return starts
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:

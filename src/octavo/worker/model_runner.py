@@ -173,7 +173,7 @@ class ModelRunner:
         """Let the device feed what a step sampled, as the host does not know it when the next one is launched."""
         if step.chosen is not None and step.due_rows is not None:
             assert step.inputs is not None
-            self.batch.await_sampled(step.inputs.sampled_rows, step.chosen.token_ids, step.due_rows)
+            self.batch.await_sampled(step.inputs.rows_there, step.chosen.token_ids, step.due_rows)
             step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
@@ -201,7 +201,7 @@ class ModelRunner:
         """
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
-        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
+        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
         step.chosen = chosen = self.sampler.choose(logits, rows, tasks, self._chooser(inputs))
         for row, error in chosen.faults.items():
             if not is_fault(error):

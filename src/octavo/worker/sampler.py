@@ -43,7 +43,7 @@ class SamplingColumns:
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
         self.is_plain = np.zeros(num_rows, dtype=bool)
         self.reads_tokens = np.zeros(num_rows, dtype=bool)
-        self._tensor = copies.to_device
+        self._tensors = copies.to_device_together
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._top_p = np.zeros(num_rows, dtype=np.float32)
@@ -64,25 +64,19 @@ class SamplingColumns:
         self._sample_index[row] = sample_index
         self._gathered = None
 
-    def gather(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> SamplingRows:
-        """Return the parameters of these rows, whose requests know so many tokens, beside the logits.
+    def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
+        """Return the parameters of these rows beside the logits.
 
-        Those of the step before are taken again where the rows are the same: only their positions move.
+        position: int32 [len(rows)] on the device, how many tokens each row's request knows. What was copied for the
+        step before is taken again where the rows are the same: only their positions move.
         """
-        position = self._tensor(num_tokens.astype(np.int32))
         key = rows.tobytes()
         if self._gathered is not None and key == self._gathered_key:
             return replace(self._gathered, position=position)
         self._gathered_key = key
-        self._gathered = SamplingRows(
-            temperature=self._tensor(self._temperature[rows]),
-            top_k=self._tensor(self._top_k[rows]),
-            top_p=self._tensor(self._top_p[rows]),
-            min_p=self._tensor(self._min_p[rows]),
-            seed=self._tensor(self._seed[rows]),
-            sample_index=self._tensor(self._sample_index[rows]),
-            position=position,
-        )
+        columns = self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._sample_index
+        temperature, top_k, top_p, min_p, seed, sample_index = self._tensors([column[rows] for column in columns])
+        self._gathered = SamplingRows(temperature, top_k, top_p, min_p, seed, sample_index, position)
         return self._gathered
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import weakref
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +12,7 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from octavo.errors import ConfigError, ExecutionError
+from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.kv_layout import ROUNDED_KV
@@ -28,7 +24,6 @@ from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
-from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
 from octavo.worker.memory import (
     block_bytes,
     decide_kv_size,
@@ -44,10 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
-    from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
     from octavo.kernels.interface import DecodePlan
-    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.kv_layout import KVLayout
@@ -55,14 +48,11 @@ if TYPE_CHECKING:
     from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
-    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.launched_step import LaunchedStep
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
-TRANSFER_WAIT_S = 0.01  # at most at once for KV on its way: so long who arrives or leaves meanwhile is not heard
 _WARM_UP = "octavo-warm-up"  # the id of its request
-ArgumentT = TypeVar("ArgumentT")
 ResultT = TypeVar("ResultT")
 
 
@@ -373,148 +363,3 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
     # As one that was preempted: what an ended one wrote may be kept for others.
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
-
-
-@dataclass(slots=True)
-class _Submitted:
-    """A step of a `LocalExecutor`. future, launched: while its result, or its error, is not here."""
-
-    scheduled: SchedulerOutput
-    future: Future[ModelOutput | None] | None = None
-    launched: LaunchedStep | None = None
-    result: ModelOutput | None = None
-    error: ExecutionError | None = None
-
-
-class LocalExecutor:
-    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
-
-    launches_ahead: `submit` launches, `collect` waits for the device. It has the next step before the oldest one is
-    collected, unless that one's tokens must be known on the host first.
-    in_background: a thread computes, and `submit` returns at once: for a CPU, on which launching is computing.
-    ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
-    it is closed with the executor. num_threads: for loads from it.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        store: TieredStore | None = None,
-        *,
-        num_threads: int = 1,
-        in_background: bool = False,
-        launches_ahead: bool = False,
-    ) -> None:
-        self.worker = worker
-        self._launches_ahead = launches_ahead
-        self._thread = ThreadPoolExecutor(1, "octavo-worker") if in_background else None
-        self._steps: deque[_Submitted] = deque()
-        self._failed: int | None = None  # the first step that failed: none behind it is done until that is heard
-        self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
-        self._kv_mover: KVMover = NoKVMover()
-        if store is not None:
-            self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
-                worker.kv_cache, store, self.ended_transfers.put, num_threads=num_threads
-            )
-
-    def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile the grammar that a request asks for, in the background."""
-        wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:  # without a tokenizer nobody can ask
-            return None
-        return grammars.prepare(wanted, tenant)
-
-    def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute a step, or launch it; a failure is kept for `collect`."""
-        step = _Submitted(scheduled)
-        if self._launches_ahead:
-            if self._steps and self.worker.needs_sampled_tokens(scheduled):
-                for before in self._steps:
-                    self._finish(before)
-            step.launched = self._run(step, self.worker.launch, scheduled)
-        elif self._thread is not None:
-            step.future = self._thread.submit(self._run, step, self.worker.execute, scheduled)
-        else:
-            step.result = self._run(step, self.worker.execute, scheduled)
-        self._steps.append(step)
-
-    def _run(self, step: _Submitted, do: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | None:
-        """Do a part of a step; return None where it failed, as it then says by itself, and so where one before did."""
-        number = step.scheduled.step
-        if self._failed is not None and number > self._failed:
-            step.error = ExecutionError("the step before failed")
-            return None
-        try:
-            return do(argument)
-        except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
-            self._failed = number
-            logger.exception("step %d failed", number)
-            step.error = ExecutionError(f"the model failed in this step: {type(error).__name__}")
-            return None
-        except BaseException:
-            self._failed = number
-            raise
-
-    def _finish(self, step: _Submitted) -> None:
-        """Wait for a step's result, or error."""
-        if step.future is not None:
-            step.result, step.future = step.future.result(), None
-        elif step.launched is not None:
-            launched, step.launched = step.launched, None
-            step.result = self._run(step, self.worker.collect, launched)
-
-    def collect(self) -> ModelOutput:
-        """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
-
-        A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
-        """
-        assert self._steps, "collect without submit"
-        step = self._steps[0]
-        if step.result is None:
-            self._finish(step)
-        self._steps.popleft()
-        if step.error is not None:
-            raise step.error
-        result, only_waits = step.result, step.scheduled.only_waits_for_transfers
-        assert result is not None
-        if only_waits or not self.ended_transfers.empty():
-            result.kv_transfers.extend(self._take_ended_transfers(only_waits=only_waits))
-        return result
-
-    def abandon(self) -> None:
-        """Give up all steps that were not collected; what is computed just now is waited for."""
-        self._failed = -1
-        try:
-            wait([step.future for step in self._steps if step.future is not None and not step.future.cancel()])
-            if self._launches_ahead:
-                self._wait_idle()
-        finally:
-            self._steps.clear()
-            self._failed = None
-
-    def _wait_idle(self) -> None:
-        try:
-            self.worker.wait_idle()
-        except Exception:  # of steps that nobody wants any more
-            logger.exception("the device failed in steps that were given up")
-
-    def wake(self) -> None:
-        """End a step that only waits for KV, from any thread: there is something new to decide."""
-        self.ended_transfers.put(None)
-
-    def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
-        ended: list[EndedTransfer | None] = []
-        with contextlib.suppress(queue.Empty):
-            if only_waits:
-                ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))
-            while True:
-                ended.append(self.ended_transfers.get_nowait())
-        return [each for each in ended if each is not None]
-
-    def shutdown(self) -> None:
-        """Close the store, and drop the references to weights and KV; a second call changes nothing."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
-        kv_mover.shutdown()
-        self.__dict__.pop("worker", None)

@@ -18,9 +18,10 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 pytest.importorskip("triton")
+from interpreted_graphs import InterpretedGraphPool
+
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
 from octavo.kernels.triton.graphs import CaptureError
-from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool
 
 BLOCK_SIZE, NUM_BLOCKS, TABLE_WIDTH = 16, 160, 40
 SIZES = {1: (1, 4)}

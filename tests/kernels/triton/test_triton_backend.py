@@ -66,6 +66,16 @@ def test_a_model_has_graphs_unless_plain_torch_computes_a_part_of_it(kernels, de
     ]
 
 
+def test_the_interpreter_has_no_graphs_of_its_own(device, caplog, monkeypatch):
+    from octavo.kernels.triton.backend import TritonKernels
+    from octavo.kernels.triton.graphs import CudaGraphPool
+
+    monkeypatch.setattr(TritonKernels, "graph_pool", CudaGraphPool)
+    made = create_kernels(device, "triton")
+    assert made.captures_graphs([], {64}, torch.bfloat16) == (device.type == "cuda")
+    assert ("the interpreter has none" in caplog.text) == (device.type == "cpu")
+
+
 def test_products_of_the_library_are_named_inexact(kernels, device):
     made = create_kernels(device, "fast-inexact")
     assert (made.name, are_exact(device, "fast-inexact")) == ("fast-inexact", False)

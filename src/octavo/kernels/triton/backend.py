@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import triton
@@ -55,10 +55,12 @@ class TritonKernels(ReferenceKernels):
     """Kernels in Triton for a GPU, or in Triton's interpreter for the CPU.
 
     An operation that is not defined here is that of plain torch, and a warning names it when the kernels are made.
+    graph_pool: makes what captures graphs on a device. The interpreter has none: who tries graphs there sets another.
     """
 
     name = "triton"
     multiplies_fp8 = True
+    graph_pool: ClassVar[Callable[[torch.device], GraphPool]] = CudaGraphPool
 
     def __init__(self) -> None:
         in_torch = [name for name in _OPERATIONS if name not in vars(TritonKernels)]
@@ -139,7 +141,10 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
-        """Whether plain torch computes no part of a model: that may look at the batch on the host."""
+        """Whether there are graphs, and plain torch computes no part of a model, which may look at the batch."""
+        if is_interpreted() and type(self).graph_pool is CudaGraphPool:
+            logger.warning("no decode graphs are captured: the interpreter has none")
+            return False
         in_torch = [_PRODUCTS_IN_TORCH] if any(isinstance(weight.storage, list) for weight in weights) else []
         if not all(attention.is_covered(head_dim, dtype) for head_dim in head_dims):
             in_torch.append(_attention_in_torch(dtype))
@@ -160,7 +165,7 @@ class TritonKernels(ReferenceKernels):
         hidden = forward(token_ids, batch)
         if decodes is None:
             return hidden, None
-        return hidden, DecodeGraphs(forward, batch, decodes, _make_graph_pool(token_ids.device))
+        return hidden, DecodeGraphs(forward, batch, decodes, type(self).graph_pool(token_ids.device))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / rms(x) * weight."""
@@ -256,14 +261,6 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before it was imported), on the CPU."""
     return bool(triton.knobs.runtime.interpret)
-
-
-def _make_graph_pool(device: torch.device) -> GraphPool:
-    if not is_interpreted():
-        return CudaGraphPool(device)
-    from octavo.kernels.triton.interpreted_graphs import InterpretedGraphPool  # noqa: PLC0415  of the interpreter alone
-
-    return InterpretedGraphPool()
 
 
 def _target() -> str:

@@ -1,0 +1,108 @@
+"""The executor of this process: its worker's steps in one of three modes, and KV that comes from a store outside."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections import deque
+from typing import TYPE_CHECKING
+
+from octavo.errors import ExecutionError
+from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
+from octavo.worker.step_modes import ComputesAtOnce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from octavo.data.kv_tiers import EndedTransfer
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.kv_transfer.tiers import TieredStore
+    from octavo.sampling_params import SamplingParams
+    from octavo.worker.kv_transfers import KVMover
+    from octavo.worker.step_modes import StepMode
+    from octavo.worker.worker import Worker
+
+TRANSFER_WAIT_S = 0.01  # at most at once for KV on its way: so long who arrives or leaves meanwhile is not heard
+
+
+class LocalExecutor:
+    """An `Executor` that runs its one worker in this process.
+
+    mode: how steps are computed, a class of `octavo.worker.step_modes`. store: of KV outside; it is closed with the
+    executor. num_threads: for loads from it. ended_transfers: put there from any thread by what moves KV; None only
+    ends the wait for one.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        store: TieredStore | None = None,
+        *,
+        num_threads: int = 1,
+        mode: Callable[[Worker], StepMode] = ComputesAtOnce,
+    ) -> None:
+        self._mode = mode(worker)
+        self._submitted: deque[SchedulerOutput] = deque()
+        self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
+        self._kv_mover: KVMover = NoKVMover()
+        if store is not None:
+            self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
+                worker.kv_cache, store, self.ended_transfers.put, num_threads=num_threads
+            )
+
+    @property
+    def worker(self) -> Worker:
+        """The worker, until `shutdown`."""
+        return self._mode.worker
+
+    def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
+        """Compile the grammar that a request asks for, in the background."""
+        wanted, grammars = params.structured_outputs, self.worker.grammars
+        if wanted is None or grammars is None:  # without a tokenizer nobody can ask
+            return None
+        return grammars.prepare(wanted, tenant)
+
+    def submit(self, scheduled: SchedulerOutput) -> None:
+        """Begin a step; a failure is kept for `collect`."""
+        self._mode.submit(scheduled)
+        self._submitted.append(scheduled)
+
+    def collect(self) -> ModelOutput:
+        """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
+
+        A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
+        """
+        assert self._submitted, "collect without submit"
+        result = self._mode.collect()
+        only_waits = self._submitted.popleft().only_waits_for_transfers
+        if isinstance(result, ExecutionError):
+            raise result
+        if only_waits or not self.ended_transfers.empty():
+            result.kv_transfers.extend(self._take_ended_transfers(only_waits=only_waits))
+        return result
+
+    def abandon(self) -> None:
+        """Give up all steps that were not collected; what is computed just now is waited for."""
+        self._submitted.clear()
+        self._mode.abandon()
+
+    def wake(self) -> None:
+        """End a step that only waits for KV, from any thread: there is something new to decide."""
+        self.ended_transfers.put(None)
+
+    def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
+        ended: list[EndedTransfer | None] = []
+        with contextlib.suppress(queue.Empty):
+            if only_waits:
+                ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))
+            while True:
+                ended.append(self.ended_transfers.get_nowait())
+        return [each for each in ended if each is not None]
+
+    def shutdown(self) -> None:
+        """Close the store, and drop the reference to weights and KV; a second call changes nothing."""
+        self._mode.shutdown()
+        kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
+        kv_mover.shutdown()
