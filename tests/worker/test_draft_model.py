@@ -17,6 +17,7 @@ from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_pa
 from octavo.config import SpeculativeConfig
 from octavo.data.events import DraftsVerified, KVLoadEnded
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.speculative.suffix import SuffixProposer
 from octavo.worker.draft_model import _within
 from octavo.worker.forward_pass import ForwardPass
 
@@ -333,6 +334,19 @@ def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeyp
     assert watched.finish() == {"a": right}
     assert len(watched.rows) >= 3
     assert max(watched.lengths) == len(PROMPT) + 12
+
+
+def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_up(monkeypatch, right):
+    """It is recorded, and captured on a GPU: who asks first does not wait for that."""
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(SuffixProposer, "propose", lambda _self, tasks: asked.extend(tasks) or [[0] for _ in tasks])
+        watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
+    assert len(asked) == 1
+    assert watched.drafts.forward_pass.has_run
+    watched.add("a")
+    assert watched.step()[0] == len(PROMPT) + 1
+    assert watched.finish() == {"a": right}
 
 
 def test_what_is_looked_up_costs_no_pass(monkeypatch, right):

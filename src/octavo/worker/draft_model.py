@@ -129,6 +129,22 @@ class DraftRunner:
         """Follow the scheduler's words, once the batch did."""
         self.kv.update(scheduled)
 
+    def warm_up(self, request_id: str) -> None:
+        """Make the first pass, of a request, where none was made as its drafts were looked up; nothing is drafted.
+
+        So passes are recorded, or captured as graphs, before anybody waits for them. A request that is longer than the
+        model's sequences is left alone.
+        """
+        num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
+        if self.forward_pass.has_run or num_tokens > self.max_model_len:
+            return
+        try:
+            self.begin([request_id])
+            self.choose_next(np.array([0]))
+        finally:
+            self.end()
+            self._draft_probs.pop(request_id, None)
+
     def begin(self, request_ids: Sequence[str]) -> None:
         """Take up requests."""
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]

@@ -38,6 +38,11 @@ class ForwardPass:
         self._is_recorded = False
         self._logits = torch.empty(0)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether there was a step, so that nothing is recorded or captured any more."""
+        return self._is_recorded
+
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
 

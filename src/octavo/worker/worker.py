@@ -361,5 +361,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     )
     empty = CachedRequestData.make_empty()
     runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
+    if runner.draft_runner is not None:
+        with torch.inference_mode():
+            runner.draft_runner.warm_up(_WARM_UP)
     # As one that was preempted: what an ended one wrote may be kept for others.
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
