@@ -123,6 +123,17 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
     return call
 
 
+def grouped_linear() -> None:
+    """Call products with the weights of 128 groups."""
+    import torch  # noqa: PLC0415
+
+    from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+    start = torch.arange(129, dtype=torch.int32)
+    x, weights = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(128, 256, 2048, dtype=torch.bfloat16)
+    TritonKernels().grouped_linear(x, weights, start)
+
+
 def rows(name: str) -> Callable[[], None]:
     """Return a call of an operation that takes ids of rows, choices or parameters of sampling."""
 
@@ -198,6 +209,7 @@ CASES: dict[str, Callable[[], None]] = {
     "linear int8 1 row": linear(1, "bfloat16", "int8"),
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),
     "linear int4 1 row": linear(1, "bfloat16", "int4"),
+    "grouped_linear bfloat16": grouped_linear,
     "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
     "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),
     "add_rms_norm bfloat16 4096": operation("add_rms_norm", (8, 4096), (8, 4096), (4096,), eps=1e-6),

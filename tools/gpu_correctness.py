@@ -170,6 +170,17 @@ def _integers(check: Check, entries: Entries) -> None:
 
     entries.add("linear fp8", expanded)
 
+    def by_groups() -> dict[str, bool]:
+        weights = check.random(3, 96, 544, seed=2)
+        alone = [
+            check.kernels.linear(x[rows], check.kernels.pack_linear(weights[group]))
+            for group, rows in ((0, slice(0, 2)), (2, slice(2, 5)))
+        ]
+        start = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=check.device)
+        return _equal(check.kernels.grouped_linear(x, weights, start), torch.cat(alone))
+
+    entries.add("grouped_linear", by_groups)
+
 
 def _choices(check: Check, entries: Entries) -> None:
     """Sample, list the largest, verify drafts: the bits of the CPU."""

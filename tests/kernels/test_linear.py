@@ -135,6 +135,18 @@ def test_many_rows_of_many_features(compiled, generator):
             assert torch.equal(whole[[0, 255, 256, 299]], alone)
 
 
+def test_rows_of_groups_are_multiplied_with_their_own_weight(fastest, generator):
+    x, weights = random(generator, 9, 64), random(generator, 4, 33, 64)
+    start = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
+    groups = [0] * 4 + [2] + [3] * 4
+    alone = [
+        fastest.linear(row[None], fastest.pack_linear(weights[group])) for row, group in zip(x, groups, strict=True)
+    ]
+    assert torch.equal(fastest.grouped_linear(x, weights, start), torch.cat(alone))
+    nobody = fastest.grouped_linear(x[:0], weights, torch.zeros(5, dtype=torch.int32))
+    assert (nobody.shape, nobody.dtype) == ((0, 33), x.dtype)
+
+
 @pytest.mark.parametrize("width", [896, 4864, 151936])
 def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generator, width):
     few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)

@@ -21,6 +21,7 @@ from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
+from octavo.kernels.reference import grouped_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -222,6 +223,10 @@ class CpuKernels:
             return self.gate(self.linear(x, packed), activation)
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, activation)
+
+    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group, which is packed for it."""
+        return grouped_linear(self, x, weights, group_start)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a product will read where they stand.

@@ -219,6 +219,16 @@ class Kernels(Protocol):
         """
         ...
 
+    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group: products of experts, to whom rows were sorted.
+
+        x [num_tokens, in_features]; weights [num_groups, out_features, in_features] of x's dtype, contiguous, and not
+        packed; group_start int32 [num_groups + 1]: where each group's rows begin, from 0, then num_tokens; a group may
+        have none. Returns [num_tokens, out_features] in x's dtype; a row's bits are those of `linear` with the weight.
+        No family has experts yet.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the unpacked weight times `scale`: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`.
 

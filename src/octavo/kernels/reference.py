@@ -7,6 +7,7 @@ by shape, so a row's last bits may depend on its neighbours: the law of exactnes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation, DecodePlan, WeightToPack
+    from octavo.kernels.interface import Activation, DecodePlan, Kernels, WeightToPack
 
 _PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
@@ -109,6 +110,10 @@ class ReferenceKernels:
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up of x @ weight.T + bias."""
         return self.gate(self.linear(x, packed), activation)
+
+    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group."""
+        return grouped_linear(self, x, weights, group_start)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`."""
@@ -344,3 +349,14 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     target = top_p.double().unsqueeze(1) * weights.sum(dim=1, keepdim=True)
     kept &= (before < target) | (top_p >= 1).unsqueeze(1)
     return torch.zeros_like(kept).scatter_(1, ids, kept)
+
+
+def grouped_linear(kernels: Kernels, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+    """Compute `Kernels.grouped_linear` by products of one group after the other, whose weight is packed for it."""
+    bounds = pairwise(group_start.tolist())
+    parts = [
+        kernels.linear(x[first:end], kernels.pack_linear(weight))
+        for weight, (first, end) in zip(weights, bounds, strict=True)
+        if first < end
+    ]
+    return torch.cat(parts) if parts else x.new_empty(0, weights.shape[1])

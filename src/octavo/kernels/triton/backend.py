@@ -17,6 +17,7 @@ from octavo.kernels.triton import attention, elementwise, embedding, norms, reje
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
 from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
+from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.quantized_rows import quantize_rows
@@ -39,6 +40,7 @@ _OPERATIONS = (
     "embedding",
     "gate",
     "gated_linear",
+    "grouped_linear",
     "linear",
     "paged_attention",
     "rejection_sample",
@@ -126,6 +128,11 @@ class TritonKernels(ReferenceKernels):
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up of x @ weight.T + bias."""
         return self.gate(self.linear(x, packed), activation)
+
+    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group."""
+        out = torch.empty(x.shape[0], weights.shape[1], dtype=x.dtype, device=x.device)
+        return grouped_matmul(x, weights, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""

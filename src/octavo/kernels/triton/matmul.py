@@ -133,7 +133,7 @@ def num_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _partition_product(
+def partition_product(
     x_ptr,
     weight_ptr,
     column_scales_ptr,
@@ -222,12 +222,12 @@ def _matmul(
         group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
         row = (group * GROUP + of_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
         column = (of_group // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = _partition_product(
+        total = partition_product(
             x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, 0,
             WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         for partition in range(1, tl.cdiv(WIDTH, PARTITION)):
-            total += _partition_product(
+            total += partition_product(
                 x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, partition,
                 WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
@@ -260,7 +260,7 @@ def _multiply_partition(
     partition = tl.program_id(0)
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = _partition_product(
+    acc = partition_product(
         x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, partition,
         WIDTH, PARTITION, IS_INTEGER, IS_WIDE, FP8_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Products of rows with the weight of their group, as a layer of experts has them: one launch for all groups.
+
+Rows of a group stand together. Each group has tiles of its own, of the very shape and order of `matmul`'s, so a row's
+bits are those of a product with its group's weight alone, whoever is in the group and in others. How many rows a group
+has is read on the device: nobody waits for it. As many tiles of rows are looked at as there may be at most, one for
+each started 64 rows of all and one for each group; those that are too many end at once.
+
+    rows:   | group 0         | group 1 | (none)  | group 3        |
+    tiles:  | 64 rows | rest  | rest    |         | 64 rows | rest |   x tiles of 128 columns
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.matmul import BLOCK_M, BLOCK_N, num_processors, partition_product, tile_options
+from octavo.kernels.triton.rounding import round_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor) -> Tensor:
+    """Write x @ weight.T with the weight of each row's group into `out` [num_tokens, out_features], and return it.
+
+    x [num_tokens, in_features]; weights [num_groups, out_features, in_features], contiguous; group_start int32
+    [num_groups + 1]: where each group's rows begin, from 0, then num_tokens. Sums are float32, rounded once.
+    """
+    num_rows, width = x.shape
+    num_groups, num_columns, _ = weights.shape
+    row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most
+    tiles = row_tiles * triton.cdiv(num_columns, BLOCK_N)
+    _grouped_matmul[(min(tiles, num_processors(x.device)),)](
+        x, weights, out, group_start, row_tiles, num_groups, num_columns, x.stride(0), WIDTH=width,
+        MOST_GROUPS=triton.next_power_of_2(num_groups), **tile_options(x.dtype, weights.dtype),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["most_row_tiles"])  # one binary for one row and many
+def _grouped_matmul(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    group_start_ptr,
+    most_row_tiles,
+    num_groups,
+    num_columns,
+    x_stride,
+    WIDTH: tl.constexpr,
+    MOST_GROUPS: tl.constexpr,
+    PARTITION: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    groups = tl.arange(0, MOST_GROUPS)
+    starts = tl.load(group_start_ptr + groups, mask=groups < num_groups, other=0)
+    ends = tl.load(group_start_ptr + groups + 1, mask=groups < num_groups, other=0)
+    tiles_until = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M), 0)  # of a group's tiles of rows and those before them
+    num_row_tiles = tl.max(tiles_until, 0)
+    first, step = loop_bound(tl.program_id(0)), loop_bound(tl.num_programs(0))
+    for tile in range(first, loop_bound(most_row_tiles * tl.cdiv(num_columns, BLOCK_N)), step):
+        row_tile, column_tile = tile % most_row_tiles, tile // most_row_tiles
+        if row_tile < num_row_tiles:
+            group = tl.sum((tiles_until <= row_tile).to(tl.int32), 0)
+            is_group = groups == group
+            start, end = tl.sum(tl.where(is_group, starts, 0), 0), tl.sum(tl.where(is_group, ends, 0), 0)
+            tiles_before = tl.max(tl.where(groups < group, tiles_until, 0), 0)
+            row = start + (row_tile - tiles_before) * BLOCK_M + tl.arange(0, BLOCK_M)
+            column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            weight = weight_ptr + group.to(tl.int64) * num_columns * WIDTH
+            total = partition_product(
+                x_ptr, weight, x_ptr, row, column, end, num_columns, x_stride, 0,
+                WIDTH, PARTITION, False, IS_WIDE, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            for partition in range(1, tl.cdiv(WIDTH, PARTITION)):
+                total += partition_product(
+                    x_ptr, weight, x_ptr, row, column, end, num_columns, x_stride, partition,
+                    WIDTH, PARTITION, False, IS_WIDE, 0, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            place = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+            is_there = (row < end)[:, None] & (column < num_columns)[None, :]
+            tl.store(place, round_to(total, out_ptr.dtype.element_ty), mask=is_there)

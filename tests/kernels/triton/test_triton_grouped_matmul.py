@@ -1,0 +1,73 @@
+"""Products by groups: the bits of a product with each group's weight alone, whoever stands in the others."""
+
+import pytest
+import torch
+from broken_kernels import broken
+
+from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.triton.matmul import BLOCK_M, PARTITION
+
+# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+COUNTS = [  # rows of each group
+    [3],
+    [0, 2, 0, 1],
+    [BLOCK_M, BLOCK_M + 1, 5],
+    [1, 0, 0, 2, 0, 0, 0],
+    [0, 0],
+]
+
+
+def make(generator, counts, width, columns, dtype):
+    """Return rows, weights, and where groups begin."""
+    x = torch.randn(sum(counts), width, generator=generator).to(dtype)
+    weights = torch.randn(len(counts), columns, width, generator=generator).to(dtype)
+    return x, weights, torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "columns"), [(16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_its_bits_are_those_of_each_group_alone(kernels, generator, counts, width, columns, dtype):
+    x, weights, start = make(generator, counts, width, columns, dtype)
+    result = kernels.grouped_linear(x, weights, start)
+    assert (result.shape, result.dtype) == ((sum(counts), columns), dtype)
+    for weight, first, end in zip(weights, start[:-1].tolist(), start[1:].tolist(), strict=True):
+        if first < end:
+            alone = kernels.linear(x[first:end], kernels.pack_linear(weight))
+            assert torch.equal(result[first:end], alone)
+            assert torch.equal(kernels.linear(x[first : first + 1], kernels.pack_linear(weight))[0], result[first])
+
+
+def test_it_is_what_plain_torch_has(kernels, generator):
+    arguments = make(generator, [4, 0, 70], 96, 40, torch.float32)
+    torch.testing.assert_close(kernels.grouped_linear(*arguments), ReferenceKernels().grouped_linear(*arguments))
+
+
+def test_rows_may_stand_apart(kernels, generator):
+    x, weights, start = make(generator, [2, 3], 48, 7, torch.float32)
+    wide = torch.cat([x, x], dim=1)
+    assert torch.equal(kernels.grouped_linear(wide[:, :48], weights, start), kernels.grouped_linear(x, weights, start))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("tiles_until <= row_tile", "tiles_until < row_tile"),
+        ("tiles_before) * BLOCK_M", "tiles_before) * (BLOCK_M + 1)"),
+        ("row, column, end, num_columns, x_stride, 0,", "row, column, end - 1, num_columns, x_stride, 0,"),
+        ("(row < end)", "(row <= end)"),
+        ("group.to(tl.int64) * num_columns", "0 * num_columns"),
+    ],
+)
+def test_what_is_broken_is_caught(generator, tmp_path, right, wrong):
+    """A row too many is one of the group that comes next, whose tile may be stored before."""
+    x, weights, start = make(generator, [BLOCK_M + 1, 2, 3], 24, 5, torch.float32)
+    expected = ReferenceKernels().grouped_linear(x, weights, start)
+    module = broken(tmp_path, "grouped_matmul", right, wrong)
+    outputs = torch.full((len(x) + 1, 5), torch.nan)
+    module.grouped_matmul(x, weights, start, outputs)
+    is_right = torch.allclose(outputs[:-1], expected, atol=1e-4) and bool(outputs[-1].isnan().all())
+    assert not is_right
