@@ -210,6 +210,13 @@ def test_weights_of_another_shape_than_is_asked_for_are_refused(kind, tmp_path):
     assert "has shape [160, 64]" in found["problem"] or "has the shape [160, 64]" in found["problem"]
 
 
+def test_of_a_model_in_the_hub_not_all_weights_need_be_here(built_in, monkeypatch):
+    for path in built_in.glob("*.safetensors"):
+        path.write_bytes(b"a part")
+    monkeypatch.setattr("octavo.startup.checkpoint.resolve_model_path", lambda model, *, weights: built_in)
+    assert report("owner/name")["verdict"] == "runs"
+
+
 def test_weights_may_be_missing(built_in):
     for path in built_in.glob("*.safetensors"):
         path.unlink()

@@ -69,6 +69,16 @@ def test_blocks_of_few_bits_are_not_rounded_to_as_many(kind, quantization, tmp_p
         find(target, method="quantized")
 
 
+def test_fp8_is_no_draft_of_fp8(tmp_path):
+    folder = shutil.copytree(built_in_model_path(), tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ConfigError, match=r"in fp8, but those of .*fp8 are FP8 already; take int4"):
+        find({"model": str(folder)}, method="quantized", quantization="fp8")
+    assert find({"model": str(folder)}, method="quantized").quantization == "int4"
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     assert "has a vocabulary of 1,537 tokens, the model one of 1,536" in refused(
         changed_draft(tmp_path / "larger", vocab_size=1537)

@@ -107,8 +107,9 @@ def report_on(path: Path, name: str) -> ModelReport:
 def look_closer(model: str) -> ModelReport:
     """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    report = _report(path if path.exists() else opened().path, model, opened)
-    if report.size_bytes and not report.problem:
+    is_here = path.exists()  # of a model in the hub some files may be here, and the others come when it is loaded
+    report = _report(path if is_here else opened().path, model, opened)
+    if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))
     return report if report.problem else replace(report, details=_details(opened()))
 

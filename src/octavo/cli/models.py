@@ -1,4 +1,4 @@
-"""`octavo models`: what can be run here. Reads what describes checkpoints, and no weights."""
+"""`octavo models`: what can be run here, by what describes checkpoints, and looked at closer by how their files begin."""
 
 from __future__ import annotations
 

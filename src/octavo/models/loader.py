@@ -12,7 +12,13 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ConfigError, ModelError
-from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, have_one_order, quantize_fp8
+from octavo.kernels.quantization import (
+    FP8_GROUP_MULTIPLE,
+    ROUNDING_VERSION,
+    fuse_quantized,
+    have_one_order,
+    quantize_fp8,
+)
 from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
@@ -88,7 +94,7 @@ def load_model(
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
-    keeps_fp8 = kernels.multiplies_fp8 and quantization in {None, "fp8"}
+    keeps_fp8 = files is not None and kernels.multiplies_fp8 and quantization in {None, "fp8"}
     _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
     total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
     packer = _Packer(
@@ -151,7 +157,8 @@ def _tell_of_small_floats(
     if architecture.stored_floats is None:
         return
     summary = architecture.stored_floats.summary
-    if keeps_fp8 and architecture.stored_floats.bits == 8:
+    columns = architecture.stored_floats.block[1]
+    if keeps_fp8 and architecture.stored_floats.bits == 8 and not (columns and columns % FP8_GROUP_MULTIPLE):
         logger.info(
             "the weights are %s, and stay so: they are multiplied as %s, activations are not rounded", summary, dtype
         )

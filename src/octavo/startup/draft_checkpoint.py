@@ -67,6 +67,12 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
             f"method quantized rounds weights that are not rounded, but {target.checkpoint.path} holds integers of "
             f"{stored.bits} bits; use another method of speculative_config"
         )
+    floats = target.architecture.stored_floats
+    if quantization == "fp8" and config.quantization is None and floats is not None and floats.bits == 8:
+        raise ConfigError(
+            f"method quantized drafts with the model's weights in fp8, but those of {target.checkpoint.path} are FP8 "
+            "already; take int4, or another method of speculative_config"
+        )
     if _BITS[config.quantization] <= _BITS[quantization]:
         raise ConfigError(
             f"method quantized drafts with the model's weights in {quantization}, but the model itself is loaded in "

@@ -8,7 +8,7 @@ that the worker knows, and only the others of a step are looked at one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +50,7 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: SamplingRows | None = None  # of the rows in `_gathered_key`, until a row changes
+        self._gathered: list[Tensor] | None = None  # columns of the rows in `_gathered_key`, until a row changes
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -71,13 +71,11 @@ class SamplingColumns:
         step before is taken again where the rows are the same: only their positions move.
         """
         key = rows.tobytes()
-        if self._gathered is not None and key == self._gathered_key:
-            return replace(self._gathered, position=position)
-        self._gathered_key = key
-        columns = self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._sample_index
-        temperature, top_k, top_p, min_p, seed, sample_index = self._tensors([column[rows] for column in columns])
-        self._gathered = SamplingRows(temperature, top_k, top_p, min_p, seed, sample_index, position)
-        return self._gathered
+        if self._gathered is None or key != self._gathered_key:
+            columns = self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._sample_index
+            self._gathered, self._gathered_key = self._tensors([column[rows] for column in columns]), key
+        temperature, top_k, top_p, min_p, seed, sample_index = self._gathered
+        return SamplingRows(temperature, top_k, top_p, min_p, seed, sample_index, position)
 
 
 @dataclass(frozen=True, slots=True)
