@@ -1,4 +1,4 @@
-"""`octavo models`: what can be run here, by what describes checkpoints, and looked at closer by how their files begin."""
+"""`octavo models`: what can be run here, by what describes checkpoints and, looked at closer, how their files begin."""
 
 from __future__ import annotations
 
