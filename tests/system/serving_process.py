@@ -82,15 +82,13 @@ def serve(
     key: str | None = None,
     certificate: str | None = None,
     python: str = sys.executable,
-    gives_way: bool = False,
     **variables: str,
 ) -> Iterator[Served]:
     """Run `octavo serve` on a free port, with variables in its environment; key, certificate: its clients' ones.
 
-    python: the interpreter whose octavo it is. gives_way: to other processes, where there is more to do than cores.
+    python: the interpreter whose octavo it is.
     """
-    command = ["nice", "-n", "10"] if gives_way else []
-    command += [python, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
+    command = [python, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
     environment = {**os.environ, "OCTAVO_API_KEY": "", **variables}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment

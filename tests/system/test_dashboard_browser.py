@@ -27,7 +27,7 @@ QUIET = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-WAIT_MS = 90_000
+WAIT_MS = 30_000
 SCRIPT = "<script>document.title = 'taken over'</script><img src=x onerror=\"document.title = 'taken over'\">"
 COLOURED_CELL = """() => {  // where the map has a colour: only blocks that one request owns do
     const canvas = document.getElementById("blocks");
@@ -58,7 +58,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """A server with a key, for the tests that leave it as it was; others of them have none."""
-    with serve("--max-num-seqs", "6", "--api-key", KEY, key=KEY, gives_way=True) as server:  # to the browser
+    with serve("--max-num-seqs", "6", "--api-key", KEY, key=KEY) as server:
         yield server
 
 
