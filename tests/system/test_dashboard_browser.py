@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,7 @@ class Load:
                     for _ in it.iter_lines():
                         if self._is_over.is_set():
                             return
+                self._is_over.wait(0.25)  # the browser has to have time, too, where there are few cores
 
     def __enter__(self) -> None:
         for thread in self._threads:
@@ -120,7 +122,8 @@ def picture(page: Page, name: str, *, whole: bool = False) -> None:
 
 def until(page: Page, condition: str) -> None:
     """Ask from outside: the page's policy keeps the browser's own helper from running text as code."""
-    for _ in range(WAIT_MS // 50):
+    end = time.monotonic() + 2 * WAIT_MS / 1000
+    while time.monotonic() < end:
         if page.evaluate(condition):
             return
         page.wait_for_timeout(50)
