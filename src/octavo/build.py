@@ -14,6 +14,7 @@ import torch
 from octavo import __version__
 from octavo.config import (
     DEFAULT_MIXED_STEP_MS,
+    WEIGHT_BITS,
     AdmissionRule,
     BatchingMode,
     EngineConfig,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
 def build_engine(
@@ -283,7 +283,7 @@ def resolve_scheduler(
     if not config.enable_chunked_prefill:
         return config  # prompts are not cut
     if cost is None:
-        bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
+        bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
             bits = 4  # whatever their kind, products of blocks are about as fast as int4's
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)

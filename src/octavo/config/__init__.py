@@ -39,7 +39,7 @@ from octavo.config.environment import (
     operator_key_from_environment,
     threads_from_environment,
 )
-from octavo.config.fields import QUANTIZATIONS, Option, options_of
+from octavo.config.fields import QUANTIZATIONS, WEIGHT_BITS, Option, options_of
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.router import ROUTING_POLICIES, RouterConfig
 from octavo.config.server import ServerConfig
@@ -65,6 +65,7 @@ __all__ = [
     "QUANTIZATIONS",
     "ROUTING_POLICIES",
     "SECRET_VARIABLES",
+    "WEIGHT_BITS",
     "AccessConfig",
     "AdmissionRule",
     "BatchingMode",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from enum import StrEnum
 
 QUANTIZATIONS = ("int8", "int4", "int4_all", "fp8")
+WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of the layers' weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from octavo.config import WEIGHT_BITS
 from octavo.errors import ConfigError, ModelError
 from octavo.models.draft_checkpoint import DraftCheckpoint
 from octavo.startup.checkpoint import open_checkpoint
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORTHWHILE_SHARE = 0.8  # of the model's bytes: a draft of more takes almost as long as a token
-_BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
 def find_draft_checkpoint(
@@ -73,7 +73,7 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
             f"method quantized drafts with the model's weights in fp8, but those of {target.checkpoint.path} are FP8 "
             "already; take int4, or another method of speculative_config"
         )
-    if _BITS[config.quantization] <= _BITS[quantization]:
+    if WEIGHT_BITS[config.quantization] <= WEIGHT_BITS[quantization]:
         raise ConfigError(
             f"method quantized drafts with the model's weights in {quantization}, but the model itself is loaded in "
             f"{config.quantization}: a draft would take as long as a token; use another method of "
