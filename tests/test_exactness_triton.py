@@ -125,19 +125,14 @@ def test_a_tiny_model_is_exact(tiny_model, monkeypatch):
     assert {size for size in by_graph if size}
 
 
-@pytest.mark.parametrize(
-    "rounding", [{"quantization": "fp8", "cache": {"kv_cache_dtype": "fp8"}}], ids=["weights and KV"]
-)
-def test_fp8_is_exact(tiny_model, rounding):
-    """One prompt is cut; a victim goes to host memory and comes back."""
+def test_fp8_is_exact(tiny_model):
+    """Of weights and of KV. One prompt is cut; a victim goes to host memory and comes back."""
     rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
     requests = [([rng.randrange(2, 96) for _ in range(length)], params) for length in (3, 7)]
-    small = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
-    cache = {"block_size": 4, "num_gpu_blocks": 4, "swap_space_bytes": 1 << 16} | rounding.pop("cache", {})
-    expected = alone(make_engine(tiny_model, **small, **rounding, cache=cache | {"num_gpu_blocks": 9}), requests)
-    engine = make_engine(
-        tiny_model, **small, **rounding, cache=cache, long_prefill_token_threshold=4, preemption="swap"
-    )
+    options = {"quantization": "fp8", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    cache = {"kv_cache_dtype": "fp8", "block_size": 4, "num_gpu_blocks": 4, "swap_space_bytes": 1 << 16}
+    expected = alone(make_engine(tiny_model, **options, cache=cache | {"num_gpu_blocks": 9}), requests)
+    engine = make_engine(tiny_model, **options, cache=cache, long_prefill_token_threshold=4, preemption="swap")
     assert crowd(engine, requests) == expected
     assert engine.core.scheduler.get_stats().total_preempted > 0
 
