@@ -80,7 +80,6 @@ class Load:
                     for _ in it.iter_lines():
                         if self._is_over.is_set():
                             return
-                self._is_over.wait(0.25)  # the browser has to have time, too, where there are few cores
 
     def __enter__(self) -> None:
         for thread in self._threads:
