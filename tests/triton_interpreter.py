@@ -1,6 +1,7 @@
 """Triton's interpreter for tests: what it does again and again without need is done once, and products are exact."""
 
 import contextlib
+import functools
 import sys
 import warnings
 from dataclasses import replace
@@ -33,9 +34,43 @@ def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
     return TensorHandle(total + d.data, d.dtype.scalar)
 
 
+@functools.cache
+def remember_types():
+    """Let the types of tiles, and their shapes as tensors tell them, be made once for all and not at each operation."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    made, shapes, dtypes = {}, {}, {}
+    make_type, make_tensor, numpy_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+
+    def new_type(cls, element_ty, shape):
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in made:
+            made[key] = object.__new__(cls)
+            make_type(made[key], element_ty, shape)
+        return made[key]
+
+    def new_tensor(self, handle, type):  # noqa: A002  its name there
+        key = type.name if type.is_block() else None
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def new_numpy_dtype(type):  # noqa: A002  its name there
+        if type.name not in dtypes:
+            dtypes[type.name] = numpy_dtype(type)
+        return dtypes[type.name]
+
+    core.block_type.__new__, core.block_type.__init__ = new_type, lambda *_: None
+    core.tensor.__init__ = new_tensor
+    interpreter._get_np_dtype = new_numpy_dtype
+
+
 @contextlib.contextmanager
 def interpreted_kernels():
-    """Yield the kernels in Triton, interpreted in half the time on the CPU; what is compiled is left as it is.
+    """Yield the kernels in Triton, interpreted in a fraction of the time on the CPU; what is compiled is left as it is.
 
     There are graphs in the interpreter, too.
     """
@@ -45,6 +80,7 @@ def interpreted_kernels():
 
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted
 
+    remember_types()
     patched = set()
 
     def call(self, *args, **kwargs):

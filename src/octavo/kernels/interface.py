@@ -141,12 +141,14 @@ class Kernels(Protocol):
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
-    has_fp8: whether a KV cache may be of float8_e4m3fn, and a weight a `octavo.kernels.quantization.Fp8Weight`.
+    kv_cache_dtypes: what keys and values may be rounded to, as `octavo.config.CacheConfig` names it.
+    has_fp8: whether a weight may be a `octavo.kernels.quantization.Fp8Weight`.
     multiplies_fp8: whether weights that a checkpoint stores so are best multiplied as they are, and not expanded once.
     """
 
     name: str
     has_own_threads: bool
+    kv_cache_dtypes: tuple[str, ...]
     has_fp8: bool
     multiplies_fp8: bool
 

@@ -52,6 +52,7 @@ class ReferenceKernels:
 
     name = identity = "reference"
     has_own_threads = False
+    kv_cache_dtypes: tuple[str, ...] = ("int8", "fp8")
     has_fp8 = True
     multiplies_fp8 = False
 

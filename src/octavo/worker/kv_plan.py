@@ -114,11 +114,12 @@ class KVPlan:
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
-    """Raise `ConfigError` for keys and values in fp8 where the kernels have none."""
-    if kv_cache_dtype == "fp8" and not kernels.has_fp8:
+    """Raise `ConfigError` for keys and values that are rounded in a way that the kernels have not."""
+    if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
+        has = " or ".join(kernels.kv_cache_dtypes) or "auto"
         raise ConfigError(
-            f"kv_cache_dtype fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
-            "which takes as much memory"
+            f"kernels {kernels.name} have no attention over kv_cache_dtype {kv_cache_dtype}: choose {has}, or kernels "
+            "triton or reference"
         )
 
 

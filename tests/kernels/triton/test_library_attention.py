@@ -19,9 +19,7 @@ from test_decode_graphs import Model
 
 from octavo.errors import ConfigError
 from octavo.kernels import are_exact, create_kernels
-from octavo.kernels.quantization import kv_scales
-from octavo.models.kv_layout import KVLayout, KVShape
-from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_plan import check_kernels_have
 
 pytest.importorskip("triton")
 
@@ -114,31 +112,27 @@ def _batch(generator, dtype=torch.float16, head_dim=64, sequences=MIXED):
     return torch.randn(len(batch.positions), 2, head_dim, generator=generator).to(dtype), batch, caches
 
 
-def _int8_caches(num_blocks):
-    made = PagedKVCache(
-        KVLayout((KVShape(2, 64),)), num_blocks=num_blocks, block_size=16, dtype=torch.int8,
-        device=torch.get_default_device(),
-    )  # fmt: skip
-    for cache in made.layer(0):
-        cache.random_(-127, 128)
-        kv_scales(cache).uniform_(0.01, 0.02)
-    return made.layer(0)
-
-
 @pytest.mark.parametrize("library", ["flashinfer", "flash_attn_interface"], indirect=True)
-@pytest.mark.parametrize("kind", ["float32", "int8 KV", "head_dim"])
+@pytest.mark.parametrize("kind", ["float32", "head_dim"])
 def test_what_has_no_kernel_there_is_computed_by_octavos(made, kernels, generator, kind):
     """With the bits that these have, and one warning."""
     dtype, head_dim = torch.float32 if kind == "float32" else torch.bfloat16, 20 if kind == "head_dim" else 64
     q, batch, caches = _batch(generator, dtype, head_dim, [(20, 3), (7, 1)])
-    if kind == "int8 KV":
-        caches = _int8_caches(len(caches[0]))
     what = f"octavo's own kernels compute attention of heads of {head_dim} in {str(dtype)[6:]}"
     with pytest.warns(RuntimeWarning, match=what) as warned:
         results = [made.paged_attention(q, *caches, batch, 0.3, None) for _ in range(2)]
     assert len(warned) == 1
     for result in results:
         assert torch.equal(result, kernels.paged_attention(q, *caches, batch, 0.3, None))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_rounded_keys_and_values_are_refused(made, kernels, kv_cache_dtype):
+    """As octavo lays them out, no library reads them: all of attention would be left to Triton, unasked."""
+    for each, kind in ((kernels, kv_cache_dtype), (made, "auto")):
+        check_kernels_have(each, kind)
+    with pytest.raises(ConfigError, match=f"{made.name} have no .* {kv_cache_dtype}: choose auto, or kernels triton"):
+        check_kernels_have(made, kv_cache_dtype)
 
 
 def test_what_is_inexact_says_so_and_is_told_apart(made, kernels, library, device):

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class LibraryAttention(TritonKernels, ABC):
-    """The kernels in Triton, but attention over KV of the activations' dtype is a library's, where it has a kernel.
+    """The kernels in Triton, but attention is a library's, where it has a kernel; KV is not rounded.
 
     library: its name for people. Whatever it has no kernel for is left to those in Triton, and a warning says so once.
     """
 
     library: str
+    kv_cache_dtypes = ()  # theirs have one scale a head or tensor, octavo one a token and head
 
     def __init__(self, version: str) -> None:
         super().__init__()
@@ -78,12 +79,11 @@ class LibraryAttention(TritonKernels, ABC):
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence."""
         head_dim, dtype = q.shape[2], q.dtype
-        if k_cache.dtype == dtype and self.covers(head_dim, dtype):
+        if self.covers(head_dim, dtype):
             if q.shape[0] == 1:  # torch gives the stride of one token any value, and libraries look at it
                 q = q.as_strided(q.shape, (q.shape[1] * head_dim, q.stride(1), 1))
             return self._attend(q, k_cache, v_cache, batch, scale, window, softcap)
-        kv = f" over KV of {_short(k_cache.dtype)}" if k_cache.dtype != dtype else ""
-        self._leave_to_triton(f"attention of heads of {head_dim} in {_short(dtype)}{kv}")
+        self._leave_to_triton(f"attention of heads of {head_dim} in {str(dtype).removeprefix('torch.')}")
         return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def _leave_to_triton(self, what: str) -> None:
@@ -133,7 +133,3 @@ def require_nvidia(backend: str, library: str, device: torch.device, majors: ran
     if major not in majors:
         needed = f"{majors.start}.0 to {majors.stop - 1}.x"
         raise ConfigError(f"{what} of compute capability {needed}, it has {major}.{minor}; choose triton")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
