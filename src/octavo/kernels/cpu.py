@@ -59,7 +59,7 @@ class CpuKernels:
 
     name = "cpu"
     has_own_threads = True
-    kv_cache_dtypes = ("int8",)
+    kv_cache_dtypes: tuple[str, ...] = ("int8",)
     has_fp8 = multiplies_fp8 = False
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:

@@ -32,7 +32,7 @@ class LibraryAttention(TritonKernels, ABC):
     """
 
     library: str
-    kv_cache_dtypes = ()  # theirs have one scale a head or tensor, octavo one a token and head
+    kv_cache_dtypes: tuple[str, ...] = ()  # theirs have one scale a head or tensor, octavo one a token and head
 
     def __init__(self, version: str) -> None:
         super().__init__()
