@@ -210,7 +210,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):
-    """The files' pages count, too: the peak of loading is near what stays, and that is weights and KV, beside libraries."""
+    """The files' pages count, too: the peak of loading is near what stays, which is weights and KV beside libraries."""
     path = checkpoint_of_150_mb
     code = """
 import json, pathlib, sys
