@@ -100,7 +100,7 @@ class Server:
 )
 def test_a_server_that_was_killed(check, monkeypatch, answers, hangs, expected):
     monkeypatch.setattr(gpu_service, "_Server", type("Fake", (Server,), {"answers": answers, "hangs": hangs}))
-    monkeypatch.setattr(gpu_service, "_GONE_S", 0.1)
+    monkeypatch.setattr(gpu_service, "_GONE_S", 0.1 if hangs else 20.0)
     entry = found(check, gpu_service.restart)["killed"]
     assert (entry["is_equal"], entry["is_right"]) == expected
     assert entry["num_lost"] == 1
