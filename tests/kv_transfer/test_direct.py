@@ -226,14 +226,14 @@ def test_who_has_ended_waits_no_longer(sides):
 
 @needs_mooncake
 def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
-    monkeypatch.setattr(mooncake_client, "CALL_S", 0.4)
+    monkeypatch.setattr(mooncake_client, "CALL_S", 2.0)  # a write has it, too, on a machine that has more to do
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
     pairs = [sides.begin(1) for _ in range(RECEIVER_AREAS + 3)]
     counts = []
     threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
     for thread in threads:
         thread.start()
-    time.sleep(0.6)
+    time.sleep(2.4)
     assert counts == []
     for there, _ in pairs:
         sides.save(there.block_hashes)
