@@ -159,20 +159,21 @@ def test_a_master_that_is_away_is_an_error_until_it_is_back(store, pool, code):
 
 
 def test_a_call_that_hangs_is_given_up_and_others_go_on(store, pool, monkeypatch):
-    monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
-    with pytest.raises(StoreError, match="has not answered"):
-        load(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake_client, "CALL_S", 0.2)
+        with pytest.raises(StoreError, match="has not answered"):
+            load(store)
     assert store.num_matched(KEYS) == len(KEYS)
     (pool / "get.hangs").unlink()
     assert load(store) == BLOCKS
 
 
 def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, pool, monkeypatch):
-    monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
     for _ in range(mooncake_client.NUM_AREAS):
         with pytest.raises(StoreError):
             load(store)
@@ -197,10 +198,10 @@ def test_an_area_rests_where_a_transfer_failed(store, pool):
 
 
 def test_a_process_that_answers_nothing_is_replaced(store, pool, monkeypatch):
-    monkeypatch.setattr(mooncake_client, "CALL_S", 0.1)
     store.save(KEYS, BLOCKS)
     first = store._client._process
     (pool / "get.hangs").touch()
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.1)
     with pytest.raises(StoreError):
         load(store)
     (pool / "get.hangs").unlink()
