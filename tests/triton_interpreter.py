@@ -36,7 +36,10 @@ def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
 
 @functools.cache
 def remember_types():
-    """Let the types of tiles, and their shapes as tensors tell them, be made once for all and not at each operation."""
+    """Let the types of tiles, and their shapes as tensors tell them, be made once for all and not at each operation.
+
+    For the interpreter alone: a compiler in this process would find them, too.
+    """
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -44,10 +47,11 @@ def remember_types():
     make_type, make_tensor, numpy_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
 
     def new_type(cls, element_ty, shape):
-        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        key = (cls, element_ty.name, *(getattr(size, "value", size) for size in shape))
         if key not in made:
-            made[key] = object.__new__(cls)
-            make_type(made[key], element_ty, shape)
+            new = object.__new__(cls)
+            make_type(new, element_ty, shape)  # raises for a shape that is none
+            made[key] = new
         return made[key]
 
     def new_tensor(self, handle, type):  # noqa: A002  its name there
@@ -80,7 +84,8 @@ def interpreted_kernels():
 
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted
 
-    remember_types()
+    if is_interpreted():
+        remember_types()
     patched = set()
 
     def call(self, *args, **kwargs):

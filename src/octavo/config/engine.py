@@ -162,15 +162,15 @@ class CacheConfig:
     taken as blocks are used.
 
     kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values of each token and head with a scale
-    of their own. "fp8" is for GPUs and plain torch.
+    of their own. "fp8" is for kernels triton and reference; flashinfer-inexact and flash-attn-3-inexact round none.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
     enable_prefix_caching: bool = option(True, "Compute a beginning that prompts share only once.")
     kv_cache_dtype: str = option(
         "auto",
-        "How keys and values are kept: as they are computed (auto), or rounded to int8, or on a GPU to fp8 (E4M3, also "
-        "fp8_e4m3); either halves them.",
+        "How keys and values are kept: as they are computed (auto), or rounded to int8, or with kernels triton or "
+        "reference to fp8 (E4M3, also fp8_e4m3); either halves them.",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(

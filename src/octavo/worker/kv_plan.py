@@ -116,10 +116,10 @@ class KVPlan:
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
     """Raise `ConfigError` for keys and values that are rounded in a way that the kernels have not."""
     if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
-        has = " or ".join(kernels.kv_cache_dtypes) or "auto"
+        has = " or ".join(("auto", *kernels.kv_cache_dtypes))
         raise ConfigError(
-            f"kernels {kernels.name} have no attention over kv_cache_dtype {kv_cache_dtype}: choose {has}, or kernels "
-            "triton or reference"
+            f"kernels {kernels.name} have no attention over kv_cache_dtype {kv_cache_dtype}: choose kv_cache_dtype "
+            f"{has}, or kernels reference, or on a GPU triton"
         )
 
 

@@ -79,7 +79,7 @@ class LibraryAttention(TritonKernels, ABC):
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence."""
         head_dim, dtype = q.shape[2], q.dtype
-        if self.covers(head_dim, dtype):
+        if k_cache.dtype == dtype and self.covers(head_dim, dtype):
             if q.shape[0] == 1:  # torch gives the stride of one token any value, and libraries look at it
                 q = q.as_strided(q.shape, (q.shape[1] * head_dim, q.stride(1), 1))
             return self._attend(q, k_cache, v_cache, batch, scale, window, softcap)
