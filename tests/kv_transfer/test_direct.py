@@ -226,14 +226,28 @@ def test_who_has_ended_waits_no_longer(sides):
 
 @needs_mooncake
 def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
-    monkeypatch.setattr(mooncake_client, "CALL_S", 2.0)  # a write has it, too, on a machine that has more to do
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
+    take, refused = mooncake_client.MooncakeClient._take, set()
+
+    def watched(client):
+        try:
+            return take(client)
+        except mooncake_client.BusyError:
+            refused.add(threading.get_ident())
+            raise
+
+    monkeypatch.setattr(mooncake_client.MooncakeClient, "_take", watched)
     pairs = [sides.begin(1) for _ in range(RECEIVER_AREAS + 3)]
     counts = []
     threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
-    for thread in threads:
-        thread.start()
-    time.sleep(2.4)
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake_client, "CALL_S", 0.1)  # for areas alone: nothing is written yet
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 20
+        while len(refused) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
     assert counts == []
     for there, _ in pairs:
         sides.save(there.block_hashes)

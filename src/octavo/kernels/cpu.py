@@ -60,7 +60,7 @@ class CpuKernels:
     name = "cpu"
     has_own_threads = True
     kv_cache_dtypes: tuple[str, ...] = ("int8",)
-    has_fp8 = multiplies_fp8 = False
+    has_fp8_weights = multiplies_fp8 = False
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

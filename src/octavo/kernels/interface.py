@@ -142,14 +142,14 @@ class Kernels(Protocol):
     has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
     kv_cache_dtypes: what keys and values may be rounded to, as `octavo.config.CacheConfig` names it.
-    has_fp8: whether a weight may be a `octavo.kernels.quantization.Fp8Weight`.
+    has_fp8_weights: whether a weight may be a `octavo.kernels.quantization.Fp8Weight`.
     multiplies_fp8: whether weights that a checkpoint stores so are best multiplied as they are, and not expanded once.
     """
 
     name: str
     has_own_threads: bool
     kv_cache_dtypes: tuple[str, ...]
-    has_fp8: bool
+    has_fp8_weights: bool
     multiplies_fp8: bool
 
     @property

@@ -53,7 +53,7 @@ class ReferenceKernels:
     name = identity = "reference"
     has_own_threads = False
     kv_cache_dtypes: tuple[str, ...] = ("int8", "fp8")
-    has_fp8 = True
+    has_fp8_weights = True
     multiplies_fp8 = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:

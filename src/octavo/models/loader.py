@@ -86,7 +86,7 @@ def load_model(
     largest ones that are computed together.
     Raises `ModelError`, and `ConfigError` for fp8 where the kernels have none.
     """
-    if quantization == "fp8" and not kernels.has_fp8:
+    if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
             f"quantization fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
             "which takes as much memory"
