@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+SHORT_PARTITION = 128  # of K: two tiles, four of float32. The interpreter multiplies what is behind a row's values, too
+
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # of `interpreted_graphs`
 
 
@@ -18,6 +20,14 @@ def kernels_device():
     from octavo.kernels.triton.backend import is_interpreted
 
     return torch.device("cpu" if is_interpreted() else "cuda")
+
+
+def partition():
+    """Return how long partitions of products are in tests: on a GPU as long as they serve."""
+    from octavo.kernels.triton import matmul
+    from octavo.kernels.triton.backend import is_interpreted
+
+    return SHORT_PARTITION if is_interpreted() else matmul.PARTITION
 
 
 def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
@@ -76,12 +86,13 @@ def remember_types():
 def interpreted_kernels():
     """Yield the kernels in Triton, interpreted in a fraction of the time on the CPU; what is compiled is left as it is.
 
-    There are graphs in the interpreter, too.
+    There are graphs in the interpreter, too. Partitions of products are short there.
     """
     from interpreted_graphs import InterpretedGraphPool
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
+    from octavo.kernels.triton import matmul
     from octavo.kernels.triton.backend import TritonKernels, is_interpreted
 
     if is_interpreted():
@@ -100,7 +111,8 @@ def interpreted_kernels():
     InterpretedFunction.__call__ = call
     builder.options = replace(options, sanitize_overflow=False)  # of each sum, in 64 bits
     builder.create_dot = dot
-    graph_pool = TritonKernels.graph_pool
+    graph_pool, own_partition = TritonKernels.graph_pool, matmul.PARTITION
+    matmul.PARTITION = partition()
     if is_interpreted():
         TritonKernels.graph_pool = lambda _device: InterpretedGraphPool()
     try:
@@ -112,4 +124,4 @@ def interpreted_kernels():
         InterpretedFunction.__call__ = before
         builder.options = options
         builder.create_dot = own_dot
-        TritonKernels.graph_pool = graph_pool
+        TritonKernels.graph_pool, matmul.PARTITION = graph_pool, own_partition

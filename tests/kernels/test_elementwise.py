@@ -13,7 +13,7 @@ from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 1), (5, 123), (7, 896), (130, 48)]
+SHAPES = [(1, 1), (5, 123), (7, 1120), (130, 48)]  # wider than a program takes at a time, more rows than it takes
 
 
 @pytest.mark.parametrize("rows", [[], [0], [6], [1, 2, 5], [*range(7)], [3] * 5000])
@@ -33,6 +33,7 @@ def test_take_rows(kernels, generator, dtype, rows):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm(kernels, generator, dtype, weight_dtype, shape):
     x = (torch.randn(shape, generator=generator) * 5).to(dtype)
+    x[0] *= 1e-4  # less than eps adds
     weight = torch.randn(shape[-1], generator=generator).to(weight_dtype)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
@@ -116,6 +117,8 @@ def test_add_rounds_once(kernels, generator, dtype, shape):
     expected, before = x + residual, x.clone()
     kernels.add(x, residual)
     assert torch.equal(residual, expected)
+    kernels.add(x, residual, 0.22)
+    assert torch.equal(residual, (expected.float() + x.float() * 0.22).to(dtype))
     assert torch.equal(x, before)
 
 

@@ -38,11 +38,11 @@ def test_the_target_stands_where_it_differs_first(kernels):
 
 
 def test_requests_have_drafts_of_their_own(kernels):
-    cases = [([7], []), ([1, 2, 3], [1, 2]), ([5, 6], [4]), ([-1, 3], [3]), ([9], []), ([3, -1, 3], [3, 3])]
+    cases = [([7], []), ([1, 2, -1], [1, 2]), ([5, 6], [4]), ([-1, 3], [3]), ([9], []), ([3, -1, 3], [3, 3])]
     sampled, num_sampled = kernels.rejection_sample(*rows_of(cases), 4)
     assert sampled.tolist() == [
         [7, -1, -1, -1, -1],
-        [1, 2, 3, -1, -1],
+        [1, 2, -1, -1, -1],
         [5, -1, -1, -1, -1],
         [-1, -1, -1, -1, -1],
         [9, -1, -1, -1, -1],

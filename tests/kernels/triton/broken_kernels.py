@@ -1,18 +1,54 @@
 """Kernels with a mistake in them, to see that tests find it."""
 
+import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 
-def broken(tmp_path, module, old, new):
-    """Return a copy of one of octavo.kernels.triton's modules in which `old`, which stands there once, is `new`."""
+def broken(tmp_path, module, old, new, *users):
+    """Return a copy of one of octavo.kernels.triton's modules in which `old`, which stands there once, is `new`.
+
+    users: modules that call it, each the one before; a copy of the last is returned, which computes with the mistake.
+    """
+    made = _copy(tmp_path, module, old, new)
+    for user in users:
+        calling = _copy(tmp_path, user)
+        vars(calling).update(replaced(vars(calling), module, made))
+        module, made = user, calling
+    return made
+
+
+def replaced(namespace, module, made):
+    """Return what stands for a module in a namespace, or is a function of it: by name, that of the copy `made`."""
+    right = importlib.import_module(f"octavo.kernels.triton.{module}")
+    own = {name: each for name, each in vars(made).items() if callable(each) and vars(right)[name] is not each}
+    found = {name: each for name, each in own.items() if name in namespace and namespace[name] is vars(right)[name]}
+    found |= {name: made for name, value in namespace.items() if value is right}
+    if not found:
+        raise AssertionError(f"nothing of {module} is called")
+    return found
+
+
+def _copy(tmp_path, module, old="", new=""):
     source = importlib.util.find_spec(f"octavo.kernels.triton.{module}").origin
     text = Path(source).read_text(encoding="utf-8")
-    if text.count(old) != 1:
+    if old and text.count(old) != 1:
         raise AssertionError(f"{text.count(old)} times in {module}: {old}")
     path = tmp_path / f"broken_{module}.py"  # a file: Triton reads the source of its kernels
-    path.write_text(text.replace(old, new), encoding="utf-8")
+    path.write_text(text.replace(old, new) if old else text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    sys.modules[path.stem] = made  # where dataclasses look for what their fields name
+    try:
+        spec.loader.exec_module(made)
+    finally:
+        del sys.modules[path.stem]
     return made
+
+
+class NothingRuns(dict):
+    """A kernel that does nothing, on any grid."""
+
+    def __missing__(self, grid):
+        return lambda *_arguments, **_options: None

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 import torch
+from broken_kernels import broken, replaced
 from triton_interpreter import interpreted_kernels, kernels_device
 
 
@@ -27,6 +28,20 @@ def kernels():
 def _tensors_of_the_device(device):
     with contextlib.nullcontext() if device.type == "cpu" else device:
         yield
+
+
+@pytest.fixture
+def make_mistake(tmp_path, monkeypatch, kernels):
+    """Put a mistake into a module (see `broken`): until the test ends, `kernels` compute with it."""
+    from octavo.kernels.triton import backend
+
+    def make(module, old, new, *users):
+        made = broken(tmp_path, module, old, new, *users)
+        for name, wrong in replaced(vars(backend), [module, *users][-1], made).items():
+            monkeypatch.setattr(backend, name, wrong)
+        return made
+
+    return make
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 pytest.importorskip("triton")
 from interpreted_graphs import InterpretedGraphPool
 
+from octavo.kernels.triton import decode_graphs
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
 from octavo.kernels.triton.graphs import CaptureError
 
@@ -226,6 +227,66 @@ def test_memory_that_does_not_stay_is_found(model):
     positions.clear()
     with pytest.raises(RuntimeError, match="memory that was given back"):
         assert_same(model, graphs, [[5]])
+
+
+def made_step(generator, counts, width):
+    """Return token ids and a batch of random numbers: sequences of so many rows each, and tables so wide."""
+
+    def some(*shape, dtype=torch.int32):
+        return torch.randint(1, 1000, shape, generator=generator).to(dtype)
+
+    num_rows, num_seqs = sum(counts), len(counts)
+    start, ids = torch.tensor([0, *counts]).cumsum(0).int(), some(num_rows, dtype=torch.int64)
+    positions, slots, tables = (
+        some(num_rows, dtype=torch.int64),
+        some(num_rows, dtype=torch.int64),
+        some(num_seqs, width),
+    )
+    batch = AttentionBatch(start, some(num_seqs), tables, positions, slots, BLOCK_SIZE)
+    return ids, replace(batch, windowed=replace(batch, block_tables=tables + 1, slot_mapping=slots + 1))
+
+
+def assert_copied(module, generator):
+    """Fill inputs with a large step, then with a small one, and look at what a graph sees."""
+    size, (ids, batch) = (2, 4), made_step(generator, [2, 1, 2, 3], 20)
+    inputs = module.DecodeInputs(batch, DecodePlan({1: (1,), 2: (4,)}, 20, 1 << 40))
+    inputs.fill(size, ids, batch)
+    before = batch.block_tables
+    ids, batch = made_step(generator, [1, 3], 11)
+    inputs.fill(size, ids, batch)
+    own_ids, own = inputs.of_size(size)
+    assert own_ids.tolist() == [*ids.tolist(), 0, 0, 0, 0]
+    assert own.positions.tolist() == [*batch.positions.tolist(), 0, 0, 0, 0]
+    assert own.query_start.tolist() == [0, 1, 4, 5, 6]
+    assert own.seq_lens.tolist() == [*batch.seq_lens.tolist(), 0, 0]
+    for each, given, more in ((own, batch, 0), (own.windowed, batch.windowed, 1)):
+        assert each.slot_mapping.tolist() == [*given.slot_mapping.tolist(), -1, -1, -1, -1]
+        assert torch.equal(each.block_tables[:2, :11], given.block_tables)
+        assert torch.equal(each.block_tables[2:], before[2:] + more)  # of sequences of no length, never read
+
+
+def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
+    monkeypatch.setattr(decode_graphs, "_BLOCK", 8)  # tables have several
+    assert_copied(decode_graphs, generator)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("index.to(tl.int64) * own_width", "index.to(tl.int64) * width"),
+        ("column = tl.program_id(1) * BLOCK + ", "column = "),
+        ("tl.load(slots_ptr + index, mask=is_row, other=-1)", "tl.load(slots_ptr + index, mask=is_row, other=0)"),
+        ("(window_slots_ptr + index, mask=is_row, other=-1)", "(window_slots_ptr + index, mask=is_row, other=0)"),
+        ("num_rows + index + 1 - num_seqs", "num_rows + index - num_seqs"),
+        ("tl.load(query_start_ptr + index + 1,", "tl.load(query_start_ptr + index,"),
+        ("tl.load(window_tables_ptr + source", "tl.load(tables_ptr + source"),
+    ],
+)
+def test_inputs_that_are_wrong_are_found(kernels, generator, tmp_path, old, new):
+    wrong = broken(tmp_path, "decode_graphs", old, new)
+    wrong._BLOCK = 8
+    with pytest.raises(AssertionError):
+        assert_copied(wrong, generator)
 
 
 def test_operations_of_torch_are_replayed_too():

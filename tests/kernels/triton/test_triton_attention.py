@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from broken_kernels import broken
+from broken_kernels import NothingRuns, broken
 from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
 
 from octavo.kernels import AttentionBatch
@@ -25,9 +25,13 @@ def attention(kernels):
     return attention
 
 
-def assert_right(paged_attention, generator, heads, dtype, *, window=None, softcap=None, kv=None, block_size=16):
+SEQUENCES = [(70, 5), (300, 1), (1, 1), (129, 12)]  # KV lengths, and rows
+
+
+def assert_right(
+    paged_attention, generator, heads, dtype, *, window=None, softcap=None, kv=None, block_size=16, sequences=SEQUENCES
+):
     head_dim, num_kv_heads, group = heads
-    sequences = [(70, 5), (300, 1), (1, 1), (129, 12)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
     caches = (k_cache, v_cache) if kv is None else rounded_caches(k_cache, v_cache, dtype=kv)
@@ -143,10 +147,6 @@ def test_what_splitting_takes_is_within_what_is_counted(attention, monkeypatch):
         taken.append(sum(part.nbytes for part in sums))
         return sums
 
-    class NothingRuns(dict):
-        def __missing__(self, grid):
-            return lambda *_arguments, **_options: None
-
     monkeypatch.setattr(attention, "partial_sums", watch)
     for kernel in ("_attend", "_merge_partitions"):
         monkeypatch.setattr(attention, kernel, NothingRuns())
@@ -194,19 +194,31 @@ def test_large_scores(attention, generator):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("kv", "old", "new"),
     [
-        ("(of_tile < seq_len)", "(of_tile <= seq_len)"),
-        ("of_tile[None, :] <= position[:, None])", "of_tile[None, :] < position[:, None])"),
-        ("> position[:, None] - window)", ">= position[:, None] - window)"),
-        ("keep, add = tl.exp2(total_max - origin)", "keep, add = tl.exp2(total_max - origin) * 0.5"),
+        (None, "(of_tile < seq_len)", "(of_tile <= seq_len)"),
+        (None, "of_tile[None, :] <= position[:, None])", "of_tile[None, :] < position[:, None])"),
+        (None, "> position[:, None] - window)", ">= position[:, None] - window)"),
+        (None, "keep, add = tl.exp2(total_max - origin)", "keep, add = tl.exp2(total_max - origin) * 0.5"),
+        (torch.int8, "k_scales_ptr += tl.program_id(1) * k", "k_scales_ptr += 0 * k"),
+        (torch.float8_e4m3fn, "to_float32(v) * scales[:, None]", "to_float32(v)"),
     ],
-    ids=["tail", "causal", "window", "merge"],
+    ids=["tail", "causal", "window", "merge", "scales' head", "no scales"],
 )
-def test_wrong_kernels_are_found(attention, generator, tmp_path, old, new):
+def test_wrong_kernels_are_found(attention, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "attention", old, new)
     with pytest.raises(AssertionError):
-        assert_right(wrong.paged_attention, generator, (64, 1, 2), torch.float32, window=100)
+        assert_right_where_all_masks_count(wrong, generator, kv)
+
+
+def assert_right_where_all_masks_count(attention, generator, kv):
+    options = {"window": 30, "kv": kv, "sequences": [(36, 2), (270, 1)]}
+    assert_right(attention.paged_attention, generator, (16, 2, 1), torch.float32, **options)
+
+
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
+def test_right_kernels_pass(attention, generator, kv):
+    assert_right_where_all_masks_count(attention, generator, kv)
 
 
 @pytest.mark.parametrize(

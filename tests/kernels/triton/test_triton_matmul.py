@@ -4,17 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from broken_kernels import broken
+from broken_kernels import NothingRuns, broken
 from kernel_accuracy import assert_as_exact_as_torch
+from triton_interpreter import partition
 
-from octavo.kernels.quantization import Fp8Weight, quantize_fp8, quantize_int4, quantize_int8
+from octavo.kernels.quantization import Fp8Weight, quantize_fp8, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.rotation import rotate
+from octavo.kernels.triton import backend
 from octavo.kernels.triton import matmul as matmul_module
-from octavo.kernels.triton.matmul import BLOCK_M, PARTITION, matmul
+from octavo.kernels.triton.matmul import BLOCK_M, matmul
 
 # The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
+PARTITION = partition()
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)]  # in_features, out_features
 INTEGERS = {
@@ -77,12 +81,18 @@ def test_a_row_alone_and_among_many(kernels, generator, dtype, is_fp8):
     assert not rows_differ(kernels, x, packed, PARTS)
 
 
-def test_which_kernel_adds_up_leaves_no_trace(kernels, generator, monkeypatch):
-    packed = kernels.pack_linear(random(generator, 40, 2 * PARTITION))
-    x = random(generator, 3, 2 * PARTITION)
-    in_parts = kernels.linear(x, packed)
+def test_which_kernel_adds_up_leaves_no_trace(generator, tmp_path, monkeypatch):
+    weight, x = random(generator, 9, 2 * PARTITION + 3), random(generator, 2, 2 * PARTITION + 3)
+    in_parts = matmul(x, weight, torch.empty(2, 9))
+    order = """    total = tl.load(partials_ptr + place, mask=is_there, other=0)
+    for _ in range(1, NUM_PARTITIONS):
+        partials_ptr += num_rows"""
+    backwards = order.replace("    total", "    partials_ptr += 2 * num_rows.to(tl.int64) * num_columns\n    total")
+    wrong = broken(tmp_path, "matmul", order, backwards.replace("ptr += num", "ptr -= num"))
+    wrong.PARTITION = PARTITION
+    assert not torch.equal(wrong.matmul(x, weight, torch.empty(2, 9)), in_parts)
     monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile takes them all
-    assert torch.equal(kernels.linear(x, packed), in_parts)
+    assert torch.equal(matmul(x, weight, torch.empty(2, 9)), in_parts)
 
 
 def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
@@ -100,6 +110,8 @@ def test_what_partial_sums_take_is_counted(kernels, generator, monkeypatch):
     packed = [made.pack_linear(quantize_int8(random(generator, 300, 4 * PARTITION + 1)))]
     packed += [made.pack_linear(random(generator, *shape)) for shape in [(400, 2 * PARTITION), (9000, PARTITION)]]
     monkeypatch.setattr(matmul_module.torch, "empty", watch)
+    for kernel in ("_matmul", "_multiply_partition", "_add_partitions"):
+        monkeypatch.setattr(matmul_module, kernel, NothingRuns())
     for each in packed:
         made.linear(random(generator, BLOCK_M, each.in_features), each)
     assert before < max(taken) == made.scratch_bytes(**sizes, max_tokens=200)
@@ -171,10 +183,13 @@ def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtyp
     depth, size = shape
     weight = INTEGERS[stored](random(generator, size, depth) / depth**0.5)
     bias = random(generator, size)
-    x = random(generator, 18, depth, dtype=dtype) * 4  # more than fit the smaller tile
+    x = (
+        random(generator, 8 if stored == "int8" else 18, depth, dtype=dtype) * 4
+    )  # more than the smaller tile of int4 has
     x[1] = 0.0
     x[2, 0] = torch.nan
     x[3, 0] = torch.inf
+    x[4] *= 1e-33  # rounded to zeros
     for packed, plain in (
         (kernels.pack_linear(weight, each), ReferenceKernels().pack_linear(weight, each)) for each in (bias, None)
     ):
@@ -186,6 +201,16 @@ def test_integers_have_the_bits_of_the_reference(kernels, generator, shape, dtyp
     for scale in (1.0, 3.7):
         rows = kernels.embedding(token_ids, packed, dtype, scale)
         assert torch.equal(rows, ReferenceKernels().embedding(token_ids, plain, dtype, scale))
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_rows_of_several_blocks_are_rounded(kernels, generator, rotated):
+    x = random(generator, 2, 1100)[:, :1030]  # something stands behind each row
+    x[0, -1] = 9.0
+    values, scales = backend.quantize_rows(x, 1088, rotated=rotated)
+    expected, expected_scales = quantize_rows(rotate(x) if rotated else x)
+    assert torch.equal(values.float(), torch.nn.functional.pad(expected, (0, 58)))
+    assert torch.equal(scales, expected_scales)
 
 
 def test_columns_in_another_order(kernels, generator):

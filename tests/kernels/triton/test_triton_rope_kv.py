@@ -13,16 +13,24 @@ ROUNDED = [None, torch.int8, torch.float8_e4m3fn]
 HEADS = [(64, 64), (80, 40), (128, 0), (96, 96), (256, 64), (20, 12)]  # head_dim, rotary_dim
 
 
+@pytest.fixture(autouse=True)
+def _several_programs_a_token(kernels, monkeypatch):
+    """Of its heads of q, and of those of k and v."""
+    from octavo.kernels.triton import rope_kv
+
+    monkeypatch.setattr(rope_kv, "_HEADS", 2)
+
+
 def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, kv=None):
     """Return all that a call leaves behind: q, k and v, which are views of one projection, and both caches."""
     head_dim, rotary_dim = heads
-    batch, k_cache, v_cache = paged_batch([(40, 5), (3, 3), (17, 1)], 5, 3, head_dim, dtype, generator)
+    batch, k_cache, v_cache = paged_batch([(40, 1), (3, 2)], 5, 3, head_dim, dtype, generator)
     num_tokens = len(batch.positions)
-    fused = torch.randn(num_tokens, 26, head_dim, generator=generator).to(dtype)
-    fused[2, 20, 3] = torch.nan
-    fused[3, 25, -1] = torch.inf
-    fused[4, 21] = 0
-    fused[5, 24] = 1e-35
+    fused = torch.randn(num_tokens, 11, head_dim, generator=generator).to(dtype)
+    fused[0, 5, 3] = torch.nan
+    fused[0, 10, -1] = torch.inf
+    fused[1, 6] = 0
+    fused[1, 9] = 1e-35
     turns = torch.randn(60, rotary_dim, generator=generator)
     scale = torch.rand(60, generator=generator) if scaled else None
     caches = (k_cache, v_cache)
@@ -30,7 +38,7 @@ def outcome(write, generator, dtype, heads, *, interleaved=False, scaled=False, 
         caches = rounded_caches(k_cache.nan_to_num(), v_cache.nan_to_num(), dtype=kv)
     for cache in caches if kv else ():
         cache.zero_()
-    q, k, v = fused.split([20, 3, 3], dim=1)
+    q, k, v = fused.split([5, 3, 3], dim=1)
     write(q, k, v, turns, batch, *caches, interleaved=interleaved, query_scale=scale)
     if kv == torch.float8_e4m3fn:
         return [fused, *(cache.view(torch.uint8) for cache in caches), *map(kv_scales, caches)]
@@ -66,11 +74,15 @@ def test_bits_are_those_of_torch(kernels, generator, dtype, heads, interleaved, 
         (torch.float8_e4m3fn, "127.0 if stored == tl.int8 else _E4M3_MAX", "127.0"),
         (torch.int8, "is_head = (kv_head < NUM_KV_HEADS)", "is_head = (kv_head < NUM_KV_HEADS - 1)"),
         (torch.float8_e4m3fn, "y * cosine + x * sine", "y * cosine - x * sine"),
+        (torch.int8, "(part - NUM_QUERY_BLOCKS) * HEADS", "0 * part"),
+        (torch.int8, "kv_head * k_scales_head_stride + offset", "kv_head // 2 * k_scales_head_stride + offset"),
+        (torch.int8, "v_scales_ptr + block * v_scales_stride", "v_scales_ptr + token * 0"),
     ],
-    ids=["half", "tail of values", "rounding", "range of fp8", "heads", "sign"],
+    ids=["half", "tail of values", "rounding", "range of fp8", "heads", "sign", "programs", "scales' head", "block"],
 )
 def test_wrong_kernels_are_found(kernels, generator, tmp_path, kv, old, new):
     wrong = broken(tmp_path, "rope_kv", old, new)
+    wrong._HEADS = 2
     options = {"dtype": torch.bfloat16, "heads": (80, 40), "kv": kv}
     with pytest.raises(AssertionError):
         assert_same_as_torch(wrong.rope_and_write_kv, generator, options)

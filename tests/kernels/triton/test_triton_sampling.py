@@ -1,5 +1,6 @@
 """Tokens, the largest of rows and drafts that came true: those of the other backends, bit for bit."""
 
+import contextlib
 from dataclasses import fields
 
 import pytest
@@ -17,10 +18,16 @@ from test_sampling import (
     test_top_tokens_of_a_row_with_nan_still_ends,
 )
 from test_sampling import test_rows_that_name_no_token as of_rows_that_name_no_token
+from triton_interpreter import kernels_device
 
 from octavo.kernels import SamplingRows
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.reference import ReferenceKernels
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from octavo.kernels.triton import backend, noise  # noqa: E402  once there is Triton
 
 __all__ = [
     "test_greedy_takes_the_lowest_of_equals",
@@ -86,18 +93,107 @@ def test_sample_is_that_of_the_reference(kernels, generator):
     assert torch.equal(kernels.sample(logits, rows).cpu(), expected)
 
 
-@pytest.mark.parametrize("vocab", [63, 1030])
-def test_noise_has_the_bits_of_the_definition(kernels, vocab):
+def test_each_token_has_its_own_noise(kernels):
     """Seen through logits of zero, where the noise alone decides: remove the winner, and the next one is seen."""
-    seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
-    rows = rows_of(5)
-    rows.seed.copy_(seeds)
-    rows.position.copy_(torch.tensor([0, 1, 131071, 2**31 - 1, 5]))
-    noise = gumbel_noise(rows.seed, rows.position, rows.sample_index, vocab)
-    logits = torch.zeros(5, vocab)
-    for chosen in noise.sort(dim=1, descending=True, stable=True).indices[:, :2].T:
+    rows = rows_of(2)
+    expected = gumbel_noise(rows.seed, rows.position, rows.sample_index, 1030)
+    logits = torch.zeros(2, 1030)
+    for chosen in expected.sort(dim=1, descending=True, stable=True).indices[:, :2].T:
         assert torch.equal(kernels.sample(logits, rows), chosen)
         logits.scatter_(1, chosen[:, None], -torch.inf)
+
+
+@triton.jit
+def _noise(
+    seed_ptr, position_ptr, sample_index_ptr, out_ptr, words: tl.constexpr, gumbel: tl.constexpr, COUNT: tl.constexpr
+):
+    row, counter = tl.program_id(0), tl.arange(0, COUNT)
+    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
+    word_0, word_1, word_2, word_3 = words(counter, seed, position, tl.load(sample_index_ptr + row))
+    place = out_ptr + row * 4 * COUNT + counter // 16 * 64 + counter % 16
+    tl.store(place, gumbel(word_0))
+    tl.store(place + 16, gumbel(word_1))
+    tl.store(place + 32, gumbel(word_2))
+    tl.store(place + 48, gumbel(word_3))
+
+
+def has_the_bits_of_the_definition(module):
+    seed = torch.tensor([0, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+    position = torch.tensor([0, 1, 131071, 2**31 - 1, 5], dtype=torch.int32)
+    places = seed, position, torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32)
+    out = torch.empty(5, 1024)
+    _noise[(5,)](*places, out, module.noise_words, module.word_to_gumbel, COUNT=256, enable_fp_fusion=False)
+    return torch.equal(out, gumbel_noise(*places, 1024))
+
+
+def test_noise_has_the_bits_of_the_definition(kernels):
+    assert has_the_bits_of_the_definition(noise)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.static_range(10)", "tl.static_range(9)"),
+        ("(seed >> 32) & 0xFFFFFFFF", "seed & 0xFFFFFFFF"),
+        ("nothing + sample_index.to(tl.uint32)", "nothing"),
+        ("tl.where(is_upper, ~signed, signed)", "tl.where(is_upper, -signed, signed)"),
+        ("9.0580006145e-06", "9.05e-06"),
+        ("1.0 / 13.0", "1.0 / 12.0"),
+    ],
+)
+def test_other_noise_is_found(kernels, tmp_path, old, new):
+    assert not has_the_bits_of_the_definition(broken(tmp_path, "noise", old, new))
+
+
+@contextlib.contextmanager
+def small_blocks():
+    """Let short rows have several blocks that filters go through, and several pieces that programs choose from."""
+    with pytest.MonkeyPatch.context() as context:
+        for name, size in {"_CUT_BLOCK": 128, "_COUNTERS": 16, "_PIECE": 128}.items():
+            context.setattr(backend.sampling, name, size)
+        yield
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
+def test_the_last_token_that_a_filter_leaves(kernels, name):
+    """What noise likes best is the last token left, or the first one that is not; others before and behind it tie."""
+    with torch.device("cpu"):
+        logits = (torch.randn(150, generator=torch.Generator().manual_seed(0)) * 2).round()
+        order = logits.sort(descending=True, stable=True).indices
+        seeds, ranks = seeds_that_choose_among_equals(logits, order)
+        kept = ranks + torch.tensor([1, 0])
+        mass = (logits[order].double() / 4).exp().cumsum(0)
+        border = kept if name == "top_k" else (mass[kept - 2] + mass[kept - 1]) / 2 / mass[-1]
+        rows = rows_of(2, temperature=4.0, **{name: border})
+        rows.seed.copy_(seeds)
+        rows.position.zero_()
+        rows.sample_index.zero_()
+        expected = one_by_one(logits.repeat(2, 1), rows)
+    assert (expected == order[ranks]).tolist() == [True, False]
+    with small_blocks():
+        sampled = kernels.sample(logits.repeat(2, 1).to(kernels_device()), rows)
+    assert torch.equal(sampled.cpu(), expected)
+
+
+def seeds_that_choose_among_equals(logits, order):
+    """Return two seeds, and the ranks of what they choose: tokens in another block tie before it, and one behind it."""
+    seeds, ids = torch.arange(500), torch.arange(len(logits))
+    chosen = (logits / 4 + gumbel_noise(seeds, seeds * 0, seeds * 0, len(logits))).argmax(dim=1)
+    ties = logits == logits[chosen, None]
+    is_among = (ties & (ids < 128)).any(dim=1) & (chosen >= 128) & (ties & (ids > chosen[:, None])).any(dim=1)
+    found = is_among.nonzero()[:2, 0]
+    return found, order.argsort()[chosen[found]]
+
+
+def test_the_lowest_of_equals_in_several_pieces(kernels):
+    logits = torch.zeros(4, 129)
+    logits[0, 128] = 9.0  # alone in the last piece
+    logits[1, [3, 19, 67, 128]] = 9.0  # of one lane, and of two pieces
+    logits[2, 7] = 9.0
+    logits[3, 128] = torch.nan
+    rows = rows_of(4, temperature=torch.tensor([0.0, 0.0, 50.0, 0.0]), top_k=torch.tensor([0, 0, 1, 0]))
+    with small_blocks():
+        assert kernels.sample(logits, rows).tolist() == [128, 3, 7, -1]
 
 
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (50, 50), (333, 7), (3000, 100)])
@@ -115,26 +211,6 @@ def test_top_tokens(kernels, generator, vocab, k):
     alone, alone_ids = kernels.top_tokens(values[1:2], k)
     assert torch.equal(alone, expected[1:2])
     assert torch.equal(alone_ids, order[1:2])
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        ("sampling", "is_better = key > best", "is_better = key >= best"),  # not the lowest of equals
-        ("sampling", "end = tl.minimum((piece + 1) * PIECE, vocab)", "end = vocab - 1"),  # a tail is lost
-        ("sampling", "(top_k < vocab)", "(top_k < 0)"),  # a filter does nothing
-    ],
-)
-def test_mistakes_are_caught(kernels, generator, tmp_path, module, old, new):
-    logits = torch.zeros(4, 1025)
-    logits[0, 1024] = 9.0  # alone in the last part
-    logits[1, [3, 19]] = 9.0  # of one lane
-    logits[2] = torch.randn(1025, generator=generator)
-    rows = rows_of(4, temperature=torch.tensor([0.0, 0.0, 5.0, 5.0]), top_k=torch.tensor([0, 0, 1, 1]))
-    expected = on_the_cpu(ReferenceKernels().sample, logits, rows)
-    assert torch.equal(kernels.sample(logits, rows).cpu(), expected)
-    assert not torch.equal(broken(tmp_path, module, old, new).sample(logits, rows).cpu(), expected)
 
 
 def test_drafts_of_a_request_without_a_row(kernels):

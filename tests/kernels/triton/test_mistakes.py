@@ -1,0 +1,228 @@
+"""A mistake in any kernel is found by a comparison that the right ones pass."""
+
+from pathlib import Path
+
+import pytest
+import test_elementwise
+import test_rejection
+import test_triton_matmul
+import test_triton_sampling
+import test_triton_values
+import torch
+
+from octavo.kernels import triton as package
+
+# The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+WIDE = (2, 1120)  # more than one block of a row
+
+
+def add(kernels, generator):
+    test_elementwise.test_add_rounds_once(kernels, generator, torch.bfloat16, WIDE)
+
+
+def silu(kernels, generator):
+    test_elementwise.test_gate_by_silu(kernels, generator, torch.bfloat16, WIDE)
+
+
+def gelu(kernels, generator):
+    test_elementwise.test_gate_by_gelu(kernels, generator, torch.float32, (5, 123))
+
+
+def soft_cap(kernels, generator):
+    test_elementwise.test_soft_cap(kernels, generator, 30.0, WIDE)
+
+
+def divide(kernels, generator):
+    test_elementwise.test_divide(kernels, generator, WIDE)
+
+
+def rms_norm(kernels, generator):
+    test_elementwise.test_rms_norm(kernels, generator, torch.float32, torch.float32, WIDE)
+
+
+def embedding(kernels, generator):
+    test_triton_values.test_embedding(kernels, generator, torch.bfloat16, torch.float32, 5.477)
+
+
+def take_rows(kernels, generator):
+    test_triton_values.test_take_rows(kernels, generator, torch.bfloat16)
+
+
+def drafts(kernels, _generator):
+    test_rejection.test_requests_have_drafts_of_their_own(kernels)
+
+
+def top_tokens(kernels, generator):
+    test_triton_sampling.test_top_tokens(kernels, generator, 130, 100)
+
+
+def top_tokens_with_nan(kernels, _generator):
+    test_triton_sampling.test_top_tokens_of_a_row_with_nan_still_ends(kernels)
+
+
+def int8(kernels, generator):
+    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (64, 40), torch.float32, "int8")
+
+
+def int4(kernels, generator):
+    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (96, 7), torch.float32, "int4")
+
+
+def int4_with_minima(kernels, generator):
+    stored = "int4 with minima"
+    test_triton_matmul.test_integers_have_the_bits_of_the_reference(kernels, generator, (96, 7), torch.float32, stored)
+
+
+def wide_rows(kernels, generator):
+    test_triton_matmul.test_rows_of_several_blocks_are_rounded(kernels, generator, rotated=False)
+
+
+def top_k(kernels, _generator):
+    test_triton_sampling.test_the_last_token_that_a_filter_leaves(kernels, "top_k")
+
+
+def top_p(kernels, _generator):
+    test_triton_sampling.test_the_last_token_that_a_filter_leaves(kernels, "top_p")
+
+
+def choices(kernels, _generator):
+    test_triton_sampling.test_the_lowest_of_equals_in_several_pieces(kernels)
+
+
+KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
+MASS = "lanes = tl.zeros([BLOCK], tl.float64)\n    for first in "
+FIRST_TILE = "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)"
+MISTAKES = {
+    add: [
+        ("elementwise", "_add[num_rows, triton.cdiv(width, _BLOCK)]", "_add[num_rows, 1]"),
+        ("elementwise", ".to(tl.float32) + x * scale", ".to(tl.float32) + x"),
+        ("elementwise", "+ x * scale", "+ round_to(x * scale, residual_ptr.dtype.element_ty).to(tl.float32)"),
+    ],
+    silu: [
+        ("elementwise", "_gate[num_rows, triton.cdiv(width, _BLOCK)]", "_gate[num_rows, 1]"),
+        ("elementwise", "tl.load(place + width,", "tl.load(place + width - 1,"),
+    ],
+    gelu: [("elementwise", "0.044715", "0.0447")],
+    soft_cap: [
+        ("elementwise", "_soft_cap[(triton.cdiv(x.numel(), _BLOCK),)]", "_soft_cap[(x.numel() // _BLOCK,)]"),
+    ],
+    divide: [
+        ("elementwise", "_divide[(triton.cdiv(x.numel(), _BLOCK),)]", "_divide[(x.numel() // _BLOCK,)]"),
+        (
+            "elementwise",
+            "tl.div_rn(tl.load(x_ptr + index, mask=is_there), divisor)",
+            "tl.load(x_ptr + index, mask=is_there) * tl.div_rn(1.0, divisor)",
+        ),
+    ],
+    rms_norm: [
+        ("norms", "squares += value * value", "squares = value * value"),
+        ("norms", "mean + eps", "mean"),
+    ],
+    embedding: [
+        ("embedding", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("embedding", "token_ids_ptr + row)", "token_ids_ptr + tl.maximum(row - 1, 0))"),
+        (
+            "embedding",
+            "round_to(value * scale,",
+            "round_to(round_to(value, out_ptr.dtype.element_ty).to(tl.float32) * scale,",
+        ),
+    ],
+    take_rows: [
+        ("rows", FIRST_TILE, "tl.arange(0, BLOCK)"),
+        ("rows", "* stride + column", "* width + column"),
+    ],
+    drafts: [
+        (
+            "rejection",
+            "first = tl.load(cu_num_logits_ptr + request)",
+            "first = tl.load(cu_num_logits_ptr + request) + 1",
+        ),
+        ("rejection", "draft_ids_ptr + first + step + 1,", "draft_ids_ptr + first + step,"),
+        ("rejection", "(first + step >= last) |", "(first + step > last) |"),
+        ("rejection", "step < count, target", "step <= count, target"),
+    ],
+    top_tokens: [
+        ("top_tokens", "(other_index[None, :] < index[:, None])", "(other_index[None, :] > index[:, None])"),
+        ("top_tokens", "range(0, loop_bound(k), RANKED)", "range(0, RANKED, RANKED)"),
+    ],
+    top_tokens_with_nan: [("top_tokens", 'tl.where(value == value, value, float("-inf"))', "value")],
+    int8: [
+        ("quantized_rows", "tl.join(first + second, first - second)", "tl.join(first + second, second - first)"),
+        ("quantized_rows", "round_to_whole(x * inverse)", "x * inverse"),
+        ("quantized_rows", "is_finite & (magnitude >= _LEAST_MAGNITUDE)", "is_finite"),
+        ("quantized_rows", "tl.div_rn(magnitude, 127.0)", "magnitude * 0.007874016"),
+        ("matmul", "(row_scale[:, None] * column_scale[None, :])", "row_scale[:, None] * column_scale[None, :]"),
+    ],
+    int4: [
+        ("quantized_rows", "is_there = column < width", "is_there = column < width - 1"),
+        ("matmul_int4", "(first + half * HALF) // group_size", "first // group_size"),
+        ("matmul_int4", "(4 * half)) & 15", "(4 - 4 * half)) & 15"),
+        ("matmul_int4", "(whole + 128) >> 8", "whole >> 8"),
+        ("matmul_int4", "(scale[:, None] * unit[None, :])", "scale[:, None] * unit[None, :]"),
+        ("matmul_int4", "column < num_columns\n", "column < num_columns - 1\n"),
+    ],
+    wide_rows: [
+        ("quantized_rows", "first + tl.arange(0, BLOCK), width", "tl.arange(0, BLOCK), width"),
+        ("quantized_rows", "is_there = column < width", "is_there = column <= width"),
+    ],
+    top_k: [
+        ("selection", KEPT, "return key > cut_key", "sampling"),
+        ("selection", KEPT, "return key >= cut_key", "sampling"),
+        ("selection", "digits > chosen, counts", "digits >= chosen, counts", "sampling"),
+        ("selection", "number == count", "number == count - 1", "sampling"),
+        ("selection", "seen += tl.sum(is_tie)", "seen += 0", "sampling"),
+        ("selection", "counts += tl.histogram", "counts = tl.histogram", "sampling"),
+        ("sampling", "(top_k < vocab)", "(top_k < 0)"),
+    ],
+    top_p: [
+        ("selection", f"{MASS}range(0, loop_bound(vocab), BLOCK)", f"{MASS}range(0, BLOCK, BLOCK)", "sampling"),
+        ("selection", "tl.ceil((target - above)", "tl.floor((target - above)", "sampling"),
+    ],
+    choices: [
+        ("sampling", "is_better = key > best", "is_better = key >= best"),
+        ("sampling", "end = tl.minimum((piece + 1) * PIECE, vocab)", "end = vocab - 1"),
+        ("sampling", "tl.min(tl.where(best == largest, ids, LAST_ID))", "tl.max(tl.where(best == largest, ids, -1))"),
+        ("sampling", "(num_nan > 0) |", "(num_nan > 1) |"),
+    ],
+    int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],
+}
+
+
+RUN_BY_THEMSELVES = [drafts, top_tokens_with_nan, wide_rows, top_k, top_p, choices]
+
+
+@pytest.mark.parametrize("compare", [each for each in MISTAKES if each not in RUN_BY_THEMSELVES])
+def test_right_kernels_pass(kernels, generator, compare):
+    compare(kernels, generator)
+
+
+@pytest.mark.parametrize(("compare", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
+def test_mistakes_are_found(kernels, generator, make_mistake, compare, mistake):
+    make_mistake(*mistake)
+    with pytest.raises(AssertionError):
+        compare(kernels, generator)
+
+
+ELSEWHERE = {
+    "attention",
+    "decode_graphs",
+    "e4m3",
+    "exponentials",
+    "grouped_matmul",
+    "noise",
+    "reductions",
+    "rope_kv",
+    "rounding",
+}
+NOTHING_TO_BREAK = {"loops"}  # of the interpreter alone
+
+
+def test_every_kernel_has_mistakes():
+    """Here, or in the files of tests that compare what it computes."""
+    files = [path for path in Path(package.__path__[0]).glob("*.py") if "@triton.jit" in path.read_text("utf-8")]
+    here = {module for some in MISTAKES.values() for module, *_ in some}
+    assert {path.stem for path in files} == here | ELSEWHERE | NOTHING_TO_BREAK
+    sources = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert all(f'broken(tmp_path, "{module}"' in sources for module in ELSEWHERE)
