@@ -34,14 +34,38 @@ def dot(a, b, d, _input_precision, _max_num_imprecise_acc):
     """Return the product of two tiles and a third one, each sum in the order of k wherever its row stands.
 
     So it is on a GPU. The interpreter's own asks numpy, whose library sums rows in orders of their own, on Zen 3 say.
+    Zeros that pad a tile add nothing to finite numbers, and are left out.
     """
     from triton.runtime.interpreter import TensorHandle
 
     left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
     total = np.zeros_like(d.data)
+    if left.ndim > 2 or not np.isfinite(right).all():
+        total += ordered_product(left, right)
+    else:
+        rows, counted = left.any(axis=1), left.any(axis=0)
+        total[rows] = ordered_product(left[rows][:, counted], right[counted])
+    return TensorHandle(total + d.data, d.dtype.scalar)
+
+
+def ordered_product(left, right):
+    total = np.zeros((*left.shape[:-1], right.shape[-1]), left.dtype)
     for k in range(left.shape[-1]):
         total += left[..., :, k : k + 1] * right[..., k : k + 1, :]
-    return TensorHandle(total + d.data, d.dtype.scalar)
+    return total
+
+
+def faster_conversion(convert):
+    """Return the interpreter's conversion of floats, where those of bfloat16 are what they are: the upper half."""
+
+    def converted(values, given, wanted, rounding):
+        if (given.name, wanted.name, rounding) == ("bf16", "fp32", None):
+            return values.view(np.uint16).astype(np.uint32) << 16
+        if (given.name, wanted.name, rounding) == ("fp32", "bf16", None):
+            return (values.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(values, given, wanted, rounding)
+
+    return converted
 
 
 @functools.cache
@@ -108,6 +132,8 @@ def interpreted_kernels():
 
     builder = interpreter.interpreter_builder
     before, options, own_dot = InterpretedFunction.__call__, builder.options, builder.create_dot
+    own_conversion = interpreter._convert_float
+    interpreter._convert_float = faster_conversion(own_conversion)
     InterpretedFunction.__call__ = call
     builder.options = replace(options, sanitize_overflow=False)  # of each sum, in 64 bits
     builder.create_dot = dot
@@ -124,4 +150,5 @@ def interpreted_kernels():
         InterpretedFunction.__call__ = before
         builder.options = options
         builder.create_dot = own_dot
+        interpreter._convert_float = own_conversion
         TritonKernels.graph_pool, matmul.PARTITION = graph_pool, own_partition

@@ -76,6 +76,7 @@ def units_off(kernels, generator, heads, dtype, *, window=None, softcap=None, bl
     return off if off == off else float("inf")  # noqa: PLR0124  a NaN differs from itself
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (37, None), (None, 0.7), (100, 2.0), (1, None)])
 @pytest.mark.parametrize("heads", [(64, 2, 1), (128, 1, 7)], ids=str)
 def test_mixed_batches_are_right(made, generator, heads, window, softcap):

@@ -11,6 +11,7 @@ import test_triton_values
 import torch
 
 from octavo.kernels import triton as package
+from octavo.kernels.triton import backend
 
 # The interpreter computes with numpy, which warns of what is meant: infinities, and numbers that are none.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -89,6 +90,17 @@ def top_p(kernels, _generator):
 
 def choices(kernels, _generator):
     test_triton_sampling.test_the_lowest_of_equals_in_several_pieces(kernels)
+
+
+def products(kernels, generator):
+    shape, dtype = (2 * test_triton_matmul.PARTITION, 40), torch.bfloat16
+    test_triton_matmul.test_linear(kernels, generator, shape, False, True, dtype, dtype)
+
+
+def products_by_one_program(kernels, generator):
+    with pytest.MonkeyPatch.context() as context:
+        context.setitem(backend.matmul.__globals__, "num_processors", lambda _device: 1)
+        products(kernels, generator)
 
 
 KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
@@ -185,6 +197,15 @@ MISTAKES = {
         ("sampling", "end = tl.minimum((piece + 1) * PIECE, vocab)", "end = vocab - 1"),
         ("sampling", "tl.min(tl.where(best == largest, ids, LAST_ID))", "tl.max(tl.where(best == largest, ids, -1))"),
         ("sampling", "(num_nan > 0) |", "(num_nan > 1) |"),
+    ],
+    products: [
+        ("matmul", "acc = dot(x, weight, acc)", "acc = dot(x, weight, 0.0 * acc)"),
+        ("matmul", "for _ in range(1, NUM_PARTITIONS):", "for _ in range(2, NUM_PARTITIONS):"),
+        ("matmul", "first = partition * PARTITION", "first = partition * PARTITION + 1"),
+    ],
+    products_by_one_program: [
+        ("matmul", "for partition in range(1, tl.cdiv(WIDTH, PARTITION)):", "for partition in range(0, 0):"),
+        ("matmul", "(of_group // group_rows) * BLOCK_N", "(of_group // group_rows) * BLOCK_N + 1"),
     ],
     int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],
 }

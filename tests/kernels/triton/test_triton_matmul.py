@@ -89,7 +89,6 @@ def test_which_kernel_adds_up_leaves_no_trace(generator, tmp_path, monkeypatch):
         partials_ptr += num_rows"""
     backwards = order.replace("    total", "    partials_ptr += 2 * num_rows.to(tl.int64) * num_columns\n    total")
     wrong = broken(tmp_path, "matmul", order, backwards.replace("ptr += num", "ptr -= num"))
-    wrong.PARTITION = PARTITION
     assert not torch.equal(wrong.matmul(x, weight, torch.empty(2, 9)), in_parts)
     monkeypatch.setattr(matmul_module, "num_processors", lambda device: 1)  # one program a tile takes them all
     assert torch.equal(matmul(x, weight, torch.empty(2, 9)), in_parts)
