@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 PARTITION = partition()
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)]  # in_features, out_features
+SHAPES = [(1, 1), (16, 130), (PARTITION + 5, 33), (2 * PARTITION, 40)]  # in_features, out_features
 INTEGERS = {
     "int8": quantize_int8,
     "int4": lambda weight: quantize_int4(weight, 32),
