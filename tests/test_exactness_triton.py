@@ -6,6 +6,7 @@ import random
 
 import pytest
 from alone_and_crowd import alone, crowd
+from gguf_files import write_gguf
 from late_queue import LateQueue
 from scripted_drafts import verify_all
 from triton_interpreter import interpreted_kernels, kernels_device
@@ -135,6 +136,21 @@ def test_fp8_is_exact(tiny_model):
     engine = make_engine(tiny_model, **options, cache=cache, long_prefill_token_threshold=4, preemption="swap")
     assert crowd(engine, requests) == expected
     assert engine.core.scheduler.get_stats().total_preempted > 0
+
+
+def test_weights_in_blocks_are_exact(tmp_path):
+    """Of several types; a prompt that is cut, and decodes by graphs."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = tiny_config("Qwen3ForCausalLM", hidden_size=64, head_dim=16, vocab_size=96, **sizes)
+    folder = write_checkpoint(tmp_path / "folder", config, std=0.2)
+    kinds = {"attn_v": "Q5_1", "ffn_down": "Q8_0"}
+    model = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_0", kinds=kinds)
+    requests = make_requests([2, 7], 96, 2)
+    expected = alone(make_engine(model), requests)
+    engine = make_engine(model, 2, max_num_seqs=2, long_prefill_token_threshold=4)
+    graphs = engine.core.executor.worker.runner.forward_pass.recorded
+    assert graphs.sizes == {1: [1, 2]}
+    assert crowd(engine, requests) == expected
 
 
 @pytest.mark.slow

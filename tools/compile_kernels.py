@@ -107,12 +107,16 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
     def call() -> None:
         import torch  # noqa: PLC0415
 
+        from octavo.kernels.block_weight import BlockKind, BlockWeight  # noqa: PLC0415
         from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight  # noqa: PLC0415
         from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
         kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
         weight: Any = torch.empty(shape, dtype=kind)
-        if stored == "int8":
+        if stored is not None and stored in BlockKind.__members__:
+            blocks = BlockKind[stored]
+            weight = [BlockWeight(blocks, torch.zeros(256, blocks.row_bytes(2048), dtype=torch.uint8), 2048)]
+        elif stored == "int8":
             weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
         elif stored == "fp8":
             weight = Fp8Weight(torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(256, 16), 128)
@@ -209,6 +213,11 @@ CASES: dict[str, Callable[[], None]] = {
     "linear int8 1 row": linear(1, "bfloat16", "int8"),
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),
     "linear int4 1 row": linear(1, "bfloat16", "int4"),
+    **{
+        f"linear {kind} {rows} row{'s' * (rows > 1)}": linear(rows, "bfloat16", kind)
+        for kind in ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "MXFP4")
+        for rows in (256, 1)
+    },
     "grouped_linear bfloat16": grouped_linear,
     "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
     "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.kernels import SamplingRows
+from octavo.kernels.block_weight import BlockKind, BlockWeight, random_blocks
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.attention import is_covered
@@ -162,6 +163,9 @@ def _integers(check: Check, entries: Entries) -> None:
 
     entries.add("linear int8", lambda: same(quantize_int8(weight)))
     entries.add("linear int4", lambda: same(quantize_int4(weight, 32)))
+    for kind in BlockKind:
+        blocks = random_blocks(torch.Generator().manual_seed(3), kind, 96, 2 * 256)
+        entries.add(f"linear {kind.name}", partial(_blocks, check, [blocks.to(check.device)]))
 
     def expanded() -> dict[str, bool]:
         stored = quantize_fp8(weight)
@@ -180,6 +184,13 @@ def _integers(check: Check, entries: Entries) -> None:
         return _equal(check.kernels.grouped_linear(x, weights, start), torch.cat(alone))
 
     entries.add("grouped_linear", by_groups)
+
+
+def _blocks(check: Check, weight: list[BlockWeight]) -> dict[str, bool]:
+    """Compare products with a weight in blocks, of few rows and of many."""
+    x = check.random(40, weight[0].in_features)
+    few, many = check.kernels.pack_linear(weight), PLAIN.linear(x, PLAIN.pack_linear(weight))
+    return _equal(torch.cat([check.kernels.linear(part, few) for part in (x[:7], x[7:])]), many)
 
 
 def _choices(check: Check, entries: Entries) -> None:

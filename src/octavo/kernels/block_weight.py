@@ -23,7 +23,7 @@ _SUPER_GROUPS = 8  # of a block of 256
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 _FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of its bits are set where it is no finite number
 _E8M0_NAN = 255
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
 class BlockKind(Enum):
@@ -79,6 +79,20 @@ class BlockValues(NamedTuple):
         return (scaled if self.minima is None else scaled + self.minima.unsqueeze(2)).flatten(1)
 
 
+class StoredScales(NamedTuple):
+    """Scales as blocks hold them: float16; bytes, to be multiplied by a float16 of a block; or exponents.
+
+    scales [rows, groups]: float16; int8, or uint8 of 6 bits beside minima; uint8 exponents of two, biased by 127, of
+    doubled values. minima [rows, groups]: float16, or uint8 to be subtracted. of_blocks float16 [rows, blocks of 256],
+    one for scales and one for minima, where those are bytes.
+    """
+
+    scales: Tensor
+    minima: Tensor | None
+    scales_of_blocks: Tensor | None
+    minima_of_blocks: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file.
@@ -121,6 +135,21 @@ class BlockWeight:
             scales.view(out_features, groups),
             None if minima is None else minima.view(out_features, groups),
         )
+
+    def stored_scales(self) -> StoredScales:
+        """Return scales and minima as they stand in the blocks."""
+        blocks = self.rows.reshape(-1, self.kind.block_bytes)
+        if self.kind is BlockKind.MXFP4:
+            found: tuple[Tensor | None, ...] = (blocks[:, :1], None, None, None)
+        elif self.kind is BlockKind.Q6_K:
+            found = (blocks[:, 192:208].contiguous().view(torch.int8), None, _half(blocks[:, 208:]), None)
+        elif self.kind in {BlockKind.Q4_K, BlockKind.Q5_K}:
+            found = (*_six_bits(blocks), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
+        else:
+            has_minima = self.kind in {BlockKind.Q4_1, BlockKind.Q5_1}
+            found = (_half(blocks[:, :2]), _half(blocks[:, 2:4]) if has_minima else None, None, None)
+        by_row = (None if part is None else part.reshape(self.rows.shape[0], -1) for part in found)
+        return StoredScales(*by_row)  # type: ignore[arg-type]
 
     def dequantize(self) -> Tensor:
         """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
@@ -169,9 +198,14 @@ def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
 _Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima of blocks
 
 
+def _half(data: Tensor) -> Tensor:
+    """Return float16 [blocks, 1] of two bytes each."""
+    return data.contiguous().view(torch.float16)
+
+
 def _float16(data: Tensor) -> Tensor:
     """Return float32 [blocks, 1] of two bytes each."""
-    return data.contiguous().view(torch.float16).float()
+    return _half(data).float()
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
@@ -208,12 +242,17 @@ def _read_q5_1(blocks: Tensor) -> _Numbers:
     return values, _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 scales and minima [blocks, 8] of Q4_K and Q5_K: two float16 times integers of 6 bits."""
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minima of Q4_K and Q5_K as integers of 6 bits: uint8 [blocks, 8]."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
-    whole_minima = torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1).to(torch.int8)
-    return _float16(blocks[:, :2]) * whole_scales.float(), _float16(blocks[:, 2:4]) * (-whole_minima).float()
+    return whole_scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 scales and minima [blocks, 8] of Q4_K and Q5_K: two float16 times integers of 6 bits."""
+    scales, minima = _six_bits(blocks)
+    return _float16(blocks[:, :2]) * scales.float(), _float16(blocks[:, 2:4]) * (-minima.to(torch.int8)).float()
 
 
 def _read_q4_k(blocks: Tensor) -> _Numbers:
@@ -235,7 +274,7 @@ def _read_q6_k(blocks: Tensor) -> _Numbers:
 
 
 def _read_mxfp4(blocks: Tensor) -> _Numbers:
-    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
+    table = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
     exponents = blocks[:, :1].int()
     tiny = 0x00200000 << exponents.clamp(max=1)  # the bits of 2^-128 and 2^-127
     scales = torch.where(exponents < 2, tiny, (exponents - 1) << 23).view(torch.float32)

@@ -252,9 +252,9 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Capture none: steps are recorded, whatever stands in them."""
-        del weights, head_dims, dtype
+        del head_dims, dtype
         return False
 
     def record_forward(

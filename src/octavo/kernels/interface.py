@@ -242,10 +242,10 @@ class Kernels(Protocol):
         """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
         ...
 
-    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Whether `record_forward` makes graphs of decode steps of a model; what stands in the way is logged.
 
-        weights: all of the model's. head_dims: of its attention. dtype: of its activations.
+        head_dims: of its attention. dtype: of its activations.
         """
         ...
 

@@ -136,9 +136,9 @@ class ReferenceKernels:
         """Return x[rows]."""
         return x[rows]
 
-    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Capture none."""
-        del weights, head_dims, dtype
+        del head_dims, dtype
         return False
 
     def record_forward(

@@ -196,16 +196,16 @@ class TestFlashInfer:
         assert wrappers[0].workspace.numel() < needed[1]
 
     def test_no_graphs_are_captured_where_it_computes(self, made, caplog):
-        assert not made.captures_graphs([], {64, 80}, torch.bfloat16)
+        assert not made.captures_graphs({64, 80}, torch.bfloat16)
         assert "no decode graphs are captured: FlashInfer plans each step on the host" in caplog.text
-        assert made.captures_graphs([], {80}, torch.bfloat16)
+        assert made.captures_graphs({80}, torch.bfloat16)
 
 
 @pytest.mark.parametrize("library", ["flash_attn_interface"], indirect=True)
 def test_a_graph_gives_what_kernels_give_one_by_one(tmp_path, made, device):
     """Decodes and drafts, with rows of no sequence, other lengths than were captured, and windows."""
     model = Model(tmp_path, made, device, "Gemma2ForCausalLM", sliding_window=20, num_hidden_layers=2)
-    assert made.captures_graphs([], {16}, torch.bfloat16)
+    assert made.captures_graphs({16}, torch.bfloat16)
     captured = model.capture({3: (2,)})
     assert captured.sizes == {3: [2]}
     with torch.inference_mode():

@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from octavo.errors import ConfigError
 from octavo.kernels import are_exact, create_kernels
-from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.kernels.quantization import quantize_int8
 
 CPU = torch.device("cpu")
@@ -40,30 +39,14 @@ def test_a_gpu_gets_what_was_tried_on_one_unless_it_is_asked_for_by_name():
     assert create_kernels(torch.device("cuda"), "triton").name == "triton"
 
 
-def test_what_blocks_are_multiplied_by_is_said_once(kernels, device):
-    weight = BlockWeight(BlockKind.Q8_0, torch.zeros(2, 34, dtype=torch.uint8), 32)
-    made = create_kernels(device, "triton")
-    with pytest.warns(RuntimeWarning, match="plain torch computes products with weights in blocks"):
-        packed = made.pack_linear([weight])
-    assert made.pack_linear([weight]).out_features == 2
-    assert made.linear(torch.ones(3, 32), packed).tolist() == [[0.0, 0.0]] * 3
-
-
 def test_a_model_has_graphs_unless_plain_torch_computes_a_part_of_it(kernels, device, caplog):
-    """Of the model that is asked about: what was warned of another one is none of it."""
     made = create_kernels(device, "triton")
-    whole = [made.pack_linear(torch.randn(4, 32))]
-    assert made.captures_graphs(whole, {64, 256}, torch.bfloat16)
-    with pytest.warns(RuntimeWarning):
-        in_blocks = made.pack_linear([BlockWeight(BlockKind.Q8_0, torch.zeros(2, 34, dtype=torch.uint8), 32)])
-    assert made.captures_graphs(whole, {64}, torch.float32)
+    assert made.captures_graphs({64, 256}, torch.bfloat16)
+    assert made.captures_graphs({64}, torch.float32)
     assert not caplog.records
-    assert not made.captures_graphs([*whole, in_blocks], {64}, torch.bfloat16)
-    assert not made.captures_graphs(whole, {64, 256}, torch.float32)
-    assert [record.message.partition("plain torch computes ")[2] for record in caplog.records] == [
-        "products with weights in blocks",
-        "attention of heads wider than 128 in float32",
-    ]
+    assert not made.captures_graphs({64, 256}, torch.float32)
+    (record,) = caplog.records
+    assert record.message.endswith("plain torch computes attention of heads wider than 128 in float32")
 
 
 def test_the_interpreter_has_no_graphs_of_its_own(device, caplog, monkeypatch):
@@ -72,7 +55,7 @@ def test_the_interpreter_has_no_graphs_of_its_own(device, caplog, monkeypatch):
 
     monkeypatch.setattr(TritonKernels, "graph_pool", CudaGraphPool)
     made = create_kernels(device, "triton")
-    assert made.captures_graphs([], {64}, torch.bfloat16) == (device.type == "cuda")
+    assert made.captures_graphs({64}, torch.bfloat16) == (device.type == "cuda")
     assert ("the interpreter has none" in caplog.text) == (device.type == "cpu")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,8 +20,10 @@ from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
+from octavo.kernels.triton.matmul_blocks import matmul_blocks
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
-from octavo.kernels.triton.quantized_rows import quantize_rows
+from octavo.kernels.triton.packed_blocks import PackedBlocks, pack_blocks
+from octavo.kernels.triton.quantized_rows import quantize_groups, quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.graphs import GraphPool
 
 logger = logging.getLogger(__name__)
-_PRODUCTS_IN_TORCH = "products with weights in blocks"
 _OPERATIONS = (
     "add",
     "add_rms_norm",
@@ -78,15 +80,16 @@ class TritonKernels(ReferenceKernels):
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep a weight of floats or int8 as it is, pack one of int4; plain torch makes products with one in blocks."""
+        """Keep a weight of floats, int8 or fp8 as it is, pack one of int4 or in blocks."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
             return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
         packed_as_is = super().pack_linear(weight, bias)
         if isinstance(packed_as_is.storage, list):
-            self._leave_to_torch(_PRODUCTS_IN_TORCH)
-            return packed_as_is
+            parts = pack_blocks(packed_as_is.storage)
+            num_bytes = sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes)
+            return replace(packed_as_is, storage=parts, num_bytes=num_bytes)
         values = weight.values if isinstance(weight, Int8Weight | Fp8Weight) else packed_as_is.storage
         self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
         return packed_as_is
@@ -110,8 +113,6 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         """Return x @ weight.T + bias."""
         weight = packed.storage
-        if isinstance(weight, list):
-            return super().linear(x, packed, float32_out=float32_out, out=out)
         if out is None:
             dtype = torch.float32 if float32_out else x.dtype
             out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
@@ -121,6 +122,8 @@ class TritonKernels(ReferenceKernels):
         if isinstance(weight, PackedInt4):
             values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
             return matmul_int4(values, scales, weight, packed.bias, out)
+        if isinstance(weight, tuple):
+            return _linear_blocks(x, weight, packed.bias, out)
         if isinstance(weight, Fp8Weight):
             return matmul(x, as_bytes(weight.values), out, packed.bias, groups=(weight.scales, weight.group_size))
         return matmul(x, weight, out, packed.bias)
@@ -138,8 +141,11 @@ class TritonKernels(ReferenceKernels):
         """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
-        if isinstance(packed.storage, PackedInt4):
-            rows = packed.storage.rows(token_ids)
+        storage = packed.storage
+        if isinstance(storage, tuple):
+            (storage,) = storage
+        if isinstance(storage, PackedInt4 | PackedBlocks):
+            rows = storage.rows(token_ids)
             return (rows if scale == 1.0 else rows * scale).to(dtype)
         return super().embedding(token_ids, packed, dtype, scale)
 
@@ -147,17 +153,15 @@ class TritonKernels(ReferenceKernels):
         """Return x[rows]."""
         return take_rows(x, rows)
 
-    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Whether there are graphs, and plain torch computes no part of a model, which may look at the batch."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: the interpreter has none")
             return False
-        in_torch = [_PRODUCTS_IN_TORCH] if any(isinstance(weight.storage, list) for weight in weights) else []
         if not all(attention.is_covered(head_dim, dtype) for head_dim in head_dims):
-            in_torch.append(_attention_in_torch(dtype))
-        if in_torch:
-            logger.warning("no decode graphs are captured: plain torch computes %s", " and ".join(in_torch))
-        return not in_torch
+            logger.warning("no decode graphs are captured: plain torch computes %s", _attention_in_torch(dtype))
+            return False
+        return True
 
     def record_forward(
         self,
@@ -258,6 +262,16 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _linear_blocks(x: Tensor, parts: tuple[PackedBlocks, ...], bias: Tensor | None, out: Tensor) -> Tensor:
+    """Write x @ weight.T + bias of parts that stand one below the other into `out`, and return it."""
+    rows, first = quantize_groups(x), 0
+    for part in parts:
+        columns = slice(first, first + part.out_features)
+        matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
+        first = columns.stop
+    return out
 
 
 def _attention_in_torch(dtype: torch.dtype) -> str:

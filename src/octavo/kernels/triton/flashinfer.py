@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch, PackedLinear
+    from octavo.kernels.interface import AttentionBatch
 
     Plan = tuple[AttentionBatch, Any]  # what was planned, and the wrapper that knows it
 
@@ -61,12 +61,12 @@ class FlashInferKernels(LibraryAttention):
         """Whether there is a kernel for such heads."""
         return dtype in {torch.float16, torch.bfloat16} and head_dim in _HEAD_DIMS
 
-    def captures_graphs(self, weights: Iterable[PackedLinear], head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
         """Whether FlashInfer computes nothing of the model: it plans each step on the host."""
         if any(self.covers(head_dim, dtype) for head_dim in head_dims):
             logger.warning("no decode graphs are captured: FlashInfer plans each step on the host")
             return False
-        return super().captures_graphs(weights, head_dims, dtype)
+        return super().captures_graphs(head_dims, dtype)
 
     def library_bytes(self, *, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """Return what the wrappers and their partial results take."""

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.block_weight import GROUP_VALUES
 from octavo.kernels.rotation import rotation_block
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import round_to_whole
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1024
+_GROUPS = 32  # of a row that a program takes
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
@@ -47,6 +49,23 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
     return values, scales
 
 
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [num_tokens, in_features] as int8 with a scale for each 32 columns, in_features a multiple of 32.
+
+    (int8 [num_tokens, in_features], float32 scales [groups, num_tokens], float32 [groups, num_tokens] of their sums).
+    """
+    num_rows, width = x.shape
+    num_groups = width // GROUP_VALUES
+    values = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(scales)
+    _quantize_groups[num_rows, triton.cdiv(num_groups, _GROUPS)](
+        x, values, scales, sums, x.stride(0), width, num_rows,
+        GROUPS=_GROUPS, SIZE=GROUP_VALUES, enable_fp_fusion=False,
+    )  # fmt: skip
+    return values, scales, sums
+
+
 @triton.jit
 def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
     """Rotate blocks of 2 ** LEVELS values, as `octavo.kernels.rotation.rotate` does."""
@@ -62,6 +81,39 @@ def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.co
     is_there = column < width
     source = tl.load(order_ptr + column, mask=is_there, other=0) if HAS_ORDER else column
     return _rotated(tl.load(x_ptr + source, mask=is_there, other=0.0).to(tl.float32), BLOCK, LEVELS)
+
+
+@triton.jit
+def _scale_and_inverse(magnitude):
+    """Return (scale, what values are multiplied by) of the largest magnitude; a scale of NaN beside an inverse of 0."""
+    is_finite = magnitude < float("inf")
+    has_inverse = is_finite & (magnitude >= _LEAST_MAGNITUDE)
+    inverse = tl.where(has_inverse, tl.div_rn(127.0, tl.where(has_inverse, magnitude, 1.0)), 0.0)
+    return tl.where(is_finite, tl.div_rn(magnitude, 127.0), float("nan")), inverse
+
+
+@triton.jit
+def _rounded(x, inverse):
+    """Return float32 whole numbers of values; zeros of what has no inverse, which may be no numbers."""
+    return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
+
+
+@triton.jit
+def _quantize_groups(
+    x_ptr, values_ptr, scales_ptr, sums_ptr, x_stride, width, num_rows, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    is_there = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=is_there, other=0.0).to(tl.float32)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers, NaN is the largest
+    scale, inverse = _scale_and_inverse(largest.to(tl.float32, bitcast=True))
+    value = _rounded(x, inverse[:, None])
+    place = group.to(tl.int64) * num_rows + row
+    tl.store(scales_ptr + place, scale, mask=group * SIZE < width)
+    tl.store(sums_ptr + place, tl.sum(value, axis=1), mask=group * SIZE < width)
+    tl.store(values_ptr + row * width + column, value.to(tl.int8), mask=is_there)
 
 
 @triton.jit
@@ -83,12 +135,9 @@ def _quantize_rows(
     for first in range(0, loop_bound(width), BLOCK):
         x = _load(x_ptr, order_ptr, first + tl.arange(0, BLOCK), width, HAS_ORDER, BLOCK, LEVELS)
         lanes = tl.maximum(lanes, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # as integers, NaN is the largest
-    magnitude = tl.max(lanes).to(tl.float32, bitcast=True)
-    is_finite = magnitude < float("inf")
-    inverse = tl.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), tl.div_rn(127.0, magnitude), 0.0)
-    tl.store(scales_ptr + row, tl.where(is_finite, tl.div_rn(magnitude, 127.0), float("nan")))
+    scale, inverse = _scale_and_inverse(tl.max(lanes).to(tl.float32, bitcast=True))
+    tl.store(scales_ptr + row, scale)
     for first in range(0, loop_bound(padded), BLOCK):
         column = first + tl.arange(0, BLOCK)
         x = _load(x_ptr, order_ptr, column, width, HAS_ORDER, BLOCK, LEVELS)
-        value = tl.where(is_finite, round_to_whole(x * inverse), 0.0)
-        tl.store(values_ptr + row * padded + column, value.to(tl.int8), mask=column < padded)
+        tl.store(values_ptr + row * padded + column, _rounded(x, inverse).to(tl.int8), mask=column < padded)

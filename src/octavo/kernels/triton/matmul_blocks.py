@@ -1,0 +1,178 @@
+"""Products of int8 rows with weights in GGUF's blocks, exact: `octavo.kernels.quantization.linear_blocks`.
+
+    x row   --> | 32 int8, a scale, their sum | 32 int8, ...
+    weight  --> | 32 values, a scale (or two), perhaps a minimum | 32 values, ...
+                  total += (float(dot) * scale + sum * minimum) * scale of x          group after group
+
+A product of 32 values is a sum of integers, which is exact; what is added of it to the total, and in which order, is
+said by `linear_blocks`, each operation rounded once. So tiles may have any shape: few rows get narrow ones, that more
+processors read a weight at once. Values are made in registers of planes of bits, as
+`octavo.kernels.triton.packed_blocks` has them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.block_weight import GROUP_VALUES, BlockKind
+from octavo.kernels.triton.loops import loop_bound
+from octavo.kernels.triton.rounding import round_to
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.triton.packed_blocks import PackedBlocks
+
+_FEW_ROWS = 16
+_SUPER_GROUPS = 8  # of 32 values that share the float16 of a block of 256
+
+
+def matmul_blocks(rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor) -> None:
+    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], whose rows may stand apart.
+
+    rows: as `octavo.kernels.triton.quantized_rows.quantize_groups` makes them. The bias is added in float32.
+    """
+    values, scales, sums = rows
+    num_rows, num_columns = out.shape
+    block_m, block_n, num_warps = (16, 16, 4) if num_rows <= _FEW_ROWS else (64, 64, 8)
+    low_bits, high_bits, center, subgroups = weight.layout
+    stored = weight.scales
+    _matmul_blocks[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n)](
+        values,
+        scales,
+        sums,
+        weight.low,
+        weight.low if weight.high is None else weight.high,
+        stored.scales,
+        stored.scales if stored.minima is None else stored.minima,
+        stored.scales if stored.scales_of_blocks is None else stored.scales_of_blocks,
+        stored.scales if stored.minima_of_blocks is None else stored.minima_of_blocks,
+        scales if bias is None else bias,
+        out,
+        num_rows,
+        num_columns,
+        out.stride(0),
+        values.shape[1],
+        weight.low.shape[1],
+        0 if weight.high is None else weight.high.shape[1],
+        weight.in_features // GROUP_VALUES,
+        LOW_BITS=low_bits,
+        HIGH_BITS=high_bits,
+        CENTER=center,
+        SUBGROUPS=subgroups,
+        IS_MXFP4=weight.kind is BlockKind.MXFP4,
+        HAS_MINIMA=stored.minima is not None,
+        HAS_BLOCK_SCALES=stored.scales_of_blocks is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        GROUP=GROUP_VALUES,
+        SUPER_GROUPS=_SUPER_GROUPS,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _signed(code, IS_MXFP4: tl.constexpr, CENTER: tl.constexpr):
+    """Return int8 of the bits of values."""
+    if IS_MXFP4:  # e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12
+        size = code & 7
+        size = tl.where(size < 2, size, (2 + (size & 1)) << (tl.maximum(size >> 1, 1) - 1))
+        code = tl.where(code < 8, size, -size)
+    return (code - CENTER).to(tl.int8)
+
+
+@triton.jit
+def _scale(place, block_place, is_column, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
+    """Return float32 scales of a group of some columns."""
+    stored = tl.load(place, mask=is_column, other=0)
+    if IS_MXFP4:
+        exponent = stored.to(tl.int32)
+        tiny = 0x00200000 << tl.minimum(exponent, 1)  # 2^-128 and 2^-127
+        scale = tl.where(exponent < 2, tiny, (exponent - 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = stored.to(tl.float32)
+        if HAS_BLOCK_SCALES:
+            scale *= tl.load(block_place, mask=is_column, other=0.0).to(tl.float32)
+    return scale
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matmul_blocks(
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    minima_ptr,
+    block_scales_ptr,
+    block_minima_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    out_stride,
+    padded,
+    low_stride,
+    high_stride,
+    num_groups,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    CENTER: tl.constexpr,
+    SUBGROUPS: tl.constexpr,
+    IS_MXFP4: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_BLOCK_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUPS: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < num_rows, column < num_columns
+    within = tl.arange(0, GROUP)
+    wide_column = column.to(tl.int64)
+    x_place = x_ptr + row.to(tl.int64)[:, None] * padded + within[None, :]
+    low_place = low_ptr + wide_column[:, None] * low_stride + within[None, :]
+    high_place = high_ptr + wide_column[:, None] * high_stride + within[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in range(loop_bound(num_groups)):
+        x = tl.load(x_place + group * GROUP, mask=is_row[:, None], other=0)
+        if LOW_BITS == 8:
+            value = tl.load(low_place + group * GROUP, mask=is_column[:, None], other=0)
+        else:
+            pair = tl.load(low_place + group // 2 * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
+            code = (pair >> (group % 2 * 4)) & 15
+            if HIGH_BITS:
+                of_byte = 8 // HIGH_BITS
+                high = tl.load(high_place + group // of_byte * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
+                code |= ((high >> (group % of_byte * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << LOW_BITS
+            value = _signed(code, IS_MXFP4, CENTER)
+        x_scale = tl.load(x_scales_ptr + group * num_rows + row, mask=is_row, other=0.0)[:, None]
+        block = wide_column * (num_groups // SUPER_GROUPS) + group // SUPER_GROUPS
+        for part in tl.static_range(SUBGROUPS):
+            picked = value
+            if SUBGROUPS > 1:
+                picked = tl.where((within // (GROUP // SUBGROUPS) == part)[None, :], value, 0)
+            products = tl.dot(x, tl.trans(picked), out_dtype=tl.int32).to(tl.float32)
+            place = scales_ptr + (wide_column * num_groups + group) * SUBGROUPS + part
+            term = products * _scale(place, block_scales_ptr + block, is_column, IS_MXFP4, HAS_BLOCK_SCALES)[None, :]
+            if HAS_MINIMA:
+                minimum = tl.load(minima_ptr + wide_column * num_groups + group, mask=is_column, other=0).to(tl.float32)
+                if HAS_BLOCK_SCALES:
+                    of_block = tl.load(block_minima_ptr + block, mask=is_column, other=0.0)
+                    minimum = (0.0 - minimum) * of_block.to(tl.float32)
+                x_sum = tl.load(x_sums_ptr + group * num_rows + row, mask=is_row, other=0.0)
+                term += x_sum[:, None] * minimum[None, :]
+            total += term * x_scale
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(place, round_to(total, out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
