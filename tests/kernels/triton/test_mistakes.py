@@ -232,6 +232,7 @@ ELSEWHERE = {
     "e4m3",
     "exponentials",
     "grouped_matmul",
+    "matmul_blocks",
     "noise",
     "reductions",
     "rope_kv",

@@ -105,15 +105,15 @@ def _quantize_groups(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    is_there = column < width
-    x = tl.load(x_ptr + row * x_stride + column, mask=is_there, other=0.0).to(tl.float32)
+    is_given = column < width
+    x = tl.load(x_ptr + row * x_stride + column, mask=is_given, other=0.0).to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers, NaN is the largest
     scale, inverse = _scale_and_inverse(largest.to(tl.float32, bitcast=True))
     value = _rounded(x, inverse[:, None])
     place = group.to(tl.int64) * num_rows + row
     tl.store(scales_ptr + place, scale, mask=group * SIZE < width)
     tl.store(sums_ptr + place, tl.sum(value, axis=1), mask=group * SIZE < width)
-    tl.store(values_ptr + row * width + column, value.to(tl.int8), mask=is_there)
+    tl.store(values_ptr + row * width + column, value.to(tl.int8), mask=is_given)
 
 
 @triton.jit
