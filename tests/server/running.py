@@ -97,6 +97,13 @@ class Running:
         )
 
 
+def let_time_pass(running: Running, seconds: float) -> None:
+    """Put the clock of the engine's scheduler forward, which times out its requests."""
+    scheduler = running.engine.core.scheduler
+    clock = scheduler._clock
+    scheduler._clock = lambda: clock() + seconds
+
+
 class ShortPauses:
     """asyncio as uvicorn sees it here: it pauses for 0.1 s between two looks at its end, and before it leaves."""
 

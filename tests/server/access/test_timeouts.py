@@ -102,14 +102,15 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
 ) -> None:
     """Where headers do not come, where bodies do not come, and where nothing more is asked."""
     times: list[float] = []
-    act: Callable[[Timeout], None] = Timeout.act
+    act_on_first: Callable[[TimeoutQueue], None] = TimeoutQueue._act_on_first
 
-    def watched(cut: Timeout) -> None:
-        times.append(time.monotonic())
-        act(cut)
+    def watched(timeouts: TimeoutQueue) -> None:
+        if timeouts._waiting:
+            times.append(time.monotonic())  # before the next turn is set: it comes no earlier, however late this one is
+        act_on_first(timeouts)
 
     monkeypatch.setattr(timeouts_module, "SPACING_S", 0.1)
-    monkeypatch.setattr(Timeout, "act", watched)
+    monkeypatch.setattr(TimeoutQueue, "_act_on_first", watched)
     with run_server(body_timeout_s=0.5, keep_alive_timeout_s=0.5) as running, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(running)) for _ in range(15)]
         for sock in socks:
