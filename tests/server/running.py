@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import threading
@@ -58,6 +59,17 @@ def connect(running: Running, *, receive_bytes: int | None = None) -> socket.soc
     sock.settimeout(DEADLINE_S)
     sock.connect((host, int(port)))
     return sock
+
+
+@contextlib.contextmanager
+def asking(running: Any, path: str, body: Any, **headers: str) -> Iterator[None]:
+    """Post to what has a `url`, on a connection of its own; who leaves the block leaves the answer unread."""
+    data = json.dumps(body).encode()
+    told = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with connect(running) as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        yield
 
 
 def read_all(sock: socket.socket) -> bytes:

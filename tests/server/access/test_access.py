@@ -19,9 +19,8 @@ from urllib.parse import unquote
 import httpx
 import pytest
 from fakes import FakeExecutor
-from running import DEADLINE_S, ask_as_written, connect, let_time_pass, run_server, wait_until
+from running import DEADLINE_S, ask_as_written, asking, let_time_pass, run_server, wait_until
 from scripted_drafts import verify_all
-from test_limits import head
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
@@ -99,10 +98,8 @@ def test_a_key_s_own_limits(tenants: Running) -> None:
 def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants: Running) -> None:
     """It was counted with its first token only: who left before that paid nothing."""
     tenants.executor.gate.clear()
-    body = json.dumps(BODY).encode()
     try:
-        with connect(tenants) as sock:
-            sock.sendall(head(COMPLETIONS, len(body), KEYS["tokens"]) + body)
+        with asking(tenants, COMPLETIONS, BODY, **bearer(KEYS["tokens"])):
             wait_until(lambda: tenants.num_blocks_in_use, "it is computed")
     finally:
         tenants.executor.gate.set()
@@ -114,20 +111,18 @@ def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants:
 def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path) -> None:
     """A whole answer was counted when it was there: who left before had it computed for nothing."""
     path = tmp_path / "keys.toml"
-    key = add_key(path, Tenant(name="hasty", tokens_per_minute=20))
+    key = bearer(add_key(path, Tenant(name="hasty", tokens_per_minute=20)))
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor, api_keys_file=path) as running, running.http() as http:
         body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
-        sent = json.dumps(body).encode()
-        with connect(running) as sock:
-            sock.sendall(head(COMPLETIONS, len(sent), key) + sent)
+        with asking(running, COMPLETIONS, body, **key):
             wait_until(lambda: executor.num_steps > 50, "it has cost more than it may")
 
         def account() -> Any:
             return running.server._service.limiter._accounts["hasty"].tokens
 
         wait_until(lambda: account().wait_s(1, time.monotonic()) > 0, "it is in debt")
-        response = http.post(COMPLETIONS, json={**body, "max_tokens": 1}, headers=bearer(key))
+        response = http.post(COMPLETIONS, json={**body, "max_tokens": 1}, headers=key)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
@@ -536,10 +531,10 @@ def test_a_whole_answer_that_is_cut_off_is_written_down_with_its_cost(caplog: py
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
-        asking = pool.submit(http.post, COMPLETIONS, json=body, headers={"X-Request-Timeout": "100"})
+        answer = pool.submit(http.post, COMPLETIONS, json=body, headers={"X-Request-Timeout": "100"})
         wait_until(lambda: executor.num_steps > 10, "it is computed")
         let_time_pass(running, 100)
-        assert asking.result(DEADLINE_S).status_code == 504
+        assert answer.result(DEADLINE_S).status_code == 504
         wait_until(lambda: audited(caplog), "it is written down")
     (line,) = audited(caplog)
     assert (line["status"], line["error"], line["model"]) == (504, "request_timeout", "fake")
