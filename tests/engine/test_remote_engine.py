@@ -479,13 +479,19 @@ def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
 
 @contextlib.contextmanager
 def parent():
-    """Another process with an engine: it, its engine, its folder. Asked by a line, it tells how the engine is."""
+    """Another process with an engine: it, its engine, its folder.
+
+    Asked by a line, a number of seconds that it is to believe it was stopped for, it tells how the engine is.
+    """
     program = f"""
-import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
-from remote import make_remote
-engine = make_remote(is_lively=True); engine.start()
+import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
+from remote import Patience, make_remote
+engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); engine.start()
+clock, stopped_s = time.monotonic, 0.0
+time.monotonic = lambda: clock() + stopped_s
 print(engine.pid, engine._life.folder, flush=True)
-for _ in sys.stdin:
+for line in sys.stdin:
+    stopped_s += float(line)
     life = engine._life
     print(engine.pid, engine.is_ready, engine.num_restarts, life and life.health._looked_at, flush=True)
 """
@@ -513,26 +519,23 @@ def test_f25_the_engine_ends_with_its_parent(is_frozen):
 def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
     """As when a container is paused: it has not heard of its engine for long then, which is not the engine's doing."""
 
-    def ask():
-        print("how is it", file=process.stdin, flush=True)
+    def ask(stopped_s=0):
+        print(stopped_s, file=process.stdin, flush=True)
         pid, is_ready, num_restarts, looked_at = process.stdout.readline().split()
         assert (pid, num_restarts) == (str(engine.pid), "0"), "it is not given up"
         return is_ready == "True", float(looked_at)
 
-    def until_looked_after(moment):
-        while ask()[1] < moment:
-            time.sleep(0.01)
+    def until_looked(times):
+        for _ in range(times):
+            before = ask()[1]
+            while ask()[1] == before:
+                time.sleep(0.01)
 
     with parent() as (process, engine, _):
         engine.suspend()
-        for _ in range(2):  # what was said before is read
-            until_looked_after(time.monotonic())
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(QUICK.dead + 0.2)
-        resumed_at = time.monotonic()
-        process.send_signal(signal.SIGCONT)
-        until_looked_after(resumed_at)
-        until_looked_after(time.monotonic())
+        until_looked(3)  # what was said before is read
+        ask(stopped_s=1000)
+        until_looked(3)
         engine.resume()
         while not ask()[0]:
             time.sleep(0.01)
