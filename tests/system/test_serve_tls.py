@@ -103,4 +103,4 @@ def test_f25_a_killed_server_leaves_no_engine_behind(served):
     stream, engine = Stream(served), served.engine
     served.process.kill()
     stream.ended_within(10)
-    engine.wait(5)
+    engine.wait(20)
