@@ -72,6 +72,15 @@ class Served:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    def wait_for_engine(self, other_than: psutil.Process) -> psutil.Process:
+        """Return the engine that is started in the place of one that was killed."""
+
+        def find():
+            children = psutil.Process(self.process.pid).children()
+            return next((child for child in children if child.pid != other_than.pid), None)
+
+        return self._wait(find)
+
     def answer(self) -> str:
         return self.http.post("/v1/chat/completions", json=SUM).json()["choices"][0]["message"]["content"]
 

@@ -304,8 +304,12 @@ def test_with_the_server_gone_it_says_so_and_recovers(
         until(page, "document.getElementById('state').textContent === 'ready'")
         tell_tales(first)
         port = first.http.base_url.port
-        first.engine.kill()
+        killed = first.engine
+        killed.kill()
+        new = first.wait_for_engine(other_than=killed)
+        new.suspend()  # it is not ready before the page has seen that it was not
         until(page, "document.getElementById('state').dataset.state === 'restarting'")
+        new.resume()
         until(page, "document.getElementById('state').textContent === 'ready'")
         first.process.terminate()
         first.process.wait(20)
