@@ -136,10 +136,9 @@ def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished(
         abort(protocol)
 
     monkeypatch.setattr(BoundedHttpProtocol, "_abort", watched)
-    options = {"max_model_len": 200_000, "num_blocks": 13_000}
-    body = json.dumps({"prompt": "hello", "max_tokens": 20_000, "ignore_eos": True}).encode()
+    body = json.dumps({"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "logprobs": 5}).encode()
     limits = {"keep_alive_timeout_s": 600.0, "idle_timeout_s": 0.5}
-    with run_server(engine_options=options, **limits) as running, connect(running, receive_bytes=4096) as sock:
+    with run_server(**limits) as running, connect(running, receive_bytes=4096) as sock:
         sock.sendall(head(COMPLETIONS, len(body)) + body)
         wait_until(lambda: were_finished, "it is cut off")
         wait_until(lambda: not running.server.server_state.connections, "it is gone")
