@@ -300,6 +300,7 @@ def test_with_the_server_gone_it_says_so_and_recovers(
         until(page, "document.getElementById('state').textContent === 'ready'")
         assert page.locator("#tiers").is_hidden(), "there is the device alone"
     tiers = ["--kv-disk-dir", str(tmp_path), "--swap-space-bytes", "2M", "--num-gpu-blocks-override", "40"]
+    tiers += ["--kv-lookup-timeout-s", "20"]
     with serve(*tiers) as first, opened(browser, first, width) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         tell_tales(first)
