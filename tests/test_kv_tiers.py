@@ -47,7 +47,7 @@ class Told:
         config = EngineConfig(
             model=ModelConfig(model=str(checkpoint), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512),
             cache=CacheConfig(num_gpu_blocks=num_blocks, swap_space_bytes=swap_space_bytes),
-            scheduler=SchedulerConfig(min_tokens_to_cache=2, **PRESSING),
+            scheduler=SchedulerConfig(min_tokens_to_cache=2, kv_lookup_timeout_s=20.0, **PRESSING),
             kv_transfer=KVTransferConfig(**stores),
             record=path,
         )

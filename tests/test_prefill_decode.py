@@ -71,6 +71,12 @@ def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
         engine.core.executor.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """What is expected is waited for, also where this process is stopped for a while."""
+    monkeypatch.setattr("octavo.kv_transfer.connector._EXPECTED_S", 20.0)
+
+
 LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2))
 
 

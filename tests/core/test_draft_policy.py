@@ -8,7 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.core.draft_policy import DraftPolicy
@@ -497,7 +497,7 @@ def test_who_is_bound_is_tried_again():
     assert 50 < num_steps < 300
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=5),
     st.lists(st.floats(0.5, 4), min_size=3, max_size=3),
@@ -521,7 +521,7 @@ def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s,
     assert speeds[chosen] == pytest.approx(max(speeds))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6), st.floats(0.01, 1.5), st.data()
 )

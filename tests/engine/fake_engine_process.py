@@ -3,6 +3,7 @@
 "fail": building raises ConfigError; "crash": it ends with status 3 instead; "hang": it never gets ready.
 "crash_if": a path; it ends with status 3 where there is such a file. "wedged": no request is ever scheduled.
 "hang_between_steps": it never looks for work again once it has a request.
+"hang_if": a path; it never gets ready where there is such a file. "goes_on": a path; a step waits for such a file.
 "is_lively": its pulse beats, and it looks up when idle, five times as often.
 """
 
@@ -21,6 +22,19 @@ from octavo.engine import core_process
 from octavo.errors import ConfigError
 
 
+class Gate:
+    """In place of the event that a step of the fake executor waits for: a file that another process makes."""
+
+    def __init__(self, path):
+        self._path = Path(path)
+
+    def wait(self, timeout):
+        end = time.monotonic() + timeout
+        while not self._path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._path.exists()
+
+
 def build(_config, progress):
     options = json.loads(sys.argv[1])
     if options.pop("is_lively", False):
@@ -30,10 +44,13 @@ def build(_config, progress):
         raise ConfigError("nothing of this fits")
     if options.pop("crash", False) or Path(options.pop("crash_if", "/nowhere")).exists():
         os._exit(3)
-    if options.pop("hang", False):
+    if options.pop("hang", False) or Path(options.pop("hang_if", "/nowhere")).exists():
         time.sleep(60)
     is_wedged, hangs = options.pop("wedged", False), options.pop("hang_between_steps", False)
-    core = make_core(FakeExecutor(step_s=options.pop("step_s", 0.0)), **options)
+    executor = FakeExecutor(step_s=options.pop("step_s", 0.0))
+    if (path := options.pop("goes_on", None)) is not None:
+        executor.gate = Gate(path)
+    core = make_core(executor, **options)
     if is_wedged:
         core.scheduler.schedule = lambda: SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0)
     if hangs:

@@ -79,8 +79,14 @@ def narrow():
 
 
 def lose_patience(llm, **seconds):
-    """Allow the process that is, which is frozen now, but little. One that runs may be silent on a busy machine."""
+    """Allow the process that is, which is in trouble now, but little. One that runs may be silent on a busy machine."""
     llm.engine._life.health._patience = replace(QUICK, **seconds)
+
+
+def still_s(llm):
+    """For how long the process has got no further, as the watcher saw it last."""
+    health = llm.engine._life.health
+    return health._looked_at - health._moved_at
 
 
 async def until(condition) -> None:
@@ -131,9 +137,7 @@ def test_answers_are_those_of_an_engine_in_this_process(shared):
 
 def test_refusals_reach_their_caller_alone(narrow):
     async def main(llm):
-        whole = await collect(llm, "hello", "alone", max_tokens=300, ignore_eos=True)
-        good = asyncio.create_task(collect(llm, "hello", "good", max_tokens=300, ignore_eos=True))
-        await asyncio.sleep(0.05)
+        good = asyncio.create_task(collect(llm, "hello", "good", **ENDLESS))
         with pytest.raises(RequestError, match="empty"):
             await collect(llm, "", "empty")
         with pytest.raises(RequestError, match="max_model_len"):
@@ -142,7 +146,10 @@ def test_refusals_reach_their_caller_alone(narrow):
             await collect(llm, "hello", "good")
         with pytest.raises(QueueFullError):
             await asyncio.gather(*(collect(llm, "hello", f"q{index}", max_tokens=50) for index in range(9)))
-        assert await good == whole
+        await llm.call(lambda engine: engine.abort_request("good"))
+        text = (await good).rstrip("\N{REPLACEMENT CHARACTER}")  # of a character of which not all bytes came
+        assert answer_text(5, 0, 2000).startswith(text)
+        assert await collect(llm, "hello", "good", max_tokens=40) == answer_text(5, 0, 40)
 
     run(main(narrow))
 
@@ -182,7 +189,7 @@ def test_f22_who_leaves_holds_no_seat(narrow, accepted):
         else:
             os.kill(llm.engine.pid, signal.SIGSTOP)
             task = asyncio.create_task(collect(llm, "hello", "a", **ENDLESS))
-            await asyncio.sleep(0.2)
+            await until(lambda: llm.engine._pending)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -207,16 +214,20 @@ def test_f7_a_killed_engine_is_heard_of_by_all_and_started_again_time_after_time
     run(main(lasting))
 
 
-def test_while_it_starts_again_requests_are_refused_at_once():
+def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
+    flag = tmp_path / "crash"
+
     async def main(llm):
+        flag.touch()  # it does not succeed before it may
         os.kill(llm.engine.pid, signal.SIGKILL)
         await until(lambda: not llm.is_alive)
         with pytest.raises(EngineRestartingError):
             await collect(llm, "hello", "a")
+        flag.unlink()
         await until(lambda: llm.is_alive)
         assert await collect(llm, "hello", "a", max_tokens=5) == answer_text(5, 0, 5)
 
-    with running(Patience(restarts=(0.5,))) as llm:
+    with running(Patience(restarts=(0.05,)), crash_if=str(flag)) as llm:
         run(main(llm))
 
 
@@ -224,10 +235,11 @@ def test_f24_a_frozen_engine_is_not_ready_and_then_killed(lasting):
     async def main(llm):
         tasks, pid = await begin(llm), llm.engine.pid
         os.kill(pid, signal.SIGSTOP)
-        lose_patience(llm, frozen=0.3, dead=1.5)
+        lose_patience(llm, frozen=0.3, dead=60.0)
         await until(lambda: not llm.is_alive)
         assert llm.engine.pid == pid, "it is not killed yet"
         assert not any(task.done() for task in tasks)
+        lose_patience(llm, frozen=0.3, dead=1.0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineRestartingError] * 3
         await until(lambda: llm.is_alive)
@@ -236,35 +248,47 @@ def test_f24_a_frozen_engine_is_not_ready_and_then_killed(lasting):
     run(main(lasting))
 
 
-def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(monkeypatch):
-    monkeypatch.setattr(remote_engine, "_STOP_S", 0.1)  # it is in the next step then
+def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(tmp_path):
+    goes_on = tmp_path / "goes on"
 
     async def main(llm):
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=1))
-        await asyncio.sleep(1.2)  # longer than `frozen`: its pulse goes on
-        assert llm.is_alive
+        await until(lambda: still_s(llm) > 1.0 and llm.is_alive)  # longer than `frozen`: its pulse goes on
+        lose_patience(llm, stuck=1.0, dead=60.0)
         await until(lambda: not llm.is_alive)
+        assert not task.done()
+        goes_on.touch()
         assert await task == answer_text(5, 0, 1)
         await until(lambda: llm.is_alive)
+        assert llm.engine.num_restarts == 0
 
-    with running(Patience(frozen=1.0, stuck=1.5), step_s=2.2, is_lively=True) as llm:
+    once_ready = Patience(frozen=0.5, dead=60.0)
+    with running(once_ready=once_ready, goes_on=str(goes_on), is_lively=True) as llm:
         run(main(llm))
 
 
-def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up():
+def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path):
+    hang = tmp_path / "hang"
+
     async def main(llm):
-        (task,) = [asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))]
+        (task,) = await begin(llm, 1)
+        hang.touch()
+        goes_on.unlink()
+        lose_patience(llm, stuck=0.5, endless=1.0, dead=60.0)
         with pytest.raises(EngineRestartingError, match="got no further"):
             await task
         await until(lambda: llm.engine.pid is not None)
-        os.kill(llm.engine.pid, signal.SIGSTOP)  # in the midst of starting again
-        lose_patience(llm, loading=1.0)
         frozen = llm.engine.pid
+        os.kill(frozen, signal.SIGSTOP)  # in the midst of starting again
+        hang.unlink()
+        goes_on.touch()
+        lose_patience(llm, loading=1.0)
         await until(lambda: llm.is_alive)
         assert llm.engine.pid != frozen
 
-    once_ready = Patience(stuck=0.5, endless=1.0)
-    with running(once_ready=once_ready, step_s=60.0, is_lively=True) as llm:
+    goes_on = tmp_path / "goes on"
+    goes_on.touch()
+    with running(goes_on=str(goes_on), is_lively=True, step_s=0.002) as llm:
         run(main(llm))
 
 
@@ -276,23 +300,32 @@ def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_a
     async def main(llm):
         pid = llm.engine.pid
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))
-        await until(lambda: not llm.is_alive)
+        await until(lambda: still_s(llm) > 1.0 and not llm.is_alive)
         assert llm.engine.pid == pid
         assert not task.done()
+        lose_patience(llm, stuck=0.5, endless=1.2, dead=60.0)
         with pytest.raises(EngineRestartingError, match=r"got no further for 1\.2 s"):
             await task
         await until(lambda: llm.is_alive)
         assert llm.engine.pid != pid
 
-    once_ready = Patience(stuck=0.5, endless=1.2)
+    once_ready = Patience(frozen=60.0, dead=60.0, stuck=0.5)
     with running(Patience(restarts=(0.05,)), once_ready=once_ready, is_lively=True, **{fault: True}) as llm:
         run(main(llm))
 
 
 def test_an_engine_with_nothing_to_do_is_ready():
-    with running(Patience(stuck=1.2), is_lively=True) as llm:
-        time.sleep(1.7)
+    """It counts as progress that it looked for work; no request comes meanwhile."""
+
+    async def main(llm):
+        health = llm.engine._life.health
+        for _ in range(3):
+            moved_at = health._moved_at
+            await until(lambda moved_at=moved_at: health._moved_at > moved_at)
         assert llm.is_alive
+
+    with running(Patience(stuck=60.0), is_lively=True) as llm:
+        run(main(llm))
 
 
 def test_f24_a_load_that_hangs_while_the_pulse_beats_is_given_up():
@@ -326,12 +359,13 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
     async def main(llm):
         flag.touch()
         os.kill(llm.engine.pid, signal.SIGKILL)
-        await until(lambda: llm.engine.num_failed_starts == 1)
+        await until(lambda: llm.engine.num_failed_starts)
         flag.unlink()
         await until(lambda: llm.is_alive)
         assert llm.engine.num_failed_starts == 0
+        num_restarts = llm.engine.num_restarts
         os.kill(llm.engine.pid, signal.SIGKILL)  # it did take requests
-        await until(lambda: llm.engine.num_restarts == 3)
+        await until(lambda: llm.engine.num_restarts > num_restarts)
         await until(lambda: llm.is_alive)
         assert llm.engine.num_failed_starts == 0
 
@@ -432,11 +466,11 @@ def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
 
 def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
     async def main(llm):
-        (task,) = await begin(llm, 1)
+        (task,), pid = await begin(llm, 1), llm.engine.pid
         for kind in (signal.SIGTERM, signal.SIGINT):
-            os.kill(llm.engine.pid, kind)
-        await asyncio.sleep(0.3)
-        assert llm.is_alive
+            os.kill(pid, kind)
+        assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)  # it has gone on with both
+        assert llm.engine.pid == pid
         assert not task.done()
         task.cancel()
 
@@ -444,14 +478,22 @@ def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
 
 
 @contextlib.contextmanager
-def parent(dead=3.0):
-    """Another process with an engine: it, its engine, its folder. Asked by a line, it tells how the engine is."""
+def parent():
+    """Another process with an engine: it, its engine, its folder.
+
+    Asked by a line, a number of seconds that it is to believe it was stopped for, it tells how the engine is.
+    """
     program = f"""
-import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
+import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
 from remote import Patience, make_remote
-engine = make_remote(Patience(frozen=1.5, dead={dead}), step_s=0.01, is_lively=True); engine.start()
+engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); engine.start()
+clock, stopped_s = time.monotonic, 0.0
+time.monotonic = lambda: clock() + stopped_s
 print(engine.pid, engine._life.folder, flush=True)
-for _ in sys.stdin: print(engine.pid, engine.is_ready, engine.num_restarts, flush=True)
+for line in sys.stdin:
+    stopped_s += float(line)
+    life = engine._life
+    print(engine.pid, engine.is_ready, engine.num_restarts, life and life.health._looked_at, flush=True)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
@@ -470,23 +512,33 @@ def test_f25_the_engine_ends_with_its_parent(is_frozen):
         if is_frozen:
             engine.suspend()
         process.kill()
-        engine.wait(5)
+        engine.wait(20)
     assert not folder.exists()
 
 
 def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
     """As when a container is paused: it has not heard of its engine for long then, which is not the engine's doing."""
-    with parent(dead=2.0) as (process, engine, _):
+
+    def ask(stopped_s=0):
+        print(stopped_s, file=process.stdin, flush=True)
+        pid, is_ready, num_restarts, looked_at = process.stdout.readline().split()
+        assert (pid, num_restarts) == (str(engine.pid), "0"), "it is not given up"
+        return is_ready == "True", float(looked_at)
+
+    def until_looked(times):
+        for _ in range(times):
+            before = ask()[1]
+            while ask()[1] == before:
+                time.sleep(0.01)
+
+    with parent() as (process, engine, _):
         engine.suspend()
-        time.sleep(0.3)  # what was said before is read
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(2.0)
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.5)
+        until_looked(3)  # what was said before is read
+        ask(stopped_s=1000)
+        until_looked(3)
         engine.resume()
-        time.sleep(0.6)
-        print("now", file=process.stdin, flush=True)
-        assert process.stdout.readline().split() == [str(engine.pid), "True", "0"]
+        while not ask()[0]:
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

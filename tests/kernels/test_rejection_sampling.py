@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import SamplingRows, rejection_sampling
@@ -268,7 +268,7 @@ def test_tokens_of_a_step_are_those_of_the_formula():
     assert num_sampled.double().mean().item() == pytest.approx((1 - 0.8**6) / 0.2, rel=0.02)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 8), vocab=st.integers(2, 40), num_shared=st.integers(1, 20))
 def test_equal_distributions_accept_all_and_disjoint_ones_nothing(seed, count, vocab, num_shared):
     generator = torch.Generator().manual_seed(seed)

@@ -137,6 +137,12 @@ def test_a_load_that_came_short_is_asked_for_anew():
     assert asked.connector.num_lookups == 1
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """What is expected is waited for, also where this process is stopped for a while."""
+    monkeypatch.setattr(connector, "_EXPECTED_S", 60.0)
+
+
 def save(asked, *indices):
     asked.store.save([KEYS[index] for index in indices], [memoryview(KEYS[index]) for index in indices])
 

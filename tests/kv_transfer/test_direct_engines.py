@@ -117,13 +117,18 @@ def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
 def test_blocks_arrive_while_the_prompt_is_being_computed(pairs, checkpoint):
     pair = pairs(replace(SCHEDULES[0], threshold=16))
     want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, LONG[1]).outputs[0]
-    step = pair.prefill.step  # the prompt takes 30 of them
+    step, end = pair.prefill.step, time.monotonic() + 20  # the prompt takes 30 of them
 
-    def slow_step():
-        time.sleep(0.02)
+    def step_behind_blocks():
+        """Let blocks come before much more is computed, if they do."""
+        num_computed = sum(each.num_computed_tokens for each in pair.prefill.core.scheduler.requests.values())
+        num_come = len(pair.come) * len(LONG[0]) // NUM_LONG_BLOCKS
+        if num_computed - num_come > 100 and time.monotonic() < end:
+            time.sleep(0.001)
+            return []
         return step()
 
-    pair.prefill.step = slow_step
+    pair.prefill.step = step_behind_blocks
     told, num_found = pair.ask([LONG])
     assert told == [(want.token_ids, want.logprobs)]
     assert num_found == [len(LONG[0]) - 1]

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_transfer.disk_blocks import BLOCK_BYTES, content_of, key_of, keys_from, load, save
 
@@ -170,7 +170,7 @@ def test_two_share_a_directory_without_a_restart(directory):
     assert listed(second).lacks(keys_from(0, 1)) == {key_of(0)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.sampled_from(["save", "load", "forget", "restart"]), st.integers(0, 12), st.integers(1, 5)))
 )

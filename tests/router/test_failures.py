@@ -10,13 +10,12 @@ import threading
 from typing import TYPE_CHECKING
 from unittest.mock import AsyncMock
 
-import httpx
 import pytest
 import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, run_server, short_pauses, wait_until
+from server.running import DEADLINE_S, asking, run_server, short_pauses, wait_until
 
 from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
@@ -248,15 +247,15 @@ def test_a_frozen_engine_is_found_and_its_requests_end():
     with (
         made_up("hang") as (frozen, hanging),
         made_up("answer") as (good, answering),
-        run_router(frozen, good, policy="round_robin", health_timeout_s=0.2) as routing,
+        run_router(frozen, good, policy="round_robin") as routing,
         routing.http() as http,
     ):
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
-        asking.start()
+        thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
+        thread.start()
         wait_until(lambda: hanging.num_posts, "it hangs")
         routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
-        asking.join(DEADLINE_S)
+        thread.join(DEADLINE_S)
         assert answers[0].status_code == 200
         assert answering.num_posts == 1
         wait_until(lambda: hanging.num_left, "the frozen one's connection is closed")
@@ -311,8 +310,8 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine():
 
 def test_a_client_that_leaves_before_the_answer_ends_it_as_well():
     with made_up("hang") as (url, hanging), run_router(url) as routing:
-        with pytest.raises(httpx.ReadTimeout), routing.http() as http:
-            http.post("/v1/completions", json=CHAT, timeout=0.3)
+        with asking(routing, "/v1/completions", CHAT):
+            wait_until(lambda: hanging.num_posts, "it hangs")
         wait_until(lambda: hanging.num_left, "the engine hears of it")
         assert routing.engine(url).num_failures == 0
 
@@ -369,25 +368,18 @@ def test_a_request_that_takes_engines_down_is_not_tried_on_all():
     assert sum(engine.num_posts for _, engine in engines) == 2
 
 
-def leave(http):
-    with contextlib.suppress(httpx.HTTPError, RuntimeError):
-        http.post("/v1/completions", json=CHAT, timeout=2)
-
-
 def test_trouble_of_the_routers_own_ends_nothing():
     own, refused = OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     assert (is_own_failure(own), is_refusal(own)) == (True, False)
     assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
-    with made_up("hang") as (url, engine), run_router(url) as routing, routing.http() as http:
+    with made_up("hang") as (url, engine), run_router(url) as routing:
         upstream = routing.service.upstream
         get, upstream.get = upstream.get, AsyncMock(side_effect=own)
-        asking = threading.Thread(target=leave, args=(http,))
-        asking.start()
-        wait_until(lambda: upstream.get.call_count >= 5 and engine.num_posts == 1, "it was looked at often")
-        assert routing.engine(url).is_ready
-        assert len(routing.engine(url).flights) == 1
+        with asking(routing, "/v1/completions", CHAT):
+            wait_until(lambda: upstream.get.call_count >= 5 and engine.num_posts == 1, "it was looked at often")
+            assert routing.engine(url).is_ready
+            assert len(routing.engine(url).flights) == 1
         upstream.get = get
-        asking.join(DEADLINE_S)
 
 
 def test_a_fault_of_watching_does_not_end_it():

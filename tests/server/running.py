@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import ssl
 import threading
@@ -60,6 +61,17 @@ def connect(running: Running, *, receive_bytes: int | None = None) -> socket.soc
     return sock
 
 
+@contextlib.contextmanager
+def asking(running: Any, path: str, body: Any, **headers: str) -> Iterator[None]:
+    """Post to what has a `url`, on a connection of its own; who leaves the block leaves the answer unread."""
+    data = json.dumps(body).encode()
+    told = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with connect(running) as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        yield
+
+
 def read_all(sock: socket.socket) -> bytes:
     """Read until the connection ends."""
     data = b""
@@ -95,6 +107,13 @@ class Running:
         return httpx.Client(
             base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT, headers=headers, verify=NO_TLS
         )
+
+
+def let_time_pass(running: Running, seconds: float) -> None:
+    """Put the clock of the engine's scheduler forward, which times out its requests."""
+    scheduler = running.engine.core.scheduler
+    clock = scheduler._clock
+    scheduler._clock = lambda: clock() + seconds
 
 
 class ShortPauses:

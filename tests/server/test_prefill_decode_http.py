@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from alone_and_crowd import needs_kernels
 from router.routing import Routing, run_router
-from running import wait_until
+from running import DEADLINE_S, wait_until
 from sdks import anthropic, openai
 from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.config import KVTransferConfig
+from octavo.kv_transfer import connector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,11 +81,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         KVTransferConfig(role=role, disk_dir=directory / "kv", disk_bytes=1 << 28) for role in ("prefill", "decode")
     ]
     with (
+        pytest.MonkeyPatch.context() as patch,
         served_engine(engine(checkpoint, None)) as alone,
         served_engine(engine(checkpoint, roles[0])) as prefill,
         served_engine(engine(checkpoint, roles[1])) as decode,
-        run_router(prefill.url, decode.url, min_prefill_tokens=64) as routing,
+        run_router(prefill.url, decode.url, min_prefill_tokens=64, health_timeout_s=DEADLINE_S) as routing,
     ):
+        patch.setattr(connector, "_EXPECTED_S", DEADLINE_S)  # what is saved comes, also where this process is stopped
         yield Pair(routing, alone, prefill, decode)
 
 

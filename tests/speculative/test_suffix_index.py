@@ -6,7 +6,7 @@ import tracemalloc
 from array import array
 
 from allocations import allocated_in
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.speculative import suffix_index
@@ -82,7 +82,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 TEXTS = st.lists(st.tuples(TOKENS, st.integers(0, 2)), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=TEXTS,
     last=TOKENS,

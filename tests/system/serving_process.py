@@ -72,6 +72,15 @@ class Served:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
+    def wait_for_engine(self, other_than: psutil.Process) -> psutil.Process:
+        """Return the engine that is started in the place of one that was killed."""
+
+        def find():
+            children = psutil.Process(self.process.pid).children()
+            return next((child for child in children if child.pid != other_than.pid), None)
+
+        return self._wait(find)
+
     def answer(self) -> str:
         return self.http.post("/v1/chat/completions", json=SUM).json()["choices"][0]["message"]["content"]
 
@@ -121,12 +130,13 @@ def serve_lasting(*options: str, **more: Any) -> Iterator[Callable[[], Served]]:
 
 
 class Stream:
-    """Reads a story in a thread; `events` are the data lines."""
+    """Reads a story in a thread, or many at once, which take longer; `events` are the data lines."""
 
-    def __init__(self, served: Served, prompt: str = STORY["prompt"]) -> None:
+    def __init__(self, served: Served, prompt: str = STORY["prompt"], num_stories: int = 1) -> None:
         self.events: list[str] = []
         self.failure: Exception | None = None
         self.prompt = prompt
+        self._num_stories = num_stories
         self._served = served
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -134,7 +144,7 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            body = {**STORY, "prompt": self.prompt}
+            body = {**STORY, "prompt": self.prompt, "n": self._num_stories}
             with self._served.http.stream("POST", "/v1/completions", json=body) as response:
                 self.events += (line.removeprefix("data: ") for line in response.iter_lines() if line)
         except httpx.TransportError as error:

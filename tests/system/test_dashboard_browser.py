@@ -300,12 +300,17 @@ def test_with_the_server_gone_it_says_so_and_recovers(
         until(page, "document.getElementById('state').textContent === 'ready'")
         assert page.locator("#tiers").is_hidden(), "there is the device alone"
     tiers = ["--kv-disk-dir", str(tmp_path), "--swap-space-bytes", "2M", "--num-gpu-blocks-override", "40"]
+    tiers += ["--kv-lookup-timeout-s", "20"]
     with serve(*tiers) as first, opened(browser, first, width) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
         tell_tales(first)
         port = first.http.base_url.port
-        first.engine.kill()
+        killed = first.engine
+        killed.kill()
+        new = first.wait_for_engine(other_than=killed)
+        new.suspend()  # it is not ready before the page has seen that it was not
         until(page, "document.getElementById('state').dataset.state === 'restarting'")
+        new.resume()
         until(page, "document.getElementById('state').textContent === 'ready'")
         first.process.terminate()
         first.process.wait(20)

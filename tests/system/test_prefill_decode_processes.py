@@ -75,7 +75,7 @@ def started(alone: Served, options: tuple[str, ...]) -> Iterator[Pair]:
     with (
         serve("--role", "prefill", *options) as prefill,
         serve("--role", "decode", *options) as decode,
-        run_router(url_of(prefill), url_of(decode), policy="least_loaded", health_timeout_s=1.0) as routing,
+        run_router(url_of(prefill), url_of(decode), policy="least_loaded") as routing,
     ):
         yield Pair(routing, alone, prefill, decode)
 

@@ -71,9 +71,9 @@ def test_figure_4_an_engine_that_dies_or_freezes_and_figures_begin_anew(served, 
     assert served.answer() == "12 + 30 = 42"
     served.wait_until(lambda: figures(served)["octavo:generation_tokens_total"] > 0, 5)
     num_restarts = figures(served)["octavo:engine_restarts_total"]
-    streams, engine = [Stream(served) for _ in range(3)], served.engine
+    streams, engine = [Stream(served, num_stories=16) for _ in range(3)], served.engine
     engine.send_signal(kind)
-    served.wait_until(lambda: not served.is_ready(), 5)
+    served.wait_until(lambda: not served.is_ready(), 7)  # one that is frozen is killed after 8 s
     assert figures(served)["octavo:engine_ready"] == 0
     for stream in streams:
         stream.ended_within(10)
@@ -215,7 +215,7 @@ def test_the_log_is_json_and_names_the_request(served, audit_file):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
 def test_f26_a_server_that_is_told_to_end_ends_its_streams_and_its_engine(served, kind):
-    stream, engine, num_told = Stream(served), served.engine, len(served.log)
+    stream, engine, num_told = Stream(served, num_stories=16), served.engine, len(served.log)
     served.process.send_signal(kind)
     stream.ended_within(15)
     assert stream.events[-1] == "[DONE]"

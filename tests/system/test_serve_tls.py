@@ -100,7 +100,7 @@ def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_re
 
 
 def test_f25_a_killed_server_leaves_no_engine_behind(served):
-    stream, engine = Stream(served), served.engine
+    stream, engine = Stream(served, num_stories=16), served.engine
     served.process.kill()
     stream.ended_within(10)
-    engine.wait(5)
+    engine.wait(20)

@@ -14,6 +14,7 @@ from running import run_server, wait_until
 from test_limits import COMPLETIONS, connect, head, read_all
 
 from octavo.server.access import timeouts as timeouts_module
+from octavo.server.access.connection import BoundedHttpProtocol
 from octavo.server.access.timeouts import Timeout, TimeoutQueue
 
 if TYPE_CHECKING:
@@ -102,14 +103,15 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
 ) -> None:
     """Where headers do not come, where bodies do not come, and where nothing more is asked."""
     times: list[float] = []
-    act: Callable[[Timeout], None] = Timeout.act
+    act_on_first: Callable[[TimeoutQueue], None] = TimeoutQueue._act_on_first
 
-    def watched(cut: Timeout) -> None:
-        times.append(time.monotonic())
-        act(cut)
+    def watched(timeouts: TimeoutQueue) -> None:
+        if timeouts._waiting:
+            times.append(time.monotonic())  # before the next turn is set: it comes no earlier, however late this one is
+        act_on_first(timeouts)
 
     monkeypatch.setattr(timeouts_module, "SPACING_S", 0.1)
-    monkeypatch.setattr(Timeout, "act", watched)
+    monkeypatch.setattr(TimeoutQueue, "_act_on_first", watched)
     with run_server(body_timeout_s=0.5, keep_alive_timeout_s=0.5) as running, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(running)) for _ in range(15)]
         for sock in socks:
@@ -121,13 +123,23 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
     assert all(after - before > 0.09 for before, after in itertools.pairwise(times))
 
 
-def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished() -> None:
+def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Within the time in which a client may take nothing, however long it may be idle."""
-    options = {"max_model_len": 200_000, "num_blocks": 13_000}
-    body = json.dumps({"prompt": "hello", "max_tokens": 20_000, "ignore_eos": True}).encode()
+    were_finished: list[bool] = []
+    abort = BoundedHttpProtocol._abort
+
+    def watched(protocol: BoundedHttpProtocol) -> None:
+        assert protocol._answered is not None
+        were_finished.append(protocol._answered.response_complete)
+        abort(protocol)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "_abort", watched)
+    body = json.dumps({"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "logprobs": 5}).encode()
     limits = {"keep_alive_timeout_s": 600.0, "idle_timeout_s": 0.5}
-    with run_server(engine_options=options, **limits) as running, connect(running, receive_bytes=4096) as sock:
+    with run_server(**limits) as running, connect(running, receive_bytes=4096) as sock:
         sock.sendall(head(COMPLETIONS, len(body)) + body)
-        connections = running.server.server_state.connections
-        wait_until(lambda: any(each.cycle and each.cycle.response_complete for each in set(connections)), "it is told")
-        wait_until(lambda: not connections, "it is cut off")
+        wait_until(lambda: were_finished, "it is cut off")
+        wait_until(lambda: not running.server.server_state.connections, "it is gone")
+    assert were_finished == [True]
