@@ -214,10 +214,10 @@ CASES: dict[str, Callable[[], None]] = {
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),
     "linear int4 1 row": linear(1, "bfloat16", "int4"),
     **{
-        f"linear {kind} {rows} row{'s' * (rows > 1)}": linear(rows, "bfloat16", kind)
-        for kind in ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "MXFP4")
-        for rows in (256, 1)
+        f"linear {kind} 256 rows": linear(256, "bfloat16", kind)
+        for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
     },
+    **{f"linear {kind} 1 row": linear(1, "bfloat16", kind) for kind in ("Q8_0", "Q5_K", "Q6_K", "MXFP4")},
     "grouped_linear bfloat16": grouped_linear,
     "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
     "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.kernels import SamplingRows
-from octavo.kernels.block_weight import BlockKind, BlockWeight, random_blocks
+from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton.attention import is_covered
@@ -164,8 +164,7 @@ def _integers(check: Check, entries: Entries) -> None:
     entries.add("linear int8", lambda: same(quantize_int8(weight)))
     entries.add("linear int4", lambda: same(quantize_int4(weight, 32)))
     for kind in BlockKind:
-        blocks = random_blocks(torch.Generator().manual_seed(3), kind, 96, 2 * 256)
-        entries.add(f"linear {kind.name}", partial(_blocks, check, [blocks.to(check.device)]))
+        entries.add(f"linear {kind.name}", partial(_blocks, check, [kind, BlockKind.Q8_0]))
 
     def expanded() -> dict[str, bool]:
         stored = quantize_fp8(weight)
@@ -186,11 +185,16 @@ def _integers(check: Check, entries: Entries) -> None:
     entries.add("grouped_linear", by_groups)
 
 
-def _blocks(check: Check, weight: list[BlockWeight]) -> dict[str, bool]:
-    """Compare products with a weight in blocks, of few rows and of many."""
-    x = check.random(40, weight[0].in_features)
-    few, many = check.kernels.pack_linear(weight), PLAIN.linear(x, PLAIN.pack_linear(weight))
-    return _equal(torch.cat([check.kernels.linear(part, few) for part in (x[:7], x[7:])]), many)
+def _blocks(check: Check, kinds: list[BlockKind]) -> dict[str, bool]:
+    """Compare products with a weight in blocks, of few rows and of many, with what its definition says on the CPU."""
+    width = 3 * max(kind.block_values for kind in kinds)
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(3)
+    weights = [random_blocks(generator, kind, 50, width) for kind in kinds]
+    x, bias = check.random(40, width), check.random(100, seed=1)
+    expected = PLAIN.linear(x.to(cpu), PLAIN.pack_linear(weights, bias.to(cpu)))
+    packed = check.kernels.pack_linear([weight.to(check.device) for weight in weights], bias)
+    found = torch.cat([check.kernels.linear(part, packed) for part in (x[:7], x[7:])])
+    return _equal(found.to(cpu), expected)
 
 
 def _choices(check: Check, entries: Entries) -> None:

@@ -11,6 +11,7 @@ from interpreted_graphs import InterpretedGraphPool
 from triton.testing import do_bench
 
 from octavo.kernels import AttentionBatch, SamplingRows, create_kernels
+from octavo.kernels.block_weight import random_blocks
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
 from octavo.kernels.triton.backend import TritonKernels
 from octavo.models.kv_layout import KVLayout, KVShape
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels import Kernels
+    from octavo.kernels.block_weight import BlockKind, BlockWeight
 
 BLOCK_SIZE = 16
 _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
@@ -226,6 +228,11 @@ class Check:
             position=index.int(),
         )
         return self.random(count, self.sizes.vocab, dtype=torch.float32) * 4, rows
+
+
+def in_blocks(kind: BlockKind, weight: Tensor) -> list[BlockWeight]:
+    """Return a weight of this shape with any numbers."""
+    return [random_blocks(torch.Generator().manual_seed(4), kind, *weight.shape).to(weight.device)]
 
 
 def open_check(folder: Path, *, is_dry: bool) -> Check:

@@ -6,8 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_device import in_blocks
 
-from octavo.kernels.block_weight import BlockKind, BlockWeight, random_blocks
+from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.triton.attention import is_covered
 
@@ -36,7 +37,7 @@ def exactness(check: Check, entries: Entries) -> None:
             entries.add(f"linear {name} {width} {columns}", product)
         for kind in (BlockKind.Q4_K, BlockKind.Q6_K):
             whole = width - width % kind.block_values
-            product = partial(_product, check, whole, columns, torch.bfloat16, partial(_in_blocks, kind))
+            product = partial(_product, check, whole, columns, torch.bfloat16, partial(in_blocks, kind))
             entries.add(f"linear {kind.name} {whole} {columns}", product)
         entries.add(f"rms_norm {width}", partial(_norm, check, width))
     x = check.random(most, 512)
@@ -53,11 +54,6 @@ def _product(
     x = check.random(max(check.sizes.exact_rows), width, dtype=dtype)
     weight = check.random(columns, width, dtype=dtype, seed=1) / width**0.5
     return _is_exact(check, x, partial(check.kernels.linear, packed=check.kernels.pack_linear(stored(weight))))
-
-
-def _in_blocks(kind: BlockKind, weight: Tensor) -> list[BlockWeight]:
-    """Return a weight of this shape with any numbers."""
-    return [random_blocks(torch.Generator().manual_seed(4), kind, *weight.shape).to(weight.device)]
 
 
 def _norm(check: Check, width: int) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_device import in_blocks
 
+from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.quantization import quantize_int8
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ def shares(check: Check, entries: Entries) -> None:
         for rows in check.sizes.rows:
             for name, stored in (("bfloat16", lambda weight: weight), ("int8", quantize_int8)):
                 entries.add(f"linear {name} {width} {columns} {rows}", partial(product, width, columns, rows, stored))
+            whole, in_q4_k = width - width % BlockKind.Q4_K.block_values, partial(in_blocks, BlockKind.Q4_K)
+            entries.add(f"linear Q4_K {whole} {columns} {rows}", partial(product, whole, columns, rows, in_q4_k))
             entries.add(f"torch {width} {columns} {rows}", partial(library, width, columns, rows))
     for rows in check.sizes.rows[:3]:
         entries.add(f"sample {rows}", partial(sample, rows))

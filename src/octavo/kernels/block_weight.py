@@ -6,7 +6,7 @@ The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
-_SUPER_GROUPS = 8  # of a block of 256
+SUPER_GROUPS = 8  # of a block of 256
 # Of the float16 numbers of a block, where that is not the first alone.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 _FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of its bits are set where it is no finite number
 _E8M0_NAN = 255
-MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
 class BlockKind(Enum):
@@ -82,15 +82,19 @@ class BlockValues(NamedTuple):
 class StoredScales(NamedTuple):
     """Scales as blocks hold them: float16; bytes, to be multiplied by a float16 of a block; or exponents.
 
-    scales [rows, groups]: float16; int8, or uint8 of 6 bits beside minima; uint8 exponents of two, biased by 127, of
-    doubled values. minima [rows, groups]: float16, or uint8 to be subtracted. of_blocks float16 [rows, blocks of 256],
-    one for scales and one for minima, where those are bytes.
+    scales [rows, groups of 32, of Q6_K of 16]: float16; uint8 of 6 bits, or int8 of Q6_K; exponents of MXFP4
+    (`exponent_scales`). minima [rows, groups]: float16, or uint8 to be subtracted. Where those are bytes,
+    scales_of_blocks and minima_of_blocks float16 [rows, blocks of 256].
     """
 
     scales: Tensor
     minima: Tensor | None
     scales_of_blocks: Tensor | None
     minima_of_blocks: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
+        """Return what a function makes of each."""
+        return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +144,16 @@ class BlockWeight:
         """Return scales and minima as they stand in the blocks."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
-            found: tuple[Tensor | None, ...] = (blocks[:, :1], None, None, None)
+            found = StoredScales(blocks[:, :1], None, None, None)
         elif self.kind is BlockKind.Q6_K:
-            found = (blocks[:, 192:208].contiguous().view(torch.int8), None, _half(blocks[:, 208:]), None)
+            scales = blocks[:, 192:208].contiguous().view(torch.int8)
+            found = StoredScales(scales, None, _half(blocks[:, 208:]), None)
         elif self.kind in {BlockKind.Q4_K, BlockKind.Q5_K}:
-            found = (*_six_bits(blocks), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
+            found = StoredScales(*_six_bits(blocks), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
         else:
             has_minima = self.kind in {BlockKind.Q4_1, BlockKind.Q5_1}
-            found = (_half(blocks[:, :2]), _half(blocks[:, 2:4]) if has_minima else None, None, None)
-        by_row = (None if part is None else part.reshape(self.rows.shape[0], -1) for part in found)
-        return StoredScales(*by_row)  # type: ignore[arg-type]
+            found = StoredScales(_half(blocks[:, :2]), _half(blocks[:, 2:4]) if has_minima else None, None, None)
+        return StoredScales(*found).map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
         """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
@@ -168,8 +172,12 @@ class BlockWeight:
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Return it on a device."""
-        return replace(self, rows=self.rows.to(device))
+        """Return it on a device; what is copied is out of this memory."""
+        if self.rows.device == device:
+            return self
+        moved = BlockWeight(self.kind, self.rows.to(device), self.in_features)
+        self.forget(self.rows)
+        return moved
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:
@@ -182,6 +190,19 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
     if kind is BlockKind.MXFP4:
         blocks[:, 0] = torch.randint(110, 130, (num_blocks,), generator=generator, dtype=torch.uint8)
     return BlockWeight(kind, blocks.view(out_features, -1), in_features)
+
+
+def exponent_scales(exponents: Tensor) -> Tensor:
+    """Return the float32 scales of MXFP4's doubled values: half of two to the power of uint8 exponents less 127."""
+    whole = exponents.int()
+    tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
+    return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
+
+
+def mxfp4_codes(weight: BlockWeight) -> Tensor:
+    """Return the four bits of each value of MXFP4: uint8 [out_features, in_features]."""
+    blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
+    return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
@@ -260,7 +281,7 @@ def _read_q4_k(blocks: Tensor) -> _Numbers:
 
 
 def _read_q5_k(blocks: Tensor) -> _Numbers:
-    shifts = torch.arange(_SUPER_GROUPS, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
+    shifts = torch.arange(SUPER_GROUPS, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
     fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
     return _nibbles(blocks[:, 48:].contiguous(), GROUP_VALUES) | fifth.flatten(1), *_scales_and_minima(blocks)
 
@@ -274,11 +295,8 @@ def _read_q6_k(blocks: Tensor) -> _Numbers:
 
 
 def _read_mxfp4(blocks: Tensor) -> _Numbers:
-    table = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
-    exponents = blocks[:, :1].int()
-    tiny = 0x00200000 << exponents.clamp(max=1)  # the bits of 2^-128 and 2^-127
-    scales = torch.where(exponents < 2, tiny, (exponents - 1) << 23).view(torch.float32)
-    return table[_nibbles(blocks[:, 1:].contiguous()).long()], scales, None
+    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
+    return table[_nibbles(blocks[:, 1:].contiguous()).long()], exponent_scales(blocks[:, :1]), None
 
 
 _READERS: dict[BlockKind, Callable[[Tensor], _Numbers]] = {

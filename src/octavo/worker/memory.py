@@ -73,6 +73,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 def free_bytes(device: torch.device) -> int:
     """Memory that can be allocated now: of the GPU, or of the machine within this process's cgroup."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left behind is nobody's
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 

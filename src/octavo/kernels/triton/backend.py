@@ -22,7 +22,7 @@ from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_blocks import matmul_blocks
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
-from octavo.kernels.triton.packed_blocks import PackedBlocks, pack_blocks
+from octavo.kernels.triton.packed_blocks import BlockParts, PackedBlocks
 from octavo.kernels.triton.quantized_rows import quantize_groups, quantize_rows
 from octavo.kernels.triton.rows import take_rows
 
@@ -87,9 +87,8 @@ class TritonKernels(ReferenceKernels):
             return PackedLinear(weight.shape[0], weight.shape[1], packed, bias, num_bytes)
         packed_as_is = super().pack_linear(weight, bias)
         if isinstance(packed_as_is.storage, list):
-            parts = pack_blocks(packed_as_is.storage)
-            num_bytes = sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes)
-            return replace(packed_as_is, storage=parts, num_bytes=num_bytes)
+            parts = BlockParts.pack(packed_as_is.storage)
+            return replace(packed_as_is, storage=parts, num_bytes=parts.nbytes + (0 if bias is None else bias.nbytes))
         values = weight.values if isinstance(weight, Int8Weight | Fp8Weight) else packed_as_is.storage
         self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
         return packed_as_is
@@ -122,7 +121,7 @@ class TritonKernels(ReferenceKernels):
         if isinstance(weight, PackedInt4):
             values, scales = quantize_rows(x, 2 * weight.values.shape[1], rotated=False, order=weight.order)
             return matmul_int4(values, scales, weight, packed.bias, out)
-        if isinstance(weight, tuple):
+        if isinstance(weight, BlockParts):
             return _linear_blocks(x, weight, packed.bias, out)
         if isinstance(weight, Fp8Weight):
             return matmul(x, as_bytes(weight.values), out, packed.bias, groups=(weight.scales, weight.group_size))
@@ -141,9 +140,7 @@ class TritonKernels(ReferenceKernels):
         """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
-        storage = packed.storage
-        if isinstance(storage, tuple):
-            (storage,) = storage
+        storage = packed.storage.vocabulary() if isinstance(packed.storage, BlockParts) else packed.storage
         if isinstance(storage, PackedInt4 | PackedBlocks):
             rows = storage.rows(token_ids)
             return (rows if scale == 1.0 else rows * scale).to(dtype)
@@ -264,13 +261,11 @@ class TritonKernels(ReferenceKernels):
             )
 
 
-def _linear_blocks(x: Tensor, parts: tuple[PackedBlocks, ...], bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write x @ weight.T + bias of parts that stand one below the other into `out`, and return it."""
-    rows, first = quantize_groups(x), 0
-    for part in parts:
-        columns = slice(first, first + part.out_features)
+def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Write x @ weight.T + bias into `out`, and return it."""
+    rows = quantize_groups(x)
+    for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
-        first = columns.stop
     return out
 
 

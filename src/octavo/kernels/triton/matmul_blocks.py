@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from octavo.kernels.block_weight import GROUP_VALUES, BlockKind
+from octavo.kernels.block_weight import GROUP_VALUES, SUPER_GROUPS, BlockKind
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import round_to
 
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.packed_blocks import PackedBlocks
 
 _FEW_ROWS = 16
-_SUPER_GROUPS = 8  # of 32 values that share the float16 of a block of 256
 
 
-def matmul_blocks(rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor) -> None:
-    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], whose rows may stand apart.
+def matmul_blocks(
+    rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], whose rows may stand apart, and return it.
 
     rows: as `octavo.kernels.triton.quantized_rows.quantize_groups` makes them. The bias is added in float32.
     """
     values, scales, sums = rows
     num_rows, num_columns = out.shape
-    block_m, block_n, num_warps = (16, 16, 4) if num_rows <= _FEW_ROWS else (64, 64, 8)
+    block_m, block_n, num_warps = (16, 16, 2) if num_rows <= _FEW_ROWS else (64, 32, 4)
     low_bits, high_bits, center, subgroups = weight.layout
     stored = weight.scales
     _matmul_blocks[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n)](
@@ -70,15 +71,30 @@ def matmul_blocks(rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bia
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         GROUP=GROUP_VALUES,
-        SUPER_GROUPS=_SUPER_GROUPS,
+        SUPER_GROUPS=SUPER_GROUPS,
         num_warps=num_warps,
         enable_fp_fusion=False,
     )
+    return out
 
 
 @triton.jit
-def _signed(code, IS_MXFP4: tl.constexpr, CENTER: tl.constexpr):
-    """Return int8 of the bits of values."""
+def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the bits of 64 values of columns, int32 [BLOCK_N, GROUP]: two of four bits, above them the high ones."""
+    bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
+    if HIGH_BITS:
+        pairs_of_byte = 4 // HIGH_BITS
+        high = tl.load(high_place + pair // pairs_of_byte * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
+        bits |= (high >> (pair % pairs_of_byte * 2 * HIGH_BITS)) << 8
+    return bits
+
+
+@triton.jit
+def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4: tl.constexpr):
+    """Return one half of a pair's values as int8."""
+    code = (bits >> (4 * half)) & 15
+    if HIGH_BITS:
+        code |= ((bits >> (8 + half * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << 4
     if IS_MXFP4:  # e2m1, doubled: 0, 1, 2, 3, 4, 6, 8, 12
         size = code & 7
         size = tl.where(size < 2, size, (2 + (size & 1)) << (tl.maximum(size >> 1, 1) - 1))
@@ -87,9 +103,9 @@ def _signed(code, IS_MXFP4: tl.constexpr, CENTER: tl.constexpr):
 
 
 @triton.jit
-def _scale(place, block_place, is_column, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
+def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
     """Return float32 scales of a group of some columns."""
-    stored = tl.load(place, mask=is_column, other=0)
+    stored = tl.load(place, mask=is_given, other=0)
     if IS_MXFP4:
         exponent = stored.to(tl.int32)
         tiny = 0x00200000 << tl.minimum(exponent, 1)  # 2^-128 and 2^-127
@@ -97,8 +113,17 @@ def _scale(place, block_place, is_column, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCAL
     else:
         scale = stored.to(tl.float32)
         if HAS_BLOCK_SCALES:
-            scale *= tl.load(block_place, mask=is_column, other=0.0).to(tl.float32)
+            scale *= tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)
     return scale
+
+
+@triton.jit
+def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
+    """Return float32 minima of a group of some columns."""
+    minimum = tl.load(place, mask=is_given, other=0).to(tl.float32)
+    if HAS_BLOCK_SCALES:
+        minimum = (0.0 - minimum) * tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)
+    return minimum
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -117,7 +142,7 @@ def _matmul_blocks(
     num_rows,
     num_columns,
     out_stride,
-    padded,
+    width,
     low_stride,
     high_stride,
     num_groups,
@@ -139,39 +164,36 @@ def _matmul_blocks(
     is_row, is_column = row < num_rows, column < num_columns
     within = tl.arange(0, GROUP)
     wide_column = column.to(tl.int64)
-    x_place = x_ptr + row.to(tl.int64)[:, None] * padded + within[None, :]
+    x_place = x_ptr + row.to(tl.int64)[:, None] * width + within[None, :]
     low_place = low_ptr + wide_column[:, None] * low_stride + within[None, :]
     high_place = high_ptr + wide_column[:, None] * high_stride + within[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for group in range(loop_bound(num_groups)):
-        x = tl.load(x_place + group * GROUP, mask=is_row[:, None], other=0)
-        if LOW_BITS == 8:
-            value = tl.load(low_place + group * GROUP, mask=is_column[:, None], other=0)
-        else:
-            pair = tl.load(low_place + group // 2 * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
-            code = (pair >> (group % 2 * 4)) & 15
-            if HIGH_BITS:
-                of_byte = 8 // HIGH_BITS
-                high = tl.load(high_place + group // of_byte * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
-                code |= ((high >> (group % of_byte * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << LOW_BITS
-            value = _signed(code, IS_MXFP4, CENTER)
-        x_scale = tl.load(x_scales_ptr + group * num_rows + row, mask=is_row, other=0.0)[:, None]
-        block = wide_column * (num_groups // SUPER_GROUPS) + group // SUPER_GROUPS
-        for part in tl.static_range(SUBGROUPS):
-            picked = value
-            if SUBGROUPS > 1:
-                picked = tl.where((within // (GROUP // SUBGROUPS) == part)[None, :], value, 0)
-            products = tl.dot(x, tl.trans(picked), out_dtype=tl.int32).to(tl.float32)
-            place = scales_ptr + (wide_column * num_groups + group) * SUBGROUPS + part
-            term = products * _scale(place, block_scales_ptr + block, is_column, IS_MXFP4, HAS_BLOCK_SCALES)[None, :]
-            if HAS_MINIMA:
-                minimum = tl.load(minima_ptr + wide_column * num_groups + group, mask=is_column, other=0).to(tl.float32)
-                if HAS_BLOCK_SCALES:
-                    of_block = tl.load(block_minima_ptr + block, mask=is_column, other=0.0)
-                    minimum = (0.0 - minimum) * of_block.to(tl.float32)
-                x_sum = tl.load(x_sums_ptr + group * num_rows + row, mask=is_row, other=0.0)
-                term += x_sum[:, None] * minimum[None, :]
-            total += term * x_scale
+    for pair in range(loop_bound(tl.cdiv(num_groups, 2))):
+        if LOW_BITS == 4:
+            bits = _load_pair(low_place, high_place, pair, is_column, HIGH_BITS, GROUP)
+        block = wide_column * (num_groups // SUPER_GROUPS) + pair // (SUPER_GROUPS // 2)
+        for half in tl.static_range(2):
+            group = 2 * pair + half
+            is_given, is_row_given = is_column & (group < num_groups), is_row & (group < num_groups)
+            x = tl.load(x_place + group * GROUP, mask=is_row_given[:, None], other=0)
+            if LOW_BITS == 4:
+                value = _unpack(bits, half, HIGH_BITS, CENTER, IS_MXFP4)
+            else:
+                value = tl.load(low_place + group * GROUP, mask=is_given[:, None], other=0)
+            x_scale = tl.load(x_scales_ptr + group * num_rows + row, mask=is_row_given, other=0.0)[:, None]
+            place = wide_column * num_groups + group
+            for part in tl.static_range(SUBGROUPS):
+                picked = value
+                if SUBGROUPS > 1:
+                    picked = tl.where((within // (GROUP // SUBGROUPS) == part)[None, :], value, 0)
+                term = tl.dot(x, tl.trans(picked), out_dtype=tl.int32).to(tl.float32)
+                scale_place = scales_ptr + place * SUBGROUPS + part
+                term *= _scale(scale_place, block_scales_ptr + block, is_given, IS_MXFP4, HAS_BLOCK_SCALES)[None, :]
+                if HAS_MINIMA:
+                    x_sum = tl.load(x_sums_ptr + group * num_rows + row, mask=is_row_given, other=0.0)[:, None]
+                    minimum = _minimum(minima_ptr + place, block_minima_ptr + block, is_given, HAS_BLOCK_SCALES)
+                    term += x_sum * minimum[None, :]
+                total += term * x_scale
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     place = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]

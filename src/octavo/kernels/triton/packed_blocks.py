@@ -9,23 +9,22 @@ import torch
 
 from octavo.kernels.block_weight import (
     GROUP_VALUES,
-    MXFP4_VALUES,
     BlockKind,
     BlockValues,
     BlockWeight,
     StoredScales,
+    exponent_scales,
     group_by_kind,
+    mxfp4_codes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-PAIR = 2 * GROUP_VALUES  # values whose lower halves stand in the same bytes
-_VALUES_AT_ONCE = 1 << 24  # that are widened to be packed
-_LARGEST = max(MXFP4_VALUES)
-_MXFP4_CODES = [MXFP4_VALUES.index(each) if each in MXFP4_VALUES else 0 for each in range(-_LARGEST, _LARGEST + 1)]
+_PAIR = 2 * GROUP_VALUES  # values whose lower halves stand in the same bytes
+_VALUES_AT_ONCE = 1 << 20  # that are widened to be packed
 
 
 class BlockLayout(NamedTuple):
@@ -57,8 +56,8 @@ LAYOUTS = {
 class PackedBlocks:
     """A weight in blocks of one kind.
 
-    low: int8 [out_features, padded], padded the next multiple of 64 of in_features; or uint8 [out_features,
-    padded / 2], byte 32 i + j having column 64 i + j in its low four bits and column 64 i + 32 + j in its high ones.
+    low: int8 [out_features, in_features]; or uint8 [out_features, padded / 2], padded the next multiple of 64 of
+    in_features, byte 32 i + j having column 64 i + j in its low four bits and column 64 i + 32 + j in its high ones.
     high: further bits of values, uint8 [out_features, bytes]: of each 8 groups of 32 columns (of two bits: of each 4)
     32 bytes, byte j having those of column j of each group, the first group's lowest.
     scales: see `StoredScales`. What is padded is zeros.
@@ -69,6 +68,26 @@ class PackedBlocks:
     high: Tensor | None
     scales: StoredScales
     in_features: int
+
+    @classmethod
+    def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
+        """Pack weights of one kind that stand one below the other, some rows at a time, and let their files go."""
+        kind, in_features = weights[0].kind, weights[0].in_features
+        out_features = sum(weight.shape[0] for weight in weights)
+        like = _parts(weights[0].select_rows(slice(0, 1)))
+        parts = [None if part is None else part.new_empty(out_features, part.shape[1]) for part in like]
+        step, first = max(1, _VALUES_AT_ONCE // in_features), 0
+        for weight in weights:
+            for begin in range(0, weight.shape[0], step):
+                some = weight.select_rows(slice(begin, begin + step))
+                for whole, part in zip(parts, _parts(some), strict=True):
+                    if whole is not None and part is not None:
+                        whole[first : first + len(part)] = part
+                first += some.shape[0]
+            weight.forget(weight.rows)
+        low, high, *scales = parts
+        assert low is not None
+        return cls(kind, low, high, StoredScales(*scales), in_features)  # type: ignore[arg-type]
 
     @property
     def out_features(self) -> int:
@@ -86,77 +105,85 @@ class PackedBlocks:
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return some rows of the weight, float32 [n, in_features], as `BlockWeight.dequantize` does."""
-        values = self._values(index)
-        stored = StoredScales(*(None if part is None else part[index] for part in self.scales))  # type: ignore[arg-type]
-        scales, minima = stored.scales.float(), None if stored.minima is None else stored.minima.float()
+        """Return some rows of the weight, float32 [n, in_features], as `BlockWeight.dequantize` does.
+
+        A graph may hold it: nothing comes from the host.
+        """
+        stored = self.scales.map(lambda part: part[index])
         if self.kind is BlockKind.MXFP4:
-            exponents = stored.scales.int()
-            tiny = torch.full_like(exponents, 0x00200000) << exponents.clamp(max=1)
-            scales = torch.where(exponents < 2, tiny, (exponents - 1) << 23).view(torch.float32)
+            scales, minima = exponent_scales(stored.scales), None
+        else:
+            scales, minima = stored.scales.float(), None if stored.minima is None else stored.minima.float()
         if stored.scales_of_blocks is not None:
             scales = _times_blocks(stored.scales_of_blocks, scales)
         if stored.minima_of_blocks is not None and minima is not None:
-            minima = _times_blocks(stored.minima_of_blocks, -minima + 0.0)
+            minima = _times_blocks(stored.minima_of_blocks, 0.0 - minima)
         size = GROUP_VALUES // self.layout.subgroups
-        return BlockValues(values.view(len(index), -1, size), scales, minima).dequantize()
+        values = self._values(index).view(len(index), self.in_features // size, size)
+        return BlockValues(values, scales, minima).dequantize()
 
     def _values(self, index: Tensor) -> Tensor:
         """Return float32 [n, in_features] of whole numbers."""
         low_bits, high_bits, center, _ = self.layout
         low = self.low[index]
         if low_bits == 4:
-            pairs = low.view(len(index), -1, 1, GROUP_VALUES)
-            low = torch.cat([pairs & 15, pairs >> 4], dim=2)
-        values = low.reshape(len(index), -1)[:, : self.in_features].int()
+            pairs = low.view(len(index), low.shape[1] // GROUP_VALUES, 1, GROUP_VALUES)
+            low = torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1)
+        values = low[:, : self.in_features].int()
         if self.high is not None:
             places = torch.arange(0, 8, high_bits, device=low.device, dtype=torch.uint8).unsqueeze(1)
-            high = self.high[index].view(len(index), -1, 1, GROUP_VALUES) >> places & (1 << high_bits) - 1
-            values |= high.reshape(len(index), -1)[:, : self.in_features].int() << low_bits
-        if self.kind is BlockKind.MXFP4:
+            high = self.high[index].view(len(index), self.high.shape[1] // GROUP_VALUES, 1, GROUP_VALUES)
+            high = (high >> places & (1 << high_bits) - 1).flatten(1)
+            values |= high[:, : self.in_features].int() << low_bits
+        if self.kind is BlockKind.MXFP4:  # by arithmetic, as the kernel does: a table would come from the host
             size = values & 7
             size = torch.where(size < 2, size, 2 + (size & 1) << ((size >> 1).clamp(min=1) - 1))
             values = torch.where(values < 8, size, -size)
         return (values - center).float()
 
 
-def pack_blocks(weights: Sequence[BlockWeight]) -> tuple[PackedBlocks, ...]:
-    """Pack weights that stand one below the other, neighbours of one kind together."""
-    return tuple(_pack_kind(group) for group in group_by_kind(weights))
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """A weight in blocks: parts that stand one below the other, neighbours of another kind each."""
+
+    parts: tuple[PackedBlocks, ...]
+
+    @classmethod
+    def pack(cls, weights: Sequence[BlockWeight]) -> BlockParts:
+        """Pack weights that stand one below the other."""
+        return cls(tuple(PackedBlocks.pack(group) for group in group_by_kind(weights)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(part.nbytes for part in self.parts)
+
+    def columns(self) -> Iterator[tuple[PackedBlocks, slice]]:
+        """Yield each part, and which columns of a result are its own."""
+        first = 0
+        for part in self.parts:
+            yield part, slice(first, first + part.out_features)
+            first += part.out_features
+
+    def vocabulary(self) -> PackedBlocks:
+        """Return the one part of a weight that is read by row."""
+        (part,) = self.parts
+        return part
 
 
-def _pack_kind(weights: Sequence[BlockWeight]) -> PackedBlocks:
-    kind, in_features = weights[0].kind, weights[0].in_features
-    num_rows = max(1, _VALUES_AT_ONCE // in_features)
-    parts = [
-        weight.select_rows(slice(first, first + num_rows))
-        for weight in weights
-        for first in range(0, weight.shape[0], num_rows)
-    ]
-    low, high = zip(*(_planes(part) for part in parts), strict=True)
-    scales = zip(*(part.stored_scales() for part in parts), strict=True)
-    return PackedBlocks(kind, torch.cat(low), _whole(high), StoredScales(*map(_whole, scales)), in_features)  # type: ignore[arg-type]
-
-
-def _whole(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return parts that stand one below the other, or None where there are none."""
-    given = [part for part in parts if part is not None]
-    return torch.cat(given) if given else None
-
-
-def _planes(weight: BlockWeight) -> tuple[Tensor, Tensor | None]:
-    """Return the bits of a weight's values: see `PackedBlocks`."""
+def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
+    """Return low and high bits of a weight's values, and its scales: see `PackedBlocks`."""
     low_bits, high_bits, center, _ = LAYOUTS[weight.kind]
-    values = weight.numbers().values.flatten(1).int() + center
     if weight.kind is BlockKind.MXFP4:
-        values = torch.tensor(_MXFP4_CODES, dtype=torch.int32, device=values.device)[values + _LARGEST]
-    low = values if low_bits == 8 else values & 15
-    low = torch.nn.functional.pad(low, (0, -weight.in_features % PAIR))
+        values = mxfp4_codes(weight).int()
+    else:
+        values = weight.numbers().values.flatten(1).int() + center
     if low_bits == 8:
-        return low.to(torch.int8), None
-    pairs = low.view(len(low), -1, 2, GROUP_VALUES)
+        return values.to(torch.int8), None, *weight.stored_scales()
+    low = torch.nn.functional.pad(values & 15, (0, -weight.in_features % _PAIR))
+    pairs = low.view(len(low), low.shape[1] // _PAIR, 2, GROUP_VALUES)
     low = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1).to(torch.uint8)
-    return low, _high_plane(values >> low_bits, high_bits)
+    return low, _high_plane(values >> low_bits, high_bits), *weight.stored_scales()
 
 
 def _high_plane(values: Tensor, bits: int) -> Tensor | None:
@@ -166,7 +193,8 @@ def _high_plane(values: Tensor, bits: int) -> Tensor | None:
     groups = 8 // bits
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (groups * GROUP_VALUES)))
     places = torch.arange(0, 8, bits, device=values.device, dtype=torch.int32).view(groups, 1)
-    return (padded.view(len(values), -1, groups, GROUP_VALUES) << places).sum(dim=2).flatten(1).to(torch.uint8)
+    parts = padded.view(len(values), padded.shape[1] // (groups * GROUP_VALUES), groups, GROUP_VALUES)
+    return (parts << places).sum(dim=2).flatten(1).to(torch.uint8)
 
 
 def _times_blocks(of_blocks: Tensor, whole: Tensor) -> Tensor:

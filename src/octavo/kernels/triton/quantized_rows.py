@@ -98,7 +98,7 @@ def _rounded(x, inverse):
     return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_groups(
     x_ptr, values_ptr, scales_ptr, sums_ptr, x_stride, width, num_rows, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):
