@@ -106,12 +106,35 @@ def remember_types():
     interpreter._get_np_dtype = new_numpy_dtype
 
 
+_entered: list[None] = []
+_undone_at_last = contextlib.ExitStack()
+
+
 @contextlib.contextmanager
 def interpreted_kernels():
     """Yield the kernels in Triton, interpreted in a fraction of the time on the CPU; what is compiled is left as it is.
 
-    There are graphs in the interpreter, too. Partitions of products are short there.
+    There are graphs in the interpreter, too. Partitions of products are short there. The last that leaves has all as it
+    was: fixtures of a session and of a module do not end in the order in which they began.
     """
+    from octavo.kernels.triton.backend import TritonKernels
+
+    if not _entered:
+        _undone_at_last.enter_context(_patched_interpreter())
+    _entered.append(None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of operations that plain torch computes
+            kernels = TritonKernels()
+        yield kernels
+    finally:
+        _entered.pop()
+        if not _entered:
+            _undone_at_last.close()
+
+
+@contextlib.contextmanager
+def _patched_interpreter():
     from interpreted_graphs import InterpretedGraphPool
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
@@ -142,10 +165,7 @@ def interpreted_kernels():
     if is_interpreted():
         TritonKernels.graph_pool = lambda _device: InterpretedGraphPool()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of operations that plain torch computes
-            kernels = TritonKernels()
-        yield kernels
+        yield
     finally:
         InterpretedFunction.__call__ = before
         builder.options = options
