@@ -95,6 +95,7 @@ def test_types_have_the_name_that_llama_cpp_gives_the_mix(folder, tmp_path, file
     config = ModelConfig(model=str(path))
     info = make_processors(config, ServedModel.find(config))[0].model_info
     assert (info.quantization_level, info.file_type) == told
+    assert 0.5 * path.stat().st_size < info.weight_bytes < path.stat().st_size
     of_folder = ModelConfig(model=str(folder), skip_tokenizer_init=True)
     assert make_processors(of_folder, ServedModel.find(of_folder))[0].model_info.quantization_level == ""
 

@@ -466,8 +466,9 @@ class ModelInfo:
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
     has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them. num_parameters: weights of the checkpoint. quantization_level, file_type: of a GGUF file,
-    the name of its mix of types and the number, where the file gives one.
+    as config.json names them. num_parameters: weights of the checkpoint. weight_bytes: what they take, rounded as
+    asked, in the checkpoint's dtype. quantization_level, file_type: of a GGUF file, the name of its mix of types and
+    the number, where the file gives one.
     """
 
     name: str
@@ -482,6 +483,7 @@ class ModelInfo:
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     num_parameters: int = 0
+    weight_bytes: int = 0
     quantization_level: str = ""
     file_type: int | None = None
 

@@ -157,6 +157,9 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
         model_type=str(described.get("model_type", "")),
         architectures=tuple(map(str, described.get("architectures") or ())),
         num_parameters=architecture.num_parameters,
+        weight_bytes=architecture.weight_bytes(
+            architecture.dtype, quantization=model_config.quantization, group_size=model_config.group_size
+        ),
         quantization_level=checkpoint.weights.quantization_level,
         file_type=checkpoint.weights.file_type,
     )

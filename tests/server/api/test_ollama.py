@@ -48,7 +48,8 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "stream": False}
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     template = FakeChatTemplate("<tool_call> </think>")
-    options = {"chat_template": template, "model_info": {"quantization_level": "Q4_K_M", "file_type": 15}}
+    info = {"quantization_level": "Q4_K_M", "file_type": 15, "weight_bytes": 98_000_000}
+    options = {"chat_template": template, "model_info": info}
     with run_server(FakeExecutor(answer=ANSWER), engine_options=options) as running:
         yield running
 
@@ -573,6 +574,7 @@ def test_types_of_a_gguf_file_are_told(client: ollama.Client, plain: ollama.Clie
     assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q4_K_M")
     assert (shown.modelinfo or {})["general.file_type"] == 15
     assert {each.details.quantization_level for each in client.list().models if each.details} == {"Q4_K_M"}
+    assert {each.size for each in client.list().models} == {each.size for each in client.ps().models} == {98_000_000}
     other = plain.show("fake")
     assert other.details is not None
     assert (other.details.format, other.details.quantization_level) == ("", "")

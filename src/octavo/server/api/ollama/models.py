@@ -77,10 +77,11 @@ def show(service: Service, request: ShowRequest, started: datetime) -> dict[str,
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Describe a name. size: not known here; digest: of the name, as clients tell models apart by it."""
+    """Describe a name. size: what weights take; digest: of the name, as clients tell models apart by it."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return {"name": tagged, "model": tagged, "size": 0, "digest": digest, "details": _details(service)}
+    size = service.model_info.weight_bytes
+    return {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(service)}
 
 
 def _details(service: Service) -> dict[str, Any]:
