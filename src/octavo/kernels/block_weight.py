@@ -153,7 +153,7 @@ class BlockWeight:
         else:
             has_minima = self.kind in {BlockKind.Q4_1, BlockKind.Q5_1}
             found = StoredScales(_half(blocks[:, :2]), _half(blocks[:, 2:4]) if has_minima else None, None, None)
-        return StoredScales(*found).map(lambda part: part.reshape(self.rows.shape[0], -1))
+        return found.map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
         """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
