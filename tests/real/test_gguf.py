@@ -5,10 +5,13 @@ import re
 from pydoc_data.topics import topics
 
 import pytest
+import torch
 from gguf_files import write_gguf
+from triton_interpreter import interpreted_kernels
 
 from octavo import LLM, SamplingParams
 from octavo.engine.gguf_tokenizer import GGUFVocabulary
+from octavo.kernels.quantization import linear_blocks
 from octavo.models.gguf_file import GGUFFile
 from octavo.startup.checkpoint import open_checkpoint
 
@@ -71,6 +74,28 @@ def test_tokenizer_is_that_of_the_folder(real_gguf, real_tokenizer, real_scale, 
         ids = ours.encode(text)
         assert ids == theirs.encode(text), text
         assert ours.decode(ids) == theirs.decode(ids), text
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+def test_matrices_for_a_gpu_lose_nothing(real_gguf, model):
+    """Of each type some are packed as they stand; a product with a part of one, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    from octavo.kernels.triton.packed_blocks import PackedBlocks
+
+    checkpoint, of_kind = open_checkpoint(real_gguf(model)), {}
+    files = checkpoint.weights.open()
+    for name in checkpoint.read_architecture().tensor_shapes():
+        if (weight := files.blocks(name)) is not None:
+            of_kind.setdefault(weight.kind, []).append(weight)
+    assert len(of_kind) == {"smollm2": 2, "gemma3": 4}[model]
+    with interpreted_kernels() as kernels:
+        for weights in of_kind.values():
+            for weight in weights[::10]:
+                ids = torch.arange(0, weight.shape[0], 7)
+                assert torch.equal(PackedBlocks.pack([weight]).rows(ids), weight.select_rows(ids).dequantize())
+            part = weights[0].select_rows(slice(0, 20))
+            x = torch.randn(2, part.in_features, generator=torch.Generator().manual_seed(0))
+            assert torch.equal(kernels.linear(x, kernels.pack_linear([part])), linear_blocks(x, part))
 
 
 def answers_of(path, **options):
