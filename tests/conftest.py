@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
 from sweeps import left_out
 
-from octavo.config import kernels_required
+from octavo.config import isa_from_environment, kernels_required
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -95,6 +95,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
     """Leave out, or mark as slow, what the draw does not give of a sweep."""
     made = yield
+    if isinstance(made, list):
+        made = [item for item in made if of_forced_instruction_set(item)]
     cases = [item for item in made if item.get_closest_marker("sweep")] if isinstance(made, list) else []
     if not cases:
         return made
@@ -105,6 +107,15 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
     for item in undrawn:
         item.add_marker(pytest.mark.slow)
     return made
+
+
+def of_forced_instruction_set(item: pytest.Item) -> bool:
+    """Return whether a case that names an instruction set names the one that `make test-isa` forces.
+
+    The others are the subject of that target's other runs.
+    """
+    forced = isa_from_environment()
+    return forced is None or getattr(item, "callspec", None) is None or item.callspec.params.get("isa", forced) == forced
 
 
 def takes_no_slow_ones(config: pytest.Config) -> bool:

@@ -109,11 +109,11 @@ def test_what_was_asked_for_stays(architecture):
     [("cpu", "auto", "bfloat16", True), ("cpu", "reference", "bfloat16", False), ("cpu", "auto", "float32", False)],
 )
 def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypatch, device, kernels, dtype, counts):
-    monkeypatch.setattr("octavo.build.instruction_sets", lambda: ("amx", "avx2"))
+    monkeypatch.setattr("octavo.build.default_instruction_set", lambda: "amx")
     for isa, expected in (("auto", "amx"), ("avx2", "avx2")):
         found = build._instruction_set(DeviceConfig(device=device, kernels=kernels, isa=isa), dtype)
         assert found == (expected if counts else None)
-    monkeypatch.setattr("octavo.build.instruction_sets", tuple)
+    monkeypatch.setattr("octavo.build.default_instruction_set", lambda: None)
     assert build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype) is None
 
 

@@ -253,6 +253,36 @@ def test_tokens_are_the_same_where_drafts_are_none_that_a_grammar_allows():
     check(UNCUT, "bfloat16", 30)
 
 
+class WrongButAllowed(ScriptedProposer):
+    """Proposes the other one of two tokens: a grammar of both allows each draft, and the model rejects it."""
+
+    def guess(self, request_id: str, num_known: int) -> list[int]:
+        drafts = self._sequences[request_id][num_known : num_known + self.num_speculative_tokens]
+        return [sum(self.two) - each for each in drafts]
+
+
+def test_rejected_drafts_that_a_grammar_allows_leave_no_trace_in_it():
+    """The grammar ends after 24 characters: an engine that counts rejected drafts reaches its end too early."""
+    tokenizer = make_engine("bfloat16", Run("alone")).input_processor.tokenizer
+    two = [tokenizer.encode(letter)[-1] for letter in "ab"]
+    grammar = StructuredOutputsParams(regex="[ab]{24}")
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=20, allowed_token_ids=two, structured_outputs=grammar)
+        for seed in range(3)
+    ]
+    requests = [("Once", each) for each in params]
+    alone = answers(make_engine("bfloat16", Run("alone", max_num_seqs=1)), requests)
+    sequences = {str(i): tokenizer.encode("Once") + outputs[0][0] for i, outputs in enumerate(alone)}
+    assert {token for outputs in alone for token in outputs[0][0]} <= set(two)
+    verified = Verified()
+    engine = make_engine("bfloat16", Run("wrong"), sink=verified)
+    proposer = WrongButAllowed(sequences, 4, 0.0)
+    proposer.two = two
+    let_propose(engine, proposer)
+    assert answers(engine, requests) == alone
+    assert (verified.num_accepted, verified.num_drafted > 100) == (0, True)
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("method", ["scripted", "ngram"])
 @pytest.mark.parametrize("number_format", FORMATS[1:])

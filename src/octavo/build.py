@@ -32,7 +32,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.stores import RecordedConnector
-from octavo.kernels import are_exact, attention_slowness, instruction_sets
+from octavo.kernels import are_exact, attention_slowness, default_instruction_set
 from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
@@ -316,7 +316,7 @@ def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
     """What multiplies bfloat16; None where something else computes: plain torch, a GPU, or float32 lanes."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
-    return next(iter(instruction_sets()), None) if config.isa == "auto" else config.isa
+    return default_instruction_set() if config.isa == "auto" else config.isa
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:

@@ -12,7 +12,7 @@ from kernel_backends import compiled_kernels
 
 from octavo.config import DeviceConfig
 from octavo.errors import ConfigError
-from octavo.kernels import create_kernels, instruction_sets
+from octavo.kernels import create_kernels, default_instruction_set, instruction_sets
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,19 @@ def test_a_user_may_choose_the_instruction_set():
     compiled_kernels()
     for isa in instruction_sets():
         assert create_kernels(CPU, num_threads=1, isa=isa).isa == isa
+    assert create_kernels(CPU, num_threads=1).isa == default_instruction_set()
+
+
+def test_the_environment_says_which_instruction_set_auto_means(monkeypatch):
+    compiled_kernels()
+    monkeypatch.delenv("OCTAVO_ISA", raising=False)
     assert create_kernels(CPU, num_threads=1).isa == instruction_sets()[0]
+    monkeypatch.setenv("OCTAVO_ISA", "portable")
+    assert create_kernels(CPU, num_threads=1).isa == "portable"
+    assert create_kernels(CPU, num_threads=1, isa=instruction_sets()[0]).isa == instruction_sets()[0]
+    monkeypatch.setenv("OCTAVO_ISA", "avx9")
+    with pytest.raises(ConfigError, match="OCTAVO_ISA=avx9 cannot be used: this processor has .*portable"):
+        create_kernels(CPU)
 
 
 def test_instruction_sets_that_cannot_serve(monkeypatch):

@@ -349,18 +349,25 @@ def test_the_first_pass_is_made_as_the_engine_starts_though_something_is_looked_
     assert watched.finish() == {"a": right}
 
 
-def test_what_is_looked_up_costs_no_pass(monkeypatch, right):
-    """Where the suffix has stood before, the model is not asked, and catches up when it is."""
+def test_drafts_that_a_lookup_finds_cost_no_pass_of_the_model(monkeypatch, right):
+    """The lookup is scripted: whether a real one finds anything rests on the tokens of one instruction set."""
     watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
-    watched.add("a", right[:20] * 3)
-    expected = watched.finish()
-    num_alone = len(watched.rows)
-    watched.add("a", right[:20] * 3)  # whose answer is known now
-    assert watched.finish() == expected
-    assert len(watched.rows) == num_alone > 0
-    watched.add("b")
-    assert watched.step()[0] == len(PROMPT) + 1
-    assert watched.finish() == {"b": right}
+
+    def find(_self, tasks):
+        answered = [len(task.token_ids) - len(PROMPT) for task in tasks]
+        return [right[count : count + DRAFTS] for count in answered]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SuffixProposer, "propose", find)
+        num_rows = len(watched.rows)
+        watched.add("a")
+        assert watched.finish() == {"a": right}
+        assert len(watched.rows) == num_rows
+        assert watched.accepted == watched.drafted > 0
+        patch.setattr(SuffixProposer, "propose", lambda _self, tasks: [[] for _ in tasks])
+        watched.add("b")
+        assert watched.step()[0] == len(PROMPT) + 1, "the model catches up with all that it has not seen"
+        assert watched.finish() == {"b": right}
 
 
 REJECTION = {"verification": "rejection"}

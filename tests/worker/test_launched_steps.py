@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from kernel_backends import COMPILED, compiled_kernels
 from late_queue import LateQueue
 
 from octavo.data.scheduler_output import (
@@ -35,17 +36,23 @@ NUM_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def kernels():
+    """Kernels whose rows do not depend on the batch; plain torch's may, in the last bit, on some processors."""
+    return compiled_kernels("portable", num_threads=1) if COMPILED else ReferenceKernels()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, kernels):
     config = tiny_config("Qwen3ForCausalLM", hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=64)
     path = write_checkpoint(tmp_path_factory.mktemp("tiny"), config, std=0.3)
     return load_model(
-        FolderWeights(path), read_architecture(path), kernels=ReferenceKernels(), dtype="float32", device=CPU,
+        FolderWeights(path), read_architecture(path), kernels=kernels, dtype="float32", device=CPU,
         max_model_len=MAX_MODEL_LEN,
     )  # fmt: skip
 
 
 @pytest.fixture
-def make_runner(model, monkeypatch):
+def make_runner(model, kernels, monkeypatch):
     """Return a function that makes a runner on a device that makes its copies late; it has its `queue`."""
 
     def make():
@@ -55,7 +62,7 @@ def make_runner(model, monkeypatch):
             model.architecture.kv_layout, num_blocks=9, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
         )
         runner = ModelRunner(
-            model, ReferenceKernels(), cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64,
+            model, kernels, cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64,
             max_model_len=MAX_MODEL_LEN,
         )  # fmt: skip
         return runner, queue

@@ -402,7 +402,7 @@ class DeviceConfig:
     )
     isa: str = option(
         "auto",
-        "Instruction set of the compiled kernels; auto takes the best that the processor has.",
+        "Instruction set of the compiled kernels. auto: OCTAVO_ISA in the environment, else the best one of the processor.",
         choices=INSTRUCTION_SETS,
     )
     num_threads: int | None = option(

@@ -22,6 +22,14 @@ def kernels_required() -> bool:
     return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
 
 
+def isa_from_environment() -> str | None:
+    """Return the instruction set that `auto` means (OCTAVO_ISA), or None for the best one of the processor.
+
+    It reaches every process that the caller starts, for tests of one instruction set on a processor that has several.
+    """
+    return os.environ.get("OCTAVO_ISA") or None
+
+
 def threads_from_environment() -> int | None:
     """Return how many threads shall compute (the first number of OMP_NUM_THREADS), or None where it says nothing."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()

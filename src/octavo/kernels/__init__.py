@@ -6,6 +6,7 @@ import importlib.util
 import warnings
 from typing import TYPE_CHECKING, cast
 
+from octavo.config import isa_from_environment
 from octavo.errors import ConfigError
 from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear, SamplingRows
 
@@ -22,6 +23,7 @@ __all__ = [
     "are_exact",
     "attention_slowness",
     "create_kernels",
+    "default_instruction_set",
     "instruction_sets",
 ]
 
@@ -47,12 +49,30 @@ def attention_slowness(isa: str | None, bits: int) -> float:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return those that compiled kernels can take on this processor, best first; none where they were not compiled."""
+    """Return the instruction sets that the compiled kernels can use on this processor, the best one first.
+
+    Empty if octavo was installed without compiled kernels.
+    """
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
     return tuple(_kernels.instruction_sets())
+
+
+def default_instruction_set() -> str | None:
+    """Return the instruction set that `auto` means: that of OCTAVO_ISA, else the best one of this processor.
+
+    None if octavo was installed without compiled kernels. Raises ConfigError if OCTAVO_ISA names one that this
+    processor lacks.
+    """
+    available = instruction_sets()
+    asked = isa_from_environment()
+    if not available:
+        return None
+    if asked is not None and asked not in available:
+        raise ConfigError(f"OCTAVO_ISA={asked} cannot be used: this processor has {', '.join(available)}")
+    return asked or available[0]
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
@@ -74,7 +94,7 @@ def create_kernels(
     "triton" are these or an error; "fast-inexact" is "triton" with the products of torch's library,
     "flashinfer-inexact" and "flash-attn-3-inexact" are it with attention of these: their rows depend on the batch.
     num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
-    isa: their instruction set; "auto" is the best that the processor has.
+    isa: their instruction set; "auto" is `default_instruction_set()`.
 
     Raises ConfigError for an unknown backend, one that cannot serve, or an instruction set that cannot.
     """

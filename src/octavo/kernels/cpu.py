@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from octavo.kernels import default_instruction_set
 from octavo.kernels.block_panels import BlockPanels
 from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.limits import Limits
@@ -50,7 +51,7 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # a thread's that are cut, and wher
 class CpuKernels:
     """Kernels for one instruction set on a pool of threads of their own.
 
-    isa: "auto" is the best that the processor has. num_threads: None takes one for each usable core
+    isa: "auto" is `octavo.kernels.default_instruction_set()`. num_threads: None takes one for each usable core
     (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
@@ -66,7 +67,7 @@ class CpuKernels:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
         self._module = _kernels
-        self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
+        self.isa = cast("Isa", default_instruction_set()) if isa == "auto" else isa
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
         self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
         self._empty: Callable[..., Tensor] = torch.empty
