@@ -2,6 +2,10 @@
 #   make demo    install, then answer a few prompts with the built-in model
 #   make serve   install, then serve it on http://127.0.0.1:8000/v1
 #   make test    install, then run the tests        make test-all   the long ones as well
+#   make test-isa     kernels' users with each instruction set that the processor has (ISAS="avx2 portable": these)
+#   make test-slow    the slow tests (PART=3/8 LIMIT_S=120: an eighth of them, as many as begin in 120 s)
+#   make test-lowest  the lowest versions of dependencies that pyproject.toml allows, in an environment of their own
+#   make turn         what CI runs once in eight days: DAY=0..7, by default that of today
 #   make lint    ruff, mypy, import-linter          make bench      kernels and workloads, measured here
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
@@ -51,9 +55,14 @@ REQUIRE_REAL ?= 1
 # the tests that stand together, so that what a file sets up is set up once.
 PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
+ISA_TESTS := tests/worker tests/speculative tests/engine tests/test_speculation_faults.py \
+	$(wildcard tests/test_exactness*.py)
+LOWEST := $(VENV)/lowest
+LOWEST_TOOLS := pytest pytest-xdist hypothesis httpx "jsonschema[format]" psutil openai anthropic ollama
+LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/server/access tests/engine/test_async_llm.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench wheel release clean
+.PHONY: demo serve test test-all test-isa test-slow test-lowest turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,6 +95,45 @@ real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
 		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(REAL_WORKERS) --dist loadgroup -m real -ra tests/real
+
+# Where tokens come from, with another instruction set than the best one. Engines in other processes obey it, too.
+ISAS ?= $(shell $(BIN)/python -c "from octavo.kernels import instruction_sets; print(*instruction_sets())")
+test-isa: $(DEV_STAMP)
+	set -e; for isa in $(ISAS); do echo "instruction set $$isa"; OCTAVO_ISA=$$isa $(PYTEST) $(ISA_TESTS); done
+
+test-slow: $(DEV_STAMP)
+	$(PYTEST) -m "slow and not performance and not real" $(if $(PART),--part $(PART)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
+		$(STRICT)
+
+# CI runs one of these at each landing, by the day of the year modulo 8.
+DAY ?= $(shell expr $$(date +%j) % 8)
+turn: turn-$(DAY)
+turn-0 turn-4:
+	$(MAKE) test-isa ISAS="$(filter-out portable $(firstword $(ISAS)),$(ISAS))"
+turn-1:
+	$(MAKE) sanitize KIND=address
+turn-5:
+	$(MAKE) sanitize KIND=thread
+turn-2 turn-6:
+	$(MAKE) mutants ROOM_OF_DAY=$(shell date +%Y-%j) LIMIT_S=120 JOBS=2 MIN_KILLED=90
+turn-3:
+	$(MAKE) test-lowest
+turn-7:
+	$(MAKE) test-slow PART=$(DAY)/8 LIMIT_S=240
+
+# torch and what it brings stay as they are installed here: an older one is a download of gigabytes.
+test-lowest: wheel
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST)/bin/uv pip compile --quiet --no-header --no-annotate --resolution lowest-direct pyproject.toml \
+		$(foreach extra,server structured bench otel gguf,--extra $(extra)) \
+		| grep --extended-regexp --invert-match '^(torch|triton|nvidia-.*|cuda-.*)==' > $(LOWEST)/requirements.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--requirement $(LOWEST)/requirements.txt 'torch>=2.11,<2.14' $(LOWEST_TOOLS)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--no-deps --force-reinstall dist/*.whl
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(LOWEST_TESTS) \
+		--ignore tests/cli/test_perplexity.py  # compares with transformers, which wants newer versions
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \

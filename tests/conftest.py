@@ -1,7 +1,7 @@
-"""Makes `fakes` importable from every test: pytest puts this file's directory on the path. Draws a part of sweeps.
+"""Makes `fakes` importable from every test, draws a part of sweeps and of slow tests, and reports skipped tests.
 
-A test function marked `sweep(n)` has many cases that are alike: one in n runs, another the next day, and the others are
-`slow`. OCTAVO_SWEEP_SEED draws which; where it is not set, the date does.
+A test function marked `sweep(n)` has many similar cases. One in n of them runs, and the rest are `slow`.
+OCTAVO_SWEEP_SEED draws which; by default the date and the commit do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import datetime as dt
 import gc
 import logging
 import os
+import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ import certifi
 import pytest
 from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
+from parts import TimeLimit, in_order_of, is_in_part, read_part
+from skips import count_reasons, fail_if_unexpected
 from sweeps import left_out
 
 from octavo.config import isa_from_environment, kernels_required
@@ -30,11 +34,21 @@ if TYPE_CHECKING:
 SWEEP_SEED = "OCTAVO_SWEEP_SEED"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Keep the user's cache directory out of it; and where no compiler is at hand octavo warns that plain torch serves.
+LIMIT = pytest.StashKey[TimeLimit]()
 
-    Every other warning stays an error. The seed is set once: the processes of pytest-xdist inherit it. Garbage is not
-    looked for until all tests are collected, which stay: that took each process 2.5 of 19 s.
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("octavo")
+    group.addoption("--part", metavar="K/N", help="run only the tests of part K of N, files in an order by the seed")
+    group.addoption("--limit-s", type=float, metavar="S", help="skip the tests that have not begun after S seconds")
+    group.addoption("--strict-skips", action="store_true", help="fail if a test is skipped for an unlisted reason")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the process up: no use of the user's cache directory, one seed, no garbage collection during collection.
+
+    Without a compiler octavo warns that plain torch serves; every other warning stays an error. The processes of
+    pytest-xdist inherit the seed. Collecting garbage while tests are collected took each process 2.5 of 19 s.
     """
     gc.disable()
     share_logging()
@@ -42,11 +56,43 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = folder.name
     os.environ["SSL_CERT_FILE"] = str(one_certificate(Path(folder.name)))
     config.add_cleanup(folder.cleanup)
-    os.environ.setdefault(SWEEP_SEED, dt.datetime.now(tz=dt.UTC).strftime("%Y-%j"))
+    os.environ.setdefault(SWEEP_SEED, dt.datetime.now(tz=dt.UTC).strftime("%Y-%j") + commit_suffix())
+    if (limit_s := config.option.limit_s) is not None:
+        config.stash[LIMIT] = TimeLimit(limit_s, time.monotonic)
     if not COMPILED and not kernels_required():
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
+
+
+def commit_suffix() -> str:
+    """Return "-" and the short hash of the commit; "" outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"-{found.stdout.strip()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the part that the command line asks for."""
+    if config.option.part is None:
+        return
+    try:
+        index, number = read_part(config.option.part)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    kept = [item for item in items if is_in_part(item.nodeid, index, number)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_in_part(item.nodeid, index, number)])
+    items[:] = in_order_of(kept, os.environ[SWEEP_SEED])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that begins after the time limit of the run."""
+    limit = item.config.stash.get(LIMIT, None)
+    if limit is not None and limit.has_passed:
+        pytest.skip(f"the limit of {limit.limit_s:.0f} s for this run has passed")
 
 
 def share_logging() -> None:
@@ -87,8 +133,19 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print why tests were skipped and, if one failed, the seed that repeats the draw."""
+    for reason, count in count_reasons(terminalreporter.stats.get("skipped", ())).most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
     if terminalreporter.stats.get("failed"):
         terminalreporter.write_line(f"cases of sweeps were drawn by {SWEEP_SEED}={os.environ[SWEEP_SEED]}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With --strict-skips, fail the run if a test was skipped for a reason that `skips` does not list."""
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and session.config.option.strict_skips:
+        fail_if_unexpected(session, reporter)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -246,7 +246,7 @@ class SchedulerConfig:
         is_open=True,
     )
     enable_chunked_prefill: bool = option(
-        True, "Timeout long prompts into pieces, so that answers under way go on beside them."
+        True, "Compute a long prompt in chunks, so that running requests get a token in the same steps."
     )
     long_prefill_token_threshold: int = option(
         0, "Most tokens that one prompt gets in a step; 0 sets no such limit.", unit="TOKENS"

@@ -326,7 +326,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Timeout at the mark; a template that strips messages stripped the mark's own space, too."""
+    """Cut the text at the mark. A template that strips messages has stripped the mark's own space, too."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -50,7 +50,7 @@ class SnapshotFeed:
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Timeout a list of events where its parts become heavy; the last part may be empty."""
+    """Cut a list of events into parts of limited weight. The last part may be empty."""
     part: list[Event] = []
     weight = 0
     for event in events:
