@@ -84,8 +84,9 @@ demo: $(USER_STAMP)
 serve: $(USER_STAMP)
 	$(BIN)/octavo serve
 
+# STRICT=--strict-skips: a test that is skipped for a reason that tests/skips.py does not list is a failure.
 test: $(DEV_STAMP)
-	$(PYTEST)
+	$(PYTEST) $(STRICT)
 
 test-all: $(DEV_STAMP)
 	$(PYTEST) -m "not performance and not real"

@@ -172,7 +172,9 @@ def of_forced_instruction_set(item: pytest.Item) -> bool:
     The others are the subject of that target's other runs.
     """
     forced = isa_from_environment()
-    return forced is None or getattr(item, "callspec", None) is None or item.callspec.params.get("isa", forced) == forced
+    return (
+        forced is None or getattr(item, "callspec", None) is None or item.callspec.params.get("isa", forced) == forced
+    )
 
 
 def takes_no_slow_ones(config: pytest.Config) -> bool:

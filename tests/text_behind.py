@@ -45,7 +45,7 @@ def _shown(backend: tokenizers.Tokenizer, ids: list[int], special: frozenset[int
 
 
 def _behind_bytes(text: str, prompt: bytes, tokens: bytes) -> str:
-    """Timeout the prompt's text off: of its unfinished character only if the tokens do not end it."""
+    """Remove the prompt's text. Its unfinished last character stays if the tokens complete it."""
     reader = codecs.getincrementaldecoder("utf-8")("replace")
     num_chars, begun = len(reader.decode(prompt)), reader.getstate()[0]
     ends = any(_is_character(begun + tokens[:length]) for length in range(1, 4))
@@ -60,7 +60,7 @@ def _is_character(data: bytes) -> bool:
 
 
 def _behind_run(backend: tokenizers.Tokenizer, text: str, prompt: list[str], tokens: list[str]) -> str:
-    """Timeout the prompt's text off where it ends in a run of bytes, which is text or not as a whole."""
+    """Remove the prompt's text, which ends in a run of bytes that is valid text only as a whole, or not at all."""
     decode = tokenizers.decoders.Sequence([backend.decoder]).decode
     begun = len(prompt) - len(_run(reversed(prompt)))
     behind = text[len(decode([*prompt[:begun]])) :]

@@ -81,7 +81,7 @@ def test_the_environment_says_which_instruction_set_auto_means(monkeypatch):
     assert create_kernels(CPU, num_threads=1).isa == "portable"
     assert create_kernels(CPU, num_threads=1, isa=instruction_sets()[0]).isa == instruction_sets()[0]
     monkeypatch.setenv("OCTAVO_ISA", "avx9")
-    with pytest.raises(ConfigError, match="OCTAVO_ISA=avx9 cannot be used: this processor has .*portable"):
+    with pytest.raises(ConfigError, match=r"OCTAVO_ISA=avx9 cannot be used: this processor has .*portable"):
         create_kernels(CPU)
 
 

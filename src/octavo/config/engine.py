@@ -402,7 +402,7 @@ class DeviceConfig:
     )
     isa: str = option(
         "auto",
-        "Instruction set of the compiled kernels. auto: OCTAVO_ISA in the environment, else the best one of the processor.",
+        "Instruction set of the compiled kernels. auto: OCTAVO_ISA in the environment, else the processor's best one.",
         choices=INSTRUCTION_SETS,
     )
     num_threads: int | None = option(

@@ -82,7 +82,7 @@ HERMES = [
     ('<tool_call>{"name": "a\\ud800dd"}', content('<tool_call>{"name": "a\\ud800dd"}')),
     (LONE, content(LONE)),
     (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
-    # Timeout off by a limit: a call whose arguments have begun stays one.
+    # Cut off by a limit: a call whose arguments have begun stays one.
     ('<tool_call>{"name": "add", "arguments": {"a": [1, "x', call(0, "add", '{"a": [1, "x')),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}', call(0, "add", '{"a": 1}')),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}, oops', [*call(0, "add", '{"a": 1}'), *content("oops")]),
