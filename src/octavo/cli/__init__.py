@@ -20,20 +20,20 @@ class Octavo(LazyGroup):
     """What octavo can do, in the order of its help."""
 
     lazy_commands = (
-        LazyCommand("generate", "octavo.cli.generate", "Answer one prompt as it is written, or many together."),
-        LazyCommand("chat", "octavo.cli.chat", "Talk to a model; it remembers what was said before."),
+        LazyCommand("generate", "octavo.cli.generate", "Answer one prompt, or many prompts in one batch."),
+        LazyCommand("chat", "octavo.cli.chat", "Chat with a model in the terminal."),
         LazyCommand("serve", "octavo.cli.serve", "Serve a model through the OpenAI API."),
-        LazyCommand("route", "octavo.cli.route", "Put many servers behind one address."),
-        LazyCommand("keys", "octavo.cli.keys", "Make, change and list API keys for `octavo serve --api-keys FILE`."),
+        LazyCommand("route", "octavo.cli.route", "Route requests to many servers from one address."),
+        LazyCommand("keys", "octavo.cli.keys", "Create, change and list API keys for `octavo serve --api-keys FILE`."),
         LazyCommand(
             "models",
             "octavo.cli.models",
-            "List the architectures octavo knows and checkpoints found here, or look closer at one.",
+            "List the supported architectures and the local checkpoints, or describe one checkpoint.",
         ),
         LazyCommand(
             "doctor",
             "octavo.cli.doctor",
-            "Examine this machine: its limits, the kernels' share of them, and whether every row is exact.",
+            "Measure this machine's limits and the kernels' share of them, and check that every row is exact.",
         ),
         LazyCommand(
             "quantize", "octavo.cli.quantize", "Write a copy of a checkpoint with its weights rounded to int8 or int4."
@@ -42,7 +42,7 @@ class Octavo(LazyGroup):
         LazyCommand(
             "replay", "octavo.cli.journal", "Repeat a recorded run and compare every decision of the scheduler."
         ),
-        LazyCommand("explain", "octavo.cli.journal", "Say in plain words where a request's time went."),
+        LazyCommand("explain", "octavo.cli.journal", "Explain how long a request spent in each state, and why."),
         LazyCommand(
             "trace",
             "octavo.cli.journal",
@@ -54,7 +54,7 @@ class Octavo(LazyGroup):
 app = make_app(
     name="octavo",
     cls=Octavo,
-    help="Run and serve large language models: many requests at once, the same tokens whatever the schedule.",
+    help="Run and serve large language models. A request gets the same tokens for every schedule.",
     epilog=EPILOG,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "OCTAVO"},

@@ -41,7 +41,7 @@ REAL_MODELS = (
     "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn a line",
 )
 def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None) -> None:
-    """Talk to a model; it remembers what was said before.
+    """Chat with a model in the terminal.
 
     A model whose files say nothing of sampling has --temperature 0.8, --top-k 40, --top-p 0.95 and --min-p 0.05 here.
     """

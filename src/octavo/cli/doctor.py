@@ -58,10 +58,10 @@ def doctor(
     precision: Precisions = None,
     json_: Json = False,
 ) -> None:
-    """Examine this machine: its limits, the kernels' share of them, and whether every row is exact.
+    """Measure this machine's limits and the kernels' share of them, and check that every row is exact.
 
-    Takes 15 to 20 seconds with the shapes of a small model on two cores. Exit status 1 when a product depends on what
-    is computed beside it.
+    Takes 15 to 20 seconds with the shapes of a small model on two cores. The exit status is 1 if a row of a product
+    depends on the other rows of its batch.
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")

@@ -58,7 +58,7 @@ def generate(
     raw: Raw = False,
     json_: Json = False,
 ) -> None:
-    """Answer one prompt as it is written, or many together."""
+    """Answer one prompt, or many prompts in one batch."""
     from octavo.sampling_params import RequestOutputKind  # only what runs a model
 
     texts = _read_prompts(prompt, prompts_file)

@@ -38,7 +38,7 @@ def replay(file: File) -> None:
 
 @command("octavo explain run.journal", "octavo explain run.journal cmpl-4f2a")
 def explain(file: File, request: Request = None) -> None:
-    """Say in plain words where a request's time went."""
+    """Explain how long a request spent in each state, and why."""
     from octavo.journal.explain import explain as explain_request  # only this command
     from octavo.journal.explain import intervals
 

@@ -32,7 +32,7 @@ Metrics = Annotated[bool, typer.Option("--read-metrics", help="May read /metrics
 
 keys = make_app(
     name="keys",
-    help="Make, change and list API keys for `octavo serve --api-keys FILE`.",
+    help="Create, change and list API keys for `octavo serve --api-keys FILE`.",
     no_args_is_help=True,
 )
 
@@ -48,7 +48,7 @@ def add(
     share_prefix_cache: Share = False,
     read_metrics: Metrics = False,
 ) -> None:
-    """Make a key and print it, once: the file has only its digest. A running server reads the file anew on SIGHUP."""
+    """Create a key and print it. The file stores only its digest, so the key is shown only now. A running server reads the file anew on SIGHUP."""
     tenant = Tenant(
         name=name,
         weight=weight,
@@ -63,7 +63,7 @@ def add(
 
 @command("octavo keys list keys.toml")
 def list_(file: File) -> None:
-    """List whose keys a file has, and their limits."""
+    """List the owners of a file's keys, and their limits."""
     for tenant in Keyring.from_file(file).tenants:
         limits = [
             f"weight {tenant.weight:g}",
@@ -78,19 +78,19 @@ def list_(file: File) -> None:
 
 @command("octavo keys remove keys.toml alice")
 def remove(file: File, name: Name) -> None:
-    """Take somebody's keys away. A running server reads the file anew on SIGHUP, and ends what they have open."""
+    """Remove the keys of an owner. A running server reads the file anew on SIGHUP, and ends what they have open."""
     remove_key(file, name)
 
 
 @command("octavo keys rotate keys.toml alice")
 def rotate(file: File, name: Name) -> None:
-    """Make a new key for somebody and print it. The present one opens, too, until it is retired."""
+    """Create a new key for an owner and print it. The old key stays valid until you retire it."""
     typer.echo(rotate_key(file, name))
 
 
 @command("octavo keys retire keys.toml alice")
 def retire(file: File, name: Name) -> None:
-    """Take away the key that somebody had before the last rotation."""
+    """Remove the key that an owner had before the last rotation."""
     retire_key(file, name)
 
 

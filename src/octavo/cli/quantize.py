@@ -63,10 +63,10 @@ def quantize(
 ) -> None:
     """Write a copy of a checkpoint with its weights rounded to int8 or int4.
 
-    Every octavo command then takes it without an option, and so do other programs that read compressed-tensors (vLLM,
-    transformers). Embeddings and lm_head stay as they are; add --quantization int8, or int4_all, when it is served to
-    round them, too. Values are rounded to the nearest, with no calibration data. What that costs is measured on up to
-    40 pieces of 512 tokens, for half a minute or so.
+    Every octavo command, vLLM and transformers read the copy without an option (its format is compressed-tensors).
+    Embeddings and lm_head are not rounded; serve the copy with --quantization int8 or int4_all to round them, too.
+    Rounding is to nearest, without calibration data. The command then measures the perplexity of source and copy on up
+    to 40 pieces of 512 tokens, which takes about half a minute.
     """
     from octavo.models.model_path import resolve_model_path  # what a command needs, when it runs
     from octavo.models.quantize_checkpoint import PRECISIONS, quantize_checkpoint

@@ -45,7 +45,7 @@ class RouterOptions:
     "octavo route --engines-dns octavo-engines.default.svc:8000 --host 0.0.0.0 --api-keys keys.toml",
 )
 def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) -> None:
-    """Put many servers behind one address."""
+    """Route requests to many servers from one address."""
     check_installed("octavo route")
     config = router.config(listen)
     say = listen.begin_logging(config.log_level)
