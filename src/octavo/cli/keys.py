@@ -48,7 +48,9 @@ def add(
     share_prefix_cache: Share = False,
     read_metrics: Metrics = False,
 ) -> None:
-    """Create a key and print it. The file stores only its digest, so the key is shown only now. A running server reads the file anew on SIGHUP."""
+    """Create a key and print it. The file stores its digest alone, so the key is shown only now.
+
+    A running server reads the file anew on SIGHUP."""
     tenant = Tenant(
         name=name,
         weight=weight,

@@ -33,8 +33,8 @@ _MAX_DEPTH = 3  # folders below a given directory that are searched
 def models(names: Models = None, json_: Json = False) -> None:
     """List the supported architectures and the local checkpoints, or describe one checkpoint.
 
-    A checkpoint runs, runs in part, or is refused with the reason. An architecture is listed with the parts that a plain
-    decoder does not have; parts in brackets are used only if config.json asks for them.
+    A checkpoint runs, runs in part, or is refused with the reason. An architecture is listed with the parts that a
+    plain decoder does not have; parts in brackets are used only if config.json asks for them.
     """
     searched = [Path(name).expanduser() for name in names or [] if _is_searched(name)]
     closer = [look_closer(name) for name in names or [] if not _is_searched(name)]
