@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from octavo.router.connection import AnswerError, EngineConnection, NoAnswerError
+from octavo.config import RouterConfig
+from octavo.router.answer import AnswerError, AnswerLimits, NoAnswerError
+from octavo.router.connection import EngineConnection
 from octavo.router.engines import Engine
 from octavo.router.upstream import Upstream
 
@@ -18,6 +20,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[1,2,\r\n3
 UNTIL_END = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n[1,2,34]"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
 CLOSING = LENGTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+LIMITS = AnswerLimits(first_byte_s=60.0, idle_s=60.0, max_bytes=1 << 30)
 EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
@@ -46,12 +49,12 @@ class Transport:
 class Asked:
     """A connection on which a request was sent."""
 
-    def __init__(self, *, is_head: bool = False) -> None:
+    def __init__(self, *, is_head: bool = False, limits: AnswerLimits = LIMITS) -> None:
         self.idle: list[EngineConnection] = []
         self.connection = EngineConnection("http://engine", self.idle.append, lambda _: None)
         self.transport: Any = Transport()
         self.connection.connection_made(self.transport)
-        self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", is_head=is_head))
+        self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", limits, is_head=is_head))
 
     async def gets(self, data: bytes, size: int, *, ends: bool = True) -> tuple[int, bytes]:
         """Receive so much at a time, and then the connection's end; return status and body."""
@@ -242,8 +245,8 @@ class Server:
 
 async def ask_of(server: Server, method: str, times: int) -> list[Any]:
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
-    upstream, found = Upstream(), []
     engine = Engine(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    upstream, found = Upstream(RouterConfig(engines=(engine.url,))), []
     scope = {"method": method, "raw_path": b"/", "query_string": b"", "headers": []}
     async with listening:
         for _ in range(times):

@@ -454,9 +454,9 @@ def test_an_engine_that_is_found_lost_when_it_has_failed_takes_no_second_try_wit
     _, _, routing, http = paired(decode_does="die", port=PORT)
     close = Pair.close
 
-    def close_and_look(pair):
+    def close_and_look(pair, usage):
         asyncio.get_running_loop().call_soon(routing.service.pool.lost, engine_of(routing, "decode"))
-        return close(pair)
+        return close(pair, usage)
 
     monkeypatch.setattr(Pair, "close", close_and_look)
     assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
@@ -535,5 +535,5 @@ def test_a_model_that_only_a_prefill_engine_has_is_answered_there():
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(Asked(model="x"), []) is a
     assert pool.choose(Asked(model="y"), []) is b
-    assert pool.choose_prefill(Asked(model="y"), 0.0) is None
-    assert pool.choose_prefill(Asked(model="x"), 0.0) is a
+    assert pool.choose_prefill(Asked(model="y"), b, 0.0) is None
+    assert pool.choose_prefill(Asked(model="x"), b, 0.0) is a
