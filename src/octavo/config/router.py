@@ -28,6 +28,7 @@ class RouterConfig(AccessConfig):
     """Engines behind one address. Those that are named in several ways are all taken, each once.
 
     max_open_requests: None: the engines refuse what is too much for them.
+    engine_first_byte_timeout_s: None becomes request_timeout_s.
     balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
     """
 
@@ -89,10 +90,10 @@ class RouterConfig(AccessConfig):
         low=0.001,
         panel="Limits",
     )
-    engine_first_byte_timeout_s: float = option(
-        1800.0,
-        "Time in which an engine has to begin its answer, which is all of it for one that is not streamed; then "
-        "another engine is asked.",
+    engine_first_byte_timeout_s: float | None = option(
+        None,
+        "Time in which an engine has to begin its answer, and for one that is not streamed to end it; then another "
+        "engine is asked. Default: --request-timeout.",
         name="engine_first_byte_timeout",
         unit="SECONDS",
         low=0.001,
@@ -134,6 +135,8 @@ class RouterConfig(AccessConfig):
         for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         at_least("max_answer_bytes", self.max_answer_bytes, 1)
+        if self.engine_first_byte_timeout_s is None:
+            object.__setattr__(self, "engine_first_byte_timeout_s", self.request_timeout_s)
         for name in ("health_interval_s", "health_timeout_s", "balance_ratio", *_TIMEOUTS):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 _FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
 _NO_USAGE = Usage(None, None, 0)
-_RETRY_AFTER_S = 1.0  # of an engine that does not say
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 _END_BYTES = 2 * COUNTS_BYTES  # of a large answer, where the counts may stand
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; what is silent ends all the same
@@ -111,9 +111,9 @@ class _Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which it may take something."""
+        """Seconds after which it may take something; without end if it does not say."""
         told = self.answer.retry_after_s
-        return _RETRY_AFTER_S if told is None else told
+        return math.inf if told is None else told
 
 
 class _Exchange:

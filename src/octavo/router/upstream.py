@@ -50,9 +50,8 @@ class Upstream:
 
     def __init__(self, config: RouterConfig) -> None:
         self._connect_s = config.engine_connect_timeout_s
-        self._limits = AnswerLimits(
-            config.engine_first_byte_timeout_s, config.engine_idle_timeout_s, config.max_answer_bytes
-        )
+        first_byte_s = config.engine_first_byte_timeout_s or config.request_timeout_s
+        self._limits = AnswerLimits(first_byte_s, config.engine_idle_timeout_s, config.max_answer_bytes)
         self._open: set[EngineConnection] = set()
         self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address: since when, the last one at the end
         self._tls: ssl.SSLContext | None = None
