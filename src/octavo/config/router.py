@@ -15,10 +15,10 @@ from octavo.errors import ConfigError
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
 _MAX_PORT = 65535
 _TIMEOUTS = (
-    "engine_connect_timeout_s",
+    "request_timeout_s",  # from which the next may follow
     "engine_first_byte_timeout_s",
+    "engine_connect_timeout_s",
     "engine_idle_timeout_s",
-    "request_timeout_s",
 )
 _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 

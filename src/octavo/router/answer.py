@@ -182,6 +182,11 @@ class Answer:
         finally:
             self._take = None
 
+    def give_up(self) -> None:
+        """Close the connection now: the rest is not wanted."""
+        self._keeps_alive = False
+        self._connection.close()
+
     async def _more(self) -> None:
         """Wait until something has changed. Raises `SilentEngineError` if the engine makes no progress in time."""
         if self._error is not None:

@@ -243,6 +243,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
+            answer.give_up()  # its engine need not wait until the client has read the error
             await self._end_stream(error, events, share.engine)
         else:
             await self._send({"type": "http.response.body", "body": events.rest})
