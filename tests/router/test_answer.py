@@ -82,6 +82,20 @@ def test_body_that_pauses_for_less_than_the_limit_goes_on():
     assert run_virtually(work) > 10 * LIMITS.idle_s
 
 
+def test_body_has_its_time_from_the_headers_on():
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(asked.read())
+        await asyncio.sleep(0.9 * LIMITS.first_byte_s)
+        asked.connection.data_received(CHUNKED)
+        await asyncio.sleep(0.9 * LIMITS.idle_s)
+        asked.connection.data_received(b"1\r\nx\r\n0\r\n\r\n")
+        assert await reading == (200, b"x")
+
+    run_virtually(work)
+
+
 def test_relayed_body_that_stops_fails():
     async def work(now):
         asked = Asked(limits=LIMITS)
@@ -185,6 +199,41 @@ def test_body_that_is_read_whole_has_a_limit():
             await asyncio.sleep(0)
         with pytest.raises(MalformedAnswerError, match="exceeds the limit of 1048576 bytes"):
             await reading
+
+    run_virtually(work)
+
+
+def test_body_may_be_as_large_as_the_limit():
+    async def work(_now):
+        for size, is_read in ((9, True), (10, True), (11, False)):
+            asked = Asked(limits=AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=10))
+            data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+            if is_read:
+                assert await asked.gets(data, 1000) == (200, b"x" * size)
+            else:
+                with pytest.raises(MalformedAnswerError):
+                    await asked.gets(data, 1000)
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("head", "is_head", "ends_with_connection"),
+    [
+        (b"HTTP/1.1 200 OK", False, True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0", False, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", False, False),
+        (b"HTTP/1.1 200 OK", True, False),
+        (b"HTTP/1.1 204 No Content", False, False),
+        (b"HTTP/1.1 304 Not Modified", False, False),
+    ],
+)
+def test_only_a_body_of_untold_length_ends_with_its_connection(head, is_head, ends_with_connection):
+    async def work(_now):
+        asked = Asked(limits=LIMITS, is_head=is_head)
+        await asyncio.sleep(0)
+        asked.connection.data_received(head + b"\r\n\r\n")
+        assert (await asked.answer).ends_with_connection == ends_with_connection
 
     run_virtually(work)
 

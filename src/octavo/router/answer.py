@@ -64,7 +64,7 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # of the last piece of the body; before the headers: of the request
+        self._progress_at = self._loop.time()  # when the body was last taken; before the headers: of the request
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # since the last piece of the body
@@ -312,7 +312,7 @@ class Answer:
         self._progress_at = self._loop.time()
         self.is_over = self._is_head  # whatever length is told
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
-        self.ends_with_connection = not (coding or length)
+        self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
     def on_body(self, piece: bytes) -> None:
         """Take a piece of the body."""
@@ -320,7 +320,6 @@ class Answer:
             self._pieces.append(piece)
             self._num_body_bytes += len(piece)
             self._num_waiting_bytes += len(piece)
-            self._progress_at = self._loop.time()
 
     def on_message_complete(self) -> None:
         """End the answer."""
