@@ -68,7 +68,7 @@ def event(name: str, number: int, size: int) -> bytes:
 class Raw:
     """Writes the same bytes to each POST. then: it keeps the connection, ends it, says nothing more, or repeats `more`.
 
-    get: bytes for each GET.
+    get: bytes for each GET of a dashboard.
     """
 
     def __init__(self, answer: bytes, then: str = "keep", *, more: bytes = b"", get: bytes = READY) -> None:
@@ -83,7 +83,7 @@ class Raw:
         ):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 if head.startswith(b"GET"):
-                    writer.write(self.get if not head.startswith(b"GET /ready") else READY)
+                    writer.write(self.get if head.startswith(b"GET /dashboard") else READY)
                     continue
                 await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
                 self.num_posts += 1

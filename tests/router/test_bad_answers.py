@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import time
 import tracemalloc
@@ -129,6 +130,15 @@ def test_json_that_is_cut_where_nothing_tells_its_length_goes_elsewhere(engines)
     with run_router(cut) as routing, routing.http() as http:
         answer = http.post(PATH, json=CHAT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+
+
+def test_compressed_json_of_untold_length_is_passed_on_as_it_is(engines):
+    head_of_it = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n"
+    )
+    packed = gzip.compress(b'{"text":""}')
+    with run_router(engines(head_of_it + packed, "end")) as routing, routing.http() as http:
+        assert http.post(PATH, json=CHAT).json() == {"text": ""}
 
 
 @pytest.mark.parametrize(
@@ -262,6 +272,19 @@ def test_large_event_is_held_once_and_forgotten():
         assert stream.last == EVENT
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n"])
+def test_events_are_complete_wherever_they_are_cut(size, end):
+    events = [b"data: %d" % number + end for number in range(9)]
+    text, stream = b"".join(events) + b"data: cut", stream_of()
+    told = [stream.whole(text[start : start + size]) for start in range(0, len(text), size)]
+    assert all(piece.endswith(end) for piece in told if piece)
+    assert sum(bool(piece) for piece in told) == 9, "each comes as soon as it is complete"
+    assert (b"".join(told), stream.rest) == (b"".join(events), b"data: cut")
+    assert (stream.first, stream.last) == (events[0], b"".join(events[-4:]))
+    assert stream.last_event == b"data: 8"
 
 
 def test_event_may_be_as_large_as_the_limit_and_no_larger():

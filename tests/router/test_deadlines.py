@@ -12,9 +12,13 @@ from router.virtual_time import run_virtually
 from server.running import asking, wait_until
 
 from octavo.config import RouterConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DeadlineError
+from octavo.router.asked import Asked
 from octavo.router.engines import Engine
+from octavo.router.flight import Flight
 from octavo.router.upstream import Upstream
+from octavo.server.access.tenants import EVERYBODY
+from octavo.server.access.timeouts import TimeoutQueue
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"text":""}'
@@ -163,6 +167,27 @@ def test_feed_without_an_end_goes_on_for_a_get():
         with run_router(url, **options) as routing, routing.http() as http:
             assert http.get("/dashboard/feed").content == 2 * EVENT
             assert http.post(PATH, json=CHAT).status_code == 504
+
+
+def test_get_has_a_limit_if_it_asks_for_one():
+    with raw_engine(b"", get=b"HTTP/1.1 200 OK\r\n") as (url, _), run_router(url) as routing, routing.http() as http:
+        answer = http.get("/dashboard/feed", headers={"X-Request-Timeout": str(SHORT_S)})
+        assert error_of(answer) == (504, "request_timeout")
+
+
+def test_request_that_is_over_is_ended_by_no_deadline():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+        with flight.limited(TimeoutQueue(), 5.0):
+            await asyncio.sleep(4.0)
+        await asyncio.sleep(10.0)
+        async with flight.guarded():
+            pass
+        with flight.limited(TimeoutQueue(), 5.0), pytest.raises(DeadlineError, match="its limit of 5 s"):
+            async with flight.guarded():
+                await asyncio.sleep(6.0)
+
+    run_virtually(work)
 
 
 def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch):

@@ -10,6 +10,7 @@ from router.routing import run_router
 from router.scripted_engine import NUM_PROMPT_TOKENS, scripted
 from server.running import DEADLINE_S, wait_until
 
+from octavo.router import pairing
 from octavo.router.engines import Engine, EnginePool
 from octavo.router.partners import Partners
 from octavo.router.policies import LeastLoaded
@@ -225,4 +226,21 @@ def test_failed_prefill_is_not_counted_twice(stage):
         wait_until(lambda: routing.engine(prefill_url).num_failed_prefills, "it is counted")
         decode.release.set()
         thread.join(DEADLINE_S)
+        assert routing.engine(decode_url).num_paired_in_vain == 0
+
+
+def test_prefill_that_was_given_up_is_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
+    monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)
+    with (
+        scripted("prefill", "hang") as (prefill_url, _),
+        scripted("decode") as (decode_url, decode),
+        run_router(prefill_url, decode_url, policy="least_loaded") as routing,
+        routing.http() as http,
+    ):
+        decode.num_cached = 0
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert decode.params == [None]
+        assert routing.engine(prefill_url).num_failed_prefills == 1
+        wait_until(lambda: not routing.engine(decode_url).flights, "it is over")
         assert routing.engine(decode_url).num_paired_in_vain == 0

@@ -26,7 +26,7 @@ class EventStream:
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
         self._share, self._max_bytes = share, max_bytes
         self._ends = (b"\n",) if is_of_lines else _BLANK_LINES
-        self._last: deque[bytes] = deque(maxlen=_KEPT_PIECES)
+        self._last: deque[bytes] = deque()
         self._num_last_bytes = 0
         self._rest = bytearray()
         self.first = b""
@@ -62,11 +62,9 @@ class EventStream:
 
     def _keep(self, piece: bytes) -> None:
         self.first = self.first or piece[:COUNTS_BYTES]
-        if len(self._last) == _KEPT_PIECES:
-            self._num_last_bytes -= len(self._last.popleft())
         self._last.append(piece)
         self._num_last_bytes += len(piece)
-        while self._num_last_bytes > _KEPT_BYTES and len(self._last) > 1:
+        while len(self._last) > 1 and (len(self._last) > _KEPT_PIECES or self._num_last_bytes > _KEPT_BYTES):
             self._num_last_bytes -= len(self._last.popleft())
 
     @property
@@ -82,9 +80,7 @@ class EventStream:
     @property
     def last_event(self) -> bytes:
         """The last complete event, without its end."""
-        text = self.last
-        for end in self._ends:
-            text = text.removesuffix(end)
+        text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 
 
