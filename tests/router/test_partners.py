@@ -229,6 +229,23 @@ def test_failed_prefill_is_not_counted_twice(stage):
         assert routing.engine(decode_url).num_paired_in_vain == 0
 
 
+@pytest.mark.parametrize("trouble", ["refuse", "die in its answer"])
+def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble):
+    """Requests that clients got wrong must not part a pair."""
+    prefill_url, _, decode_url, decode = stage
+    decode.does, decode.figures = trouble, b"octavo:kv_load_tokens_total 5.0\n"
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        engine = routing.engine(decode_url)
+        wait_until(lambda: engine.num_loaded_tokens == 5.0, "its figures are read")
+        for _ in range(3):
+            http.post("/v1/completions", json=LONG)
+            routing.wait_ready(2)
+        assert engine.num_paired
+        decode.figures += b"octavo:num_requests_running 7.0\n"
+        wait_until(lambda: engine.other_tokens, "and again")
+        assert engine.num_paired_in_vain == 0
+
+
 def test_prefill_that_was_given_up_is_not_counted_twice(monkeypatch):
     monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
     monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)

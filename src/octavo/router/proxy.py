@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # the last also of requests that were under way when an engine began anew
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
 _NO_USAGE = Usage(None, None, 0)
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
@@ -104,14 +104,14 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The answer of an engine that takes nothing now, and its body."""
+    """The answer of an engine that takes nothing now."""
 
     answer: Answer
     body: bytes
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which it may take something; without end if it does not say."""
+        """Seconds after which the engine may take something; infinite if it does not say."""
         told = self.answer.retry_after_s
         return math.inf if told is None else told
 
@@ -126,6 +126,7 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[Engine] = []
         self._failed: set[Engine] = set()
+        self._is_complete = False  # an engine has given all of a successful answer
 
     async def run(self) -> None:
         """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` if none does."""
@@ -168,7 +169,7 @@ class _Exchange:
         `EngineLostError` while the client has heard nothing.
         """
         pool, asked = self._service.pool, self._flight.asked
-        usage: Usage | None = None
+        usage = _NO_USAGE
         with Share(self._flight, engine) as share:
             known = pool.sent(asked, engine)
             pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
@@ -187,7 +188,7 @@ class _Exchange:
                     else:
                         async with self._flight.guarded():
                             await self._relay(answer)
-                        usage = _NO_USAGE
+                        self._is_complete = answer.status == _OK
             except FAILURES as error:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
@@ -195,23 +196,25 @@ class _Exchange:
                     raise  # an answer that is no stream, cut in the middle: its connection is ended
                 raise _failure_of(error) from error
             finally:
-                told = usage or _NO_USAGE
-                pool.told(asked, engine, told.num_prompt_tokens, told.num_cached_tokens)
-                self._service.charge(self._flight, told.num_tokens)
-                pairing.close(usage)
+                pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
+                self._service.charge(self._flight, usage.num_tokens)
+                pairing.close(usage if self._is_complete else None)
         return None
 
     async def _relay_json(self, answer: Answer) -> Usage:
-        """Pass JSON on as a whole, so that it can still come from elsewhere until it is there; a huge one as it comes.
+        """Pass JSON on as a whole, so that another engine can answer until then; above the limit as it comes.
 
-        Raises `AnswerError` for text that is cut where only the connection's end tells how long it is.
+        Raises `AnswerError` if the connection's end, which alone tells the length, cut the text.
         """
         async with self._flight.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:
-                return read_usage(body, await self._relay(answer, body))
+                usage = read_usage(body, await self._relay(answer, body))
+                self._is_complete = answer.status == _OK
+                return usage
             if answer.ends_with_connection and answer.is_plain and not _is_json(body):
                 raise AnswerError("its answer was cut: it is no complete JSON")
+        self._is_complete = answer.status == _OK
         await self._send_whole(answer.status, answer.headers, body)  # its engine is done, whatever becomes of it
         return read_usage(b"", body)
 
@@ -246,6 +249,7 @@ class _Exchange:
             answer.give_up()  # its engine need not wait until the client has read the error
             await self._end_stream(error, events, share.engine)
         else:
+            self._is_complete = answer.status == _OK
             await self._send({"type": "http.response.body", "body": events.rest})
         return read_usage(events.first, events.last)
 
