@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.router.connection import EngineConnection
 
 _MAX_HEADER_BYTES = 64 << 10  # also of chunk lines and trailers between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # of a body that nobody has taken: more stays in the system, and so in the engine
+_MAX_WAITING_BYTES = 256 << 10  # of a body that the reader has not taken: more stays in the system's buffers
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})  # they have no body
@@ -231,7 +231,7 @@ class Answer:
     # --- for the connection -------------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        """Parse what has come, and have it taken."""
+        """Parse bytes, and pass the body on or wake the reader."""
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
@@ -244,13 +244,13 @@ class Answer:
         if self._take is not None:
             self._hand_over()
             if not (self._is_full or self.is_over or self._error is not None):
-                return  # nobody need be woken
+                return  # the reader has nothing to do
         elif self._num_waiting_bytes > _MAX_WAITING_BYTES and self._is_reading:
             self._read_on(is_reading=False)
         self._wake()
 
     def _hand_over(self) -> None:
-        """Have what has come taken, unless its taker is full."""
+        """Pass waiting bytes to the taker of `relay`, unless it is full."""
         if self._take is None or self._is_full or not self._pieces:
             return
         try:
@@ -310,7 +310,7 @@ class Answer:
             self._refuse("its status is 204, which has no body, and its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # whatever length is told
+        self.is_over = self._is_head  # it has no body, although it may have a length
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
@@ -326,6 +326,6 @@ class Answer:
         self.is_over = self._is_begun
 
     def _refuse(self, why: str) -> None:
-        """Fail with a reason; the parser, which stops, would tell another one."""
+        """Fail with this reason instead of the parser's, and stop the parser."""
         self._fail(MalformedAnswerError(why))
         raise MalformedAnswerError(why)

@@ -1,4 +1,4 @@
-"""Which prefill engines compute prompts for which decode engines: pairs whose KV cannot be exchanged are left apart."""
+"""Which prefill engines may compute prompts for a decode engine: those with the same KV, whose blocks arrive."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, they came in vain
 
 @dataclass(slots=True)
 class _Pair:
-    """What is known of a prefill and a decode engine.
+    """State of a prefill and a decode engine.
 
-    differences: of their KV, as last logged. num_vain: requests in vain since the last that was not.
+    differences: of their KV, as last logged. num_vain: requests in vain since the last one with KV. pause_s: length of
+    the last pause, which ends at resumes_at.
     """
 
     differences: str = ""
@@ -33,7 +34,7 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Unknown:
-    """A request that is over and did not say where its prompt came from. num_loaded: at its start."""
+    """A finished request whose answer had no `usage`. num_loaded: the decode engine's loaded tokens at its start."""
 
     prefill: Engine
     num_loaded: float
@@ -41,11 +42,10 @@ class _Unknown:
 
 @dataclass(slots=True)
 class Partners:
-    """Learns from engines' descriptions of their KV, and from what becomes of requests.
+    """Compares engines' descriptions of their KV, and counts requests to which no KV came.
 
-    Two engines whose descriptions differ are never paired: no block of one is ever found by the other. A pair whose
-    requests are in vain several times in a row pauses, twice as long each time it goes on to be in vain. The log says
-    both once.
+    Two engines with different descriptions are never paired, because neither finds the blocks of the other. A pair
+    pauses after several requests in vain in a row, and twice as long after each further one. Both are logged once.
     """
 
     _pairs: dict[tuple[Engine, Engine], _Pair] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Partners:
         self._note(prefill, decode, now, came=came)
 
     def ended_untold(self, prefill: Engine, decode: Engine, num_loaded: float | None) -> None:
-        """Note the end of a request that did not say what came; the engine's next figures say it.
+        """Note the end of a request without `usage`; the engine's next figures say whether KV came.
 
         num_loaded: the engine's `num_loaded_tokens` at the request's start.
         """
@@ -90,7 +90,7 @@ class Partners:
             self._note(each.prefill, decode, now, came=(decode.num_loaded_tokens or 0.0) > each.num_loaded)
 
     def forget(self, engine: Engine) -> None:
-        """Know nothing of an engine that has left or begun anew."""
+        """Drop the state of an engine that left or restarted."""
         for pair in [pair for pair in self._pairs if engine in pair]:
             del self._pairs[pair]
         self._unknown.pop(engine, None)
