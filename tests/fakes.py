@@ -265,6 +265,7 @@ def make_core(
     max_model_len: int = 2048,
     role: str = "both",
     kv_transfer_port: int | None = None,
+    kv_format: dict[str, str] | None = None,
     **scheduler_options: Any,
 ) -> EngineCore:
     """The real core around a fake executor."""
@@ -282,7 +283,9 @@ def make_core(
         executor or FakeExecutor(),
         metrics,
         recent,
-        EngineCapacity.of(*configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port),
+        EngineCapacity.of(
+            *configs, num_blocks=num_blocks, role=role, kv_transfer_port=kv_transfer_port, kv_format=kv_format
+        ),
     )
 
 

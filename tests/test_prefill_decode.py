@@ -71,6 +71,30 @@ def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
         engine.core.executor.shutdown()
 
 
+def test_engines_describe_what_their_kv_depends_on(tmp_path, checkpoint, monkeypatch):
+    """Engines that differ in it cannot use each other's KV; a router compares it. It tells nothing of the secret."""
+
+    def described(role, schedule=SCHEDULES[0], dtype=DTYPES[0]):
+        stores = KVTransferConfig(role=role, disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
+        engine = engine_over(None, checkpoint, schedule, dtype, stores=stores)
+        engine.core.executor.shutdown()
+        return engine.capacity.kv_format
+
+    format_of_prefill = described("prefill")
+    assert {"kv", "weights", "kernels", "model", "versions"} == set(format_of_prefill)
+    monkeypatch.setenv("OCTAVO_KV_SECRET", "of this fleet")
+    assert described("decode") == format_of_prefill
+    for others, differs in (
+        ({"schedule": replace(SCHEDULES[0], block_size=32)}, {"kv"}),
+        ({"dtype": "bfloat16 with int8 KV"}, {"kv"}),
+        ({"dtype": "int8 with int8 KV"}, {"kv", "weights"}),
+    ):
+        other = described("decode", **others)
+        assert {name for name, text in other.items() if text != format_of_prefill[name]} == differs
+    pool = GlobalKVPool(100)
+    assert engine_over(node(pool, "plain"), checkpoint, SCHEDULES[0], DTYPES[0]).capacity.kv_format is None
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """What is expected is waited for, also where this process is stopped for a while."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_SHOWN_KEY = 100  # characters
 
 
 def build_engine(
@@ -131,7 +132,8 @@ def build_core(
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
     direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
-    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
+    cache_keys = _cache_keys(config, worker, dtype, identity)
+    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct, cache_keys)
     _log_capacity(worker, capacity)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
@@ -149,7 +151,7 @@ def build_core(
         num_host_blocks=kv_cache.num_host_blocks,
         num_window_blocks=kv_cache.num_window_blocks,
         window=kv_cache.window or 0,
-        cache_keys=_cache_keys(config, worker, dtype, identity),
+        cache_keys=cache_keys,
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
@@ -219,6 +221,19 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
     return tuple(keys)
 
 
+def _kv_format(cache_keys: tuple[str, ...]) -> dict[str, str]:
+    """Return what cache keys say by name, for a router that pairs engines: those that differ share no KV.
+
+    The secret is left out; long texts, which may be architectures, are hashed.
+    """
+    told = dict(key.split(":", 1) for key in cache_keys)
+    told.pop("secret", None)
+    return {
+        name: text if len(text) <= _SHOWN_KEY else hashlib.sha256(text.encode()).hexdigest()[:16]
+        for name, text in told.items()
+    }
+
+
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
     """Choose how tokens are guessed where that is left open; None for not at all."""
     if config.scheduler.async_scheduling:
@@ -232,6 +247,7 @@ def _capacity(
     speculative_config: SpeculativeConfig | None,
     kv_transfer: KVTransferConfig,
     direct: MooncakeConnector | None,
+    cache_keys: tuple[str, ...],
 ) -> EngineCapacity:
     """Return what there is room for."""
     return EngineCapacity.of(
@@ -246,6 +262,7 @@ def _capacity(
         window_block_bytes=worker.kv_cache.window_block_bytes,
         role=kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
+        kv_format=None if kv_transfer.role == "both" else _kv_format(cache_keys),
     )
 
 

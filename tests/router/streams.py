@@ -13,7 +13,7 @@ from server.running import DEADLINE_S
 from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
@@ -65,12 +65,69 @@ def event(name: str, number: int, size: int) -> bytes:
     return b"data: %b %d " % (name.encode(), number) + b"x" * size + b"\n\n"
 
 
+class Raw:
+    """Writes the same bytes to each POST. then: it keeps the connection, ends it, says nothing more, or repeats `more`.
+
+    get: bytes for each GET of a dashboard.
+    """
+
+    def __init__(self, answer: bytes, then: str = "keep", *, more: bytes = b"", get: bytes = READY) -> None:
+        self.answer, self.then, self.more, self.get = answer, then, more, get
+        self.num_posts = self.num_left = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer on one connection."""
+        with (
+            contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError),
+            contextlib.closing(writer.transport),
+        ):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET"):
+                    writer.write(self.get if head.startswith(b"GET /dashboard") else READY)
+                    continue
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]))
+                self.num_posts += 1
+                await self._answer(reader, writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self.answer)
+        try:
+            if self.then == "end":
+                await writer.drain()
+                writer.write_eof()
+            while self.then == "repeat":
+                writer.write(self.more)
+                await writer.drain()
+            if self.then != "keep":
+                await reader.readexactly(1)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.num_left += 1
+            raise
+
+
+@contextlib.contextmanager
+def raw_engine(
+    answer: bytes, then: str = "keep", *, more: bytes = b"", get: bytes = READY
+) -> Iterator[tuple[str, Raw]]:
+    """Run one in a thread; give its address."""
+    engine = Raw(answer, then, more=more, get=get)
+    with _running(engine.serve) as url:
+        yield url, engine
+
+
 @contextlib.contextmanager
 def stream_engine() -> Iterator[tuple[str, Streams]]:
     """Run one in a thread; give its address."""
-    loop, streams = asyncio.new_event_loop(), Streams()
+    streams = Streams()
+    with _running(streams.serve) as url:
+        yield url, streams
+
+
+@contextlib.contextmanager
+def _running(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> Iterator[str]:
+    loop = asyncio.new_event_loop()
     sock = bind("127.0.0.1", 0)
-    server = loop.run_until_complete(asyncio.start_server(streams.serve, sock=sock, backlog=2048))
+    server = loop.run_until_complete(asyncio.start_server(serve, sock=sock, backlog=2048))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
@@ -82,7 +139,7 @@ def stream_engine() -> Iterator[tuple[str, Streams]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", streams
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         asyncio.run_coroutine_threadsafe(end(), loop).result(DEADLINE_S)
         loop.call_soon_threadsafe(loop.stop)

@@ -8,8 +8,10 @@ import random
 from typing import Any
 
 import pytest
+from router.asking_engine import Asked
 
-from octavo.router.connection import AnswerError, EngineConnection, NoAnswerError
+from octavo.config import RouterConfig
+from octavo.router.answer import AnswerError, NoAnswerError
 from octavo.router.engines import Engine
 from octavo.router.upstream import Upstream
 
@@ -19,53 +21,6 @@ UNTIL_END = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n[1,2,34]"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
 CLOSING = LENGTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
-
-
-class Transport:
-    """What a connection writes to; nobody is there."""
-
-    def __init__(self) -> None:
-        self.written, self.is_reading, self.is_closed = b"", True, False
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def pause_reading(self) -> None:
-        self.is_reading = False
-
-    def resume_reading(self) -> None:
-        self.is_reading = True
-
-    def abort(self) -> None:
-        self.is_closed = True
-
-
-class Asked:
-    """A connection on which a request was sent."""
-
-    def __init__(self, *, is_head: bool = False) -> None:
-        self.idle: list[EngineConnection] = []
-        self.connection = EngineConnection("http://engine", self.idle.append, lambda _: None)
-        self.transport: Any = Transport()
-        self.connection.connection_made(self.transport)
-        self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", is_head=is_head))
-
-    async def gets(self, data: bytes, size: int, *, ends: bool = True) -> tuple[int, bytes]:
-        """Receive so much at a time, and then the connection's end; return status and body."""
-        await asyncio.sleep(0)
-        reading = asyncio.ensure_future(self._read())
-        for start in range(0, len(data), size):
-            self.connection.data_received(data[start : start + size])
-        if ends:
-            self.connection.connection_lost(None)
-        return await reading
-
-    async def _read(self) -> tuple[int, bytes]:
-        async with await self.answer as answer:
-            return answer.status, await answer.read()
 
 
 async def got(data: bytes, size: int, *, is_head: bool = False) -> tuple[int, bytes]:
@@ -242,8 +197,8 @@ class Server:
 
 async def ask_of(server: Server, method: str, times: int) -> list[Any]:
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
-    upstream, found = Upstream(), []
     engine = Engine(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    upstream, found = Upstream(RouterConfig(engines=(engine.url,))), []
     scope = {"method": method, "raw_path": b"/", "query_string": b"", "headers": []}
     async with listening:
         for _ in range(times):

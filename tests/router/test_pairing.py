@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import threading
 from collections import Counter
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-import uvicorn
 from router.routing import run_router
-from server.running import DEADLINE_S, asking, run_server, short_pauses, wait_until
-from starlette.datastructures import Headers
+from router.scripted_engine import scripted
+from server.running import DEADLINE_S, asking, run_server, wait_until
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.router import pairing
@@ -23,116 +19,14 @@ from octavo.router.asked import Asked
 from octavo.router.engines import Engine, EnginePool
 from octavo.router.pairing import Pair, _source_of
 from octavo.router.policies import LeastLoaded
-from octavo.server.access.kv_transfer import read_kv_transfer
-from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import httpx
 
 PROMPT = "What is an octavo? " * 80
 LONG = {"prompt": PROMPT, "max_tokens": 4}
 COUNTS = [each.name for each in fields(Engine) if each.name.startswith("num_")]
-ANSWER = b'{"from":"%b","usage":{"prompt_tokens":300,"total_tokens":302,"prompt_tokens_details":{"cached_tokens":30}}}'
 PORT = 4711
-
-
-class Scripted:
-    """An engine of a role. does: what it does with a POST. release: lets those go on that wait.
-
-    follows: the engine that is asked before this one answers, where it is to "follow".
-    """
-
-    def __init__(self, role: str | None, does: str, port: int | None) -> None:
-        self.release = threading.Event()
-        self.follows: Scripted | None = None
-        self.begin(role, does, port)
-
-    def begin(self, role: str | None, does: str, port: int | None) -> None:
-        self.role, self.does, self.port = role, does, port
-        self.is_ready = True
-        self.retry_after = b"7"
-        self.release.clear()
-        self.asked: list[tuple[str, Headers, bytes]] = []
-        self.params: list[KVTransferParams | None] = []
-        self.num_left = 0
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["method"] == "GET":
-            told = {"data": [{"id": "m"}], "role": self.role, "kv_transfer_port": self.port}
-            told = {name: value for name, value in told.items() if value is not None}
-            await _send(send, 200 if scope["path"] != "/ready" or self.is_ready else 503, json.dumps(told).encode())
-            return
-        body = b""
-        while True:
-            message = await receive()
-            body += message["body"]
-            if not message.get("more_body"):
-                break
-        headers = Headers(scope=scope)
-        self.asked.append((scope["path"], headers, body))
-        self.params.append(read_kv_transfer(headers, self.role or "both"))
-        try:
-            await self._answer(receive, send)
-        except asyncio.CancelledError:
-            self.num_left += 1
-            raise
-
-    async def _answer(self, receive, send) -> None:
-        match self.does:
-            case "answer":
-                await _send(send, 200, ANSWER % (self.role or "both").encode())
-            case "refuse" | "full" | "fail" | "closing":
-                status = {"refuse": 400, "full": 429, "fail": 500, "closing": 503}[self.does]
-                await _send(send, status, b'{"error":{}}', [(b"retry-after", self.retry_after)])
-            case "die":
-                receive.__self__.transport.abort()
-            case "die in its answer":
-                head = [(b"content-type", b"application/json"), (b"content-length", b"99")]
-                await send({"type": "http.response.start", "status": 200, "headers": head})
-                await send({"type": "http.response.body", "body": b'{"usage":', "more_body": True})
-                await asyncio.sleep(0.01)
-                receive.__self__.transport.abort()
-            case "wait" | "follow":
-                await self._wait(receive, send)
-            case "hang":
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                self.num_left += 1
-
-    async def _wait(self, receive, send) -> None:
-        gone = asyncio.create_task(receive())
-        while not (self.release.is_set() or (self.does == "follow" and self.follows.asked)):
-            if gone.done():
-                self.num_left += 1
-                return
-            await asyncio.sleep(0.002)
-        gone.cancel()
-        await _send(send, 200, ANSWER % (self.role or "both").encode())
-
-
-async def _send(send, status, body, headers=()) -> None:
-    headers = [(b"content-type", b"application/json"), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-@contextlib.contextmanager
-def scripted(role: str | None, does: str = "answer", port: int | None = None) -> Iterator[tuple[str, Scripted]]:
-    """Run one on a free port."""
-    app = Scripted(role, does, port)
-    sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    with short_pauses():
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
-        finally:
-            app.release.set()
-            server.should_exit = True
-            thread.join(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -454,9 +348,9 @@ def test_an_engine_that_is_found_lost_when_it_has_failed_takes_no_second_try_wit
     _, _, routing, http = paired(decode_does="die", port=PORT)
     close = Pair.close
 
-    def close_and_look(pair):
+    def close_and_look(pair, usage):
         asyncio.get_running_loop().call_soon(routing.service.pool.lost, engine_of(routing, "decode"))
-        return close(pair)
+        return close(pair, usage)
 
     monkeypatch.setattr(Pair, "close", close_and_look)
     assert http.post("/v1/completions", json=LONG).json()["from"] == "prefill"
@@ -535,5 +429,5 @@ def test_a_model_that_only_a_prefill_engine_has_is_answered_there():
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(Asked(model="x"), []) is a
     assert pool.choose(Asked(model="y"), []) is b
-    assert pool.choose_prefill(Asked(model="y"), 0.0) is None
-    assert pool.choose_prefill(Asked(model="x"), 0.0) is a
+    assert pool.choose_prefill(Asked(model="y"), b, 0.0) is None
+    assert pool.choose_prefill(Asked(model="x"), b, 0.0) is a

@@ -47,13 +47,13 @@ class Counted:
 def test_lines_are_whole_and_blanks_between_them_go_at_once(size):
     text = b'  {"a": " b"}\n {"c": 1}\n   {"done": true}\n{"cut'
     share = Counted()
-    stream = EventStream(share, b"\n")
+    stream = EventStream(share, is_of_lines=True, max_bytes=1000)
     told = [stream.whole(text[start : start + size]) for start in range(0, len(text), size)]
     assert b"".join(told) == text.removesuffix(b'{"cut')
     assert (share.num_events, stream.rest) == (3, b'{"cut')
     assert all(each.endswith(b"\n") or not each.strip() for each in told)
     assert stream.whole(b"") == b""
-    silent = EventStream(share, b"\n")
+    silent = EventStream(share, is_of_lines=True, max_bytes=1000)
     assert silent.whole(b" ") == b" ", "a sign of life waits for nothing"
 
 

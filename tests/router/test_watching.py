@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import selectors
 
 import pytest
+from router.virtual_time import run_virtually
 
 from octavo.config import RouterConfig
 from octavo.router.engines import EnginePool
@@ -18,27 +18,6 @@ NO_LAUNCHER = NoLauncher()
 URL = "http://10.0.0.1:8000"
 CONFIG = RouterConfig(engines=(URL,))
 ENDS_WITHIN_S = 7.5  # of the 10 s that a request has; the rest is another engine's
-
-
-class VirtualSelector(selectors.DefaultSelector):
-    """Waits no time: the clock of its loop goes on instead."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout=None):
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
-def run_virtually(work):
-    """Run a coroutine function; it is given what tells the time."""
-    selector = VirtualSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(work(loop.time))
 
 
 class MadeUpUpstream:

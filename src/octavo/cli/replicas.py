@@ -49,7 +49,8 @@ def serve_replicas(
     shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
     commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
-    own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)} | {"max_open_requests": None}
+    own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
+    own |= {"max_open_requests": None, "request_timeout_s": config.request_timeout_s}
     # clients' keys may not read metrics, which the router has to
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**own, engines=tuple(commands), engine_api_key=operator_key or config.api_key)

@@ -14,6 +14,12 @@ from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
 _MAX_PORT = 65535
+_TIMEOUTS = (
+    "request_timeout_s",  # from which the next may follow
+    "engine_first_byte_timeout_s",
+    "engine_connect_timeout_s",
+    "engine_idle_timeout_s",
+)
 _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 
@@ -22,6 +28,7 @@ class RouterConfig(AccessConfig):
     """Engines behind one address. Those that are named in several ways are all taken, each once.
 
     max_open_requests: None: the engines refuse what is too much for them.
+    engine_first_byte_timeout_s: None becomes request_timeout_s.
     balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
     """
 
@@ -75,6 +82,47 @@ class RouterConfig(AccessConfig):
         unit="SECONDS",
         low=0.001,
     )
+    engine_connect_timeout_s: float = option(
+        10.0,
+        "Time in which a connection to an engine has to be there, with its TLS.",
+        name="engine_connect_timeout",
+        unit="SECONDS",
+        low=0.001,
+        panel="Limits",
+    )
+    engine_first_byte_timeout_s: float | None = option(
+        None,
+        "Time in which an engine has to begin its answer, and for one that is not streamed to end it; then another "
+        "engine is asked. Default: --request-timeout.",
+        name="engine_first_byte_timeout",
+        unit="SECONDS",
+        low=0.001,
+        panel="Limits",
+    )
+    engine_idle_timeout_s: float = option(
+        300.0,
+        "Longest time between two pieces of an engine's answer; octavo's streams are never silent for more than 15 s.",
+        name="engine_idle_timeout",
+        unit="SECONDS",
+        low=0.001,
+        panel="Limits",
+    )
+    request_timeout_s: float = option(
+        1800.0,
+        "The longest that a request may take, whichever engines are asked; a client may ask for less "
+        "(X-Request-Timeout).",
+        name="request_timeout",
+        unit="SECONDS",
+        low=0.001,
+        panel="Limits",
+    )
+    max_answer_bytes: int = option(
+        64 << 20,
+        "Largest event of a stream, and largest JSON answer that is held until it is whole; a larger one of JSON is "
+        "passed on as it comes.",
+        unit="SIZE",
+        panel="Limits",
+    )
     max_open_requests: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,7 +134,10 @@ class RouterConfig(AccessConfig):
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
         for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
-        for name in ("health_interval_s", "health_timeout_s", "balance_ratio"):
+        at_least("max_answer_bytes", self.max_answer_bytes, 1)
+        if self.engine_first_byte_timeout_s is None:
+            object.__setattr__(self, "engine_first_byte_timeout_s", self.request_timeout_s)
+        for name in ("health_interval_s", "health_timeout_s", "balance_ratio", *_TIMEOUTS):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         object.__setattr__(self, "session_header", self.session_header.lower())

@@ -20,7 +20,8 @@ class EngineCapacity:
     window_block_bytes: of those that layers with a window keep what they still see in; 0 where no layer has one.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
-    hands KV over directly; None: it does not.
+    hands KV over directly; None: it does not. kv_format: of an engine with such a role, what its KV depends on besides
+    tokens, by name: engines in which it differs cannot use each other's KV.
     """
 
     max_num_seqs: int
@@ -39,6 +40,7 @@ class EngineCapacity:
     window_block_bytes: int = 0
     role: str = "both"
     kv_transfer_port: int | None = None
+    kv_format: dict[str, str] | None = None
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class EngineCapacity:
         window_block_bytes: int = 0,
         role: str = "both",
         kv_transfer_port: int | None = None,
+        kv_format: dict[str, str] | None = None,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -77,6 +80,7 @@ class EngineCapacity:
             window_block_bytes=window_block_bytes,
             role=role,
             kv_transfer_port=kv_transfer_port,
+            kv_format=kv_format,
         )
 
     @property

@@ -6,12 +6,13 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.router.partners import Partners
 from octavo.router.policies.least_loaded import least_loaded
 from octavo.server.access.routes import OLLAMA_TAG
 from octavo.server.errors import EngineLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from octavo.router.asked import Asked
     from octavo.router.flight import Flight
@@ -27,8 +28,10 @@ class Engine:
     open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
     incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
     what it told is no list. role: which part of requests it is for: prefill, decode or both. kv_transfer_port: where it
-    hands KV over directly, None: it does not. prefills_from: when it may be asked for prompts again, on the event
-    loop's clock. num_paired: requests that it answers with KV of prompts that others compute.
+    hands KV over directly, None: it does not. kv_format: what KV of its depends on besides tokens, by name; None: it
+    did not tell. prefills_from: when it may be asked for prompts again, on the event loop's clock. num_paired: requests
+    that it answers with KV of prompts that others compute; num_paired_in_vain: those to which no KV came.
+    num_loaded_tokens: whose KV it loaded from elsewhere, by its figures; None: not known.
     """
 
     url: str
@@ -37,6 +40,8 @@ class Engine:
     models: frozenset[str] | None = None
     role: str = "both"
     kv_transfer_port: int | None = None
+    kv_format: Mapping[str, str] | None = None
+    num_loaded_tokens: float | None = None
     prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -50,6 +55,7 @@ class Engine:
     num_failures: int = 0
     num_restarts: int = 0
     num_paired: int = 0
+    num_paired_in_vain: int = 0
     num_prefills: int = 0
     num_failed_prefills: int = 0
     num_prefill_tokens: int = 0
@@ -70,6 +76,7 @@ class EnginePool:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.engines: dict[str, Engine] = {}
+        self.partners = Partners()
 
     def change(self, urls: Iterable[str]) -> tuple[list[Engine], list[Engine]]:
         """Have these engines and no others; return who is new, and who has left: it ends what it has begun."""
@@ -106,12 +113,18 @@ class EnginePool:
         is_known = any(engine.models and engine.serves(asked.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
 
-    def choose_prefill(self, asked: Asked, now: float) -> Engine | None:
-        """Return the engine that computes a prompt for another one: who has least to do; None where there is none."""
+    def choose_prefill(self, asked: Asked, decode: Engine, now: float) -> Engine | None:
+        """Return the engine that computes a prompt for another one: the least loaded; None if there is none.
+
+        now: on the event loop's clock.
+        """
         able = [
             engine
             for engine in self.ready()
-            if engine.role == "prefill" and engine.serves(asked.model) and engine.prefills_from <= now
+            if engine.role == "prefill"
+            and engine.serves(asked.model)
+            and engine.prefills_from <= now
+            and self.partners.may_pair(engine, decode, now)
         ]
         return least_loaded(able) if able else None
 
@@ -129,8 +142,9 @@ class EnginePool:
         self._policy.ended(asked, engine, share)
 
     def forget(self, engine: Engine) -> None:
-        """Know nothing any more of what an engine's cache holds: it is empty."""
+        """Know nothing any more of an engine that has left or begun anew: its cache is empty."""
         self._policy.forget(engine)
+        self.partners.forget(engine)
 
     def restarted(self, engine: Engine) -> None:
         """Note that an engine begins anew."""

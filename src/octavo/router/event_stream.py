@@ -1,39 +1,76 @@
-"""A stream of events on its way to a client: whole ones alone are passed on."""
+"""A stream of events on its way to a client: only complete events are passed on."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING
 
+from octavo.router.answer import MalformedAnswerError
+from octavo.router.usage import COUNTS_BYTES
+
 if TYPE_CHECKING:
     from octavo.router.flight import Share
 
-_KEPT_PIECES = 4  # of the last ones: the counts may stand in an event before the last
+_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # of the end: the counts may stand in an event before the last
+_BLANK_LINES = (b"\n\n", b"\n\r\n")
+_LONGEST_END = 3
 
 
 class EventStream:
-    """Cuts what comes behind events, and counts these. first: the first ones; rest: of one that is not whole yet.
+    """Splits a stream into complete events and counts them. first: how the first ones begin.
 
-    end: what each ends with.
+    is_of_lines: each event is a line; else a blank line ends it. max_bytes: size of an event. The time is linear in
+    the bytes that come, however they are split into pieces.
     """
 
-    def __init__(self, share: Share, end: bytes) -> None:
-        self._share, self._end = share, end
-        self._last: deque[bytes] = deque(maxlen=_KEPT_PIECES)
-        self.first = self.rest = b""
+    def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
+        self._share, self._max_bytes = share, max_bytes
+        self._ends = (b"\n",) if is_of_lines else _BLANK_LINES
+        self._last: deque[bytes] = deque()
+        self._num_last_bytes = 0
+        self._rest = bytearray()
+        self.first = b""
 
     def whole(self, piece: bytes) -> bytes:
-        """Take what has come; return the events that are whole with it, and blanks between two: signs of life."""
-        if not (self.rest or piece.strip(b" ")):
+        """Take the next bytes; return the events that they complete.
+
+        Blanks between two events pass at once, as signs of life. Raises `MalformedAnswerError` for an event above the
+        limit.
+        """
+        if not (self._rest or piece.strip(b" ")):
             return piece
-        if self.rest or not piece.endswith(self._end):
-            events, end, self.rest = (self.rest + piece).rpartition(self._end)
-            piece = events + end
+        if self._rest or not piece.endswith(self._ends):
+            piece = self._completed(piece)
         if piece:
-            self._share.came_back(piece.count(self._end))
-            self._last.append(piece)
-            self.first = self.first or piece
+            self._share.came_back(sum(map(piece.count, self._ends)))
+            self._keep(piece)
         return piece
+
+    def _completed(self, piece: bytes) -> bytes:
+        """Add bytes to the incomplete event; return all up to the last end of an event among them."""
+        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # where an end that these bytes complete can begin
+        self._rest += piece
+        place = max(_end_of_last(end, self._rest, start) for end in self._ends)
+        if not place:
+            if len(self._rest) > self._max_bytes:
+                raise MalformedAnswerError(f"an event of its stream exceeds the limit of {self._max_bytes} bytes")
+            return b""
+        with memoryview(self._rest) as rest:
+            whole, left = bytes(rest[:place]), rest[place:].tobytes()
+        self._rest = bytearray(left)
+        return whole
+
+    def _keep(self, piece: bytes) -> None:
+        self.first = self.first or piece[:COUNTS_BYTES]
+        self._last.append(piece)
+        self._num_last_bytes += len(piece)
+        while len(self._last) > 1 and (len(self._last) > _KEPT_PIECES or self._num_last_bytes > _KEPT_BYTES):
+            self._num_last_bytes -= len(self._last.popleft())
+
+    @property
+    def rest(self) -> bytes:
+        """The beginning of an event that is not complete."""
+        return bytes(self._rest)
 
     @property
     def last(self) -> bytes:
@@ -42,5 +79,12 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last one, without its end."""
-        return self.last.removesuffix(self._end).rpartition(self._end)[2]
+        """The last complete event, without its end."""
+        text = self.last.rstrip(b"\r\n")
+        return text[max(_end_of_last(end, text) for end in self._ends) :]
+
+
+def _end_of_last(wanted: bytes, text: bytes | bytearray, start: int = 0) -> int:
+    """Return the place after the last occurrence of some bytes; 0 if there is none."""
+    place = text.rfind(wanted, start)
+    return 0 if place < 0 else place + len(wanted)

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Self
 
 from starlette.requests import ClientDisconnect
 
+from octavo.errors import DeadlineError
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from starlette.types import Receive
 
     from octavo.router.asked import Asked
     from octavo.router.engines import Engine
     from octavo.server.access.tenants import Tenant
+    from octavo.server.access.timeouts import TimeoutQueue
 
 
 class Flight:
@@ -58,6 +61,19 @@ class Flight:
         if self._why is not None:
             why, self._why = self._why, None
             raise why
+
+    @contextlib.contextmanager
+    def limited(self, timeouts: TimeoutQueue, timeout_s: float | None) -> Iterator[None]:
+        """Let it take so many seconds in the block, or any time if None; then it ends with `DeadlineError`."""
+        if timeout_s is None:
+            yield
+            return
+        error = DeadlineError(f"the request was not done within its limit of {timeout_s:g} s")
+        timeout = timeouts.call_later(timeout_s, lambda: self.end(error))
+        try:
+            yield
+        finally:
+            timeout.cancel()
 
     @contextlib.asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:

@@ -26,6 +26,7 @@ _COUNTERS = (
     ("num_cached_tokens", "router_cached_tokens", "Of these, tokens that the engine found in its cache."),
     ("num_failures", "router_failures", "Requests that an engine has lost."),
     ("num_paired", "router_paired_requests", "Requests that an engine answers with KV of another one's prefill."),
+    ("num_paired_in_vain", "router_paired_in_vain", "Of these, requests to which no KV came."),
     ("num_prefills", "router_prefills", "Prompts that an engine was to compute for another one."),
     ("num_failed_prefills", "router_failed_prefills", "Of these, prompts that it refused, lost or was too slow with."),
     ("num_prefill_tokens", "router_prefill_tokens", "Tokens of prompts that it has computed so, or had in its cache."),

@@ -59,6 +59,7 @@ def _told(engine: Engine) -> dict[str, Any]:
         "prompt_tokens": engine.num_prompt_tokens,
         "cached_tokens": engine.num_cached_tokens,
         "paired_requests": engine.num_paired,
+        "paired_in_vain": engine.num_paired_in_vain,
         "prefills": engine.num_prefills,
         "failed_prefills": engine.num_failed_prefills,
         "failures": engine.num_failures,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
+    from octavo.router.usage import Usage
 
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
@@ -40,8 +41,8 @@ class Pairing(Protocol):
         """Return what the engine is asked, as soon as it may be. Never fails for what another engine does."""
         ...
 
-    def close(self) -> None:
-        """End what is done beside it; returns at once, while the request is still its engine's."""
+    def close(self, usage: Usage | None) -> None:
+        """End the other half; returns at once. usage: what the answer said; None if it did not come."""
         ...
 
 
@@ -55,7 +56,7 @@ class Alone:
         """Return the client's request."""
         return self._scope
 
-    def close(self) -> None:
+    def close(self, usage: Usage | None) -> None:
         """Do nothing."""
 
 
@@ -72,10 +73,10 @@ def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, b
         or scope["path"] not in GENERATING
         or asked.scores_prompt
         or num_new < service.config.min_prefill_tokens
-        or (prefill := service.pool.choose_prefill(asked, asyncio.get_running_loop().time())) is None
+        or (prefill := service.pool.choose_prefill(asked, engine, asyncio.get_running_loop().time())) is None
     ):
         return Alone(scope)
-    return Pair(service, flight, scope, body, prefill, engine)
+    return Pair(service, flight, scope, body, prefill, engine, known)
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
@@ -94,10 +95,19 @@ class Pair:
     """
 
     def __init__(
-        self, service: RouterService, flight: Flight, scope: Scope, body: bytes, prefill: Engine, decode: Engine
+        self,
+        service: RouterService,
+        flight: Flight,
+        scope: Scope,
+        body: bytes,
+        prefill: Engine,
+        decode: Engine,
+        known: float,
     ) -> None:
         self._service, self._scope, self._body = service, scope, body
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._known = prefill, decode, known
+        self._num_loaded = decode.num_loaded_tokens
+        self._is_paired = False  # the second half was told of the first
         asked = replace(flight.asked, max_tokens=1, num_streams=1)
         self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
@@ -113,11 +123,21 @@ class Pair:
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
+        self._is_paired = True
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
-    def close(self) -> None:
-        """End the first half, which nobody waits for any more."""
+    def close(self, usage: Usage | None) -> None:
+        """End the first half, and note whether its KV came; a first half that failed is noted already."""
+        has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
+        if usage is None or has_failed or not self._is_paired:
+            return
+        partners, now = self._service.pool.partners, asyncio.get_running_loop().time()
+        if usage.num_prompt_tokens and usage.num_cached_tokens is not None:
+            share = usage.num_cached_tokens / usage.num_prompt_tokens
+            partners.ended(self._prefill, self._decode, share, self._known, now)
+        else:
+            partners.ended_untold(self._prefill, self._decode, self._num_loaded)
 
     async def _is_computed(self) -> bool:
         """Wait until the prompt is computed, for a while; return whether it is."""
@@ -151,7 +171,7 @@ class Pair:
         if answer.status == 200:
             self._count(told)
         elif answer.status == _FULL or answer.status >= _SERVERS:
-            self._failed(f"status {answer.status}", answer.retry_after)
+            self._failed(f"status {answer.status}", answer.retry_after_s)
         return answer.status == 200
 
     def _count(self, told: bytes) -> None:
@@ -161,11 +181,11 @@ class Pair:
             engine.num_prompt_tokens += usage.num_prompt_tokens
             engine.num_cached_tokens += usage.num_cached_tokens
 
-    def _failed(self, why: str, retry_after: str = "") -> None:
-        """Note it, and leave the engine alone for a while: who waits for KV that does not come loses time."""
+    def _failed(self, why: str, retry_after_s: float | None = None) -> None:
+        """Note a failure, and ask the engine for no prompts for a while: waiting for KV in vain costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
-        pause_s = min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else _PAUSE_S
+        pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
         engine.prefills_from = asyncio.get_running_loop().time() + pause_s
         logger.warning("%s computed no prompt for %s, which does it itself: %s", engine.url, self._decode.url, why)
 

@@ -1,52 +1,68 @@
-"""One request's way: to an engine, to another one where the first fails in time, and its answer back."""
+"""The way of a request: to an engine, to another one if the first fails in time, and its answer back."""
 
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError
+from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
 from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
 from octavo.router.pairing import pair, without_kv_transfer
 from octavo.router.spelling import error_event, error_response, is_last_event
 from octavo.router.upstream import FAILURES
-from octavo.router.usage import Usage, read_usage
+from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
 from octavo.runtime import logs
-from octavo.server.access.body import received
+from octavo.server.access.body import read_timeout, received
 from octavo.server.access.routes import GENERATING, REFUSALS, tells_of_all
-from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, NotAllowedError, note_error, to_http
+from octavo.server.errors import (
+    CLIENT_LEFT,
+    EngineAnswerError,
+    EngineLostError,
+    EngineTimeoutError,
+    NoEngineError,
+    NotAllowedError,
+    note_error,
+    to_http,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from starlette.types import Receive, Scope, Send
 
-    from octavo.router.connection import Answer
+    from octavo.router.answer import Answer
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # the last also of requests that were under way when an engine began anew
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
+_NO_USAGE = Usage(None, None, 0)
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
+_END_BYTES = 2 * COUNTS_BYTES  # of a large answer, where the counts may stand
+_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; what is silent ends all the same
 
 
 class Proxy:
-    """The route of all that the router does not answer itself."""
+    """The route of all requests that the router does not answer itself."""
 
     def __init__(self, service: RouterService, own_paths: Collection[str] = ()) -> None:
-        """own_paths: what the router answers itself, by the methods that it knows."""
+        """own_paths: paths that the router answers itself, by the methods that it knows."""
         self._service = service
         self._own_paths = frozenset(own_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. An error is told as its API tells it; behind an answer's beginning the connection ends."""
+        """Serve a request. Its API spells an error; once an answer has begun, an error ends the connection."""
         if scope["path"] in self._own_paths:
             raise HTTPException(405)
         request = Request(scope, receive)
@@ -57,8 +73,9 @@ class Proxy:
             if not request.state.is_begun:
                 await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # nobody reads it
         except OctavoError as error:
+            http_error = note_error(scope["state"], to_http(error))
             if not request.state.is_begun:
-                await error_response(to_http(error), scope["path"])(scope, receive, send)
+                await error_response(http_error, scope["path"])(scope, receive, send)
 
     async def _serve(self, request: Request, send: Send) -> None:
         service, tenant, path = self._service, request.state.tenant, request.url.path
@@ -75,10 +92,28 @@ class Proxy:
                 is_answered=path in GENERATING,
             )
             flight = Flight(asked, tenant)
-            with service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS):
+            timeout_s = _timeout_s(request, service.config.request_timeout_s)
+            with (
+                service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS),
+                flight.limited(service.timeouts, timeout_s),
+            ):
                 exchange = _Exchange(service, flight, request, body, send)
                 async with flight.watching(request.receive):
                     await exchange.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The answer of an engine that takes nothing now."""
+
+    answer: Answer
+    body: bytes
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which the engine may take something; infinite if it does not say."""
+        told = self.answer.retry_after_s
+        return math.inf if told is None else told
 
 
 class _Exchange:
@@ -91,50 +126,50 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[Engine] = []
         self._failed: set[Engine] = set()
+        self._is_complete = False  # an engine has given all of a successful answer
 
     async def run(self) -> None:
-        """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` where none does."""
+        """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` if none does."""
         pool, asked = self._service.pool, self._flight.asked
-        num_failures, refusal = 0, None
-        while (engine := pool.choose(asked, self._tried, self._failed)) is not None:
+        num_failures = 0
+        refusals: list[_Refusal] = []
+        failure: EngineLostError | None = None
+        while num_failures < _MAX_FAILURES and (engine := pool.choose(asked, self._tried, self._failed)) is not None:
             self._tried.append(engine)
             self._audit["engine"] = engine.url
             try:
-                refused = await self._try(engine)
-            except EngineLostError:
+                refusal = await self._try(engine)
+            except EngineLostError as error:
                 engine.num_failures += 1
                 self._failed.add(engine)
-                if self._flight.is_begun:
-                    raise
                 num_failures += 1
-                if num_failures == _MAX_FAILURES:
+                failure = error
+                if self._flight.is_begun or num_failures == _MAX_FAILURES:
                     raise
                 logger.warning(
-                    "%s lost a request of which its client has heard nothing: another engine gets it", engine.url
+                    "%s failed a request of which its client has heard nothing: it goes elsewhere", engine.url
                 )
                 continue
-            if refused is None:
+            if refusal is None:
                 return
-            refusal = refused if refusal is None else min(refusal, refused)
-            if refused[1] == _NOT_SERVING:
+            refusals.append(refusal)
+            if refusal.answer.status == _NOT_SERVING:
                 self._failed.add(engine)
                 num_failures += 1
-            if num_failures == _MAX_FAILURES:
-                break
-        if refusal is None and num_failures:
-            raise EngineLostError
-        if refusal is None:
-            raise NoEngineError(self._service.config.health_interval_s)
-        await self._send_whole(*refusal[1:])
+        if refusals:
+            soonest = min(refusals, key=lambda refusal: refusal.retry_after_s)
+            await self._send_whole(soonest.answer.status, soonest.answer.headers, soonest.body)
+        else:
+            raise failure or NoEngineError(self._service.config.health_interval_s)
 
-    async def _try(self, engine: Engine) -> tuple[int, int, list[tuple[bytes, bytes]], bytes] | None:
+    async def _try(self, engine: Engine) -> _Refusal | None:
         """Have one engine answer.
 
-        Return None where the client has its answer, whatever that is; else how an engine said that it takes nothing
-        now: seconds to wait, status, headers, body. Raises `EngineLostError` while the client has heard nothing.
+        Return None once the client has its answer, whatever that is; else the engine's refusal. Raises
+        `EngineLostError` while the client has heard nothing.
         """
         pool, asked = self._service.pool, self._flight.asked
-        usage = Usage(None, None, 0)
+        usage = _NO_USAGE
         with Share(self._flight, engine) as share:
             known = pool.sent(asked, engine)
             pairing = pair(self._service, self._flight, engine, self._scope, self._body, known)
@@ -143,66 +178,101 @@ class _Exchange:
                     scope = await pairing.scope()
                     answer = await self._service.upstream.ask(engine, scope, self._body, _request_id())
                 async with answer:
+                    if answer.status in _REFUSED:
+                        async with self._flight.guarded():
+                            return _Refusal(answer, await answer.read())
                     if answer.is_stream:
                         usage = await self._relay_stream(answer, share)
-                        return None
-                    async with self._flight.guarded():
-                        if answer.status in _REFUSED:
-                            return _seconds(answer), answer.status, answer.headers, await answer.read()
-                        # JSON as a whole, so that it can still come from elsewhere until it is there
-                        body = await answer.read() if answer.is_json else None
-                    if body is not None:  # its engine is done, whatever becomes of it
-                        usage = read_usage(b"", body)
-                        await self._send_whole(answer.status, answer.headers, body)
-                        return None
-                    async with self._flight.guarded():
-                        await self._relay(answer)
+                    elif answer.is_json:
+                        usage = await self._relay_json(answer)
+                    else:
+                        async with self._flight.guarded():
+                            await self._relay(answer)
+                        self._is_complete = answer.status == _OK
             except FAILURES as error:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._flight.is_begun:
                     raise  # an answer that is no stream, cut in the middle: its connection is ended
-                raise EngineLostError from error
+                raise _failure_of(error) from error
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
-                pairing.close()
+                pairing.close(usage if self._is_complete else None)
         return None
 
-    async def _relay(self, answer: Answer) -> None:
-        """Pass an answer on as it comes."""
+    async def _relay_json(self, answer: Answer) -> Usage:
+        """Pass JSON on as a whole, so that another engine can answer until then; above the limit as it comes.
+
+        Raises `AnswerError` if the connection's end, which alone tells the length, cut the text.
+        """
+        async with self._flight.guarded():
+            body, is_whole = await answer.read_held()
+            if not is_whole:
+                usage = read_usage(body, await self._relay(answer, body))
+                self._is_complete = answer.status == _OK
+                return usage
+            if answer.ends_with_connection and answer.is_plain and not _is_json(body):
+                raise AnswerError("its answer was cut: it is no complete JSON")
+        self._is_complete = answer.status == _OK
+        await self._send_whole(answer.status, answer.headers, body)  # its engine is done, whatever becomes of it
+        return read_usage(b"", body)
+
+    async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
+        """Pass an answer on as it comes, after its first bytes; return its end."""
         await self._start(answer.status, answer.headers)
-        while chunk := await answer.next():
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        end, piece = b"", first or await answer.next()
+        while piece:
+            await self._send_more(piece)
+            end = (end + piece)[-_END_BYTES:]
+            piece = await answer.next()
         await self._send({"type": "http.response.body"})
+        return end
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
-        """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        events = EventStream(share, answer.event_end)
+        """Pass events on as they come, each whole; a stream that fails ends with an event that says so."""
+        events = EventStream(share, is_of_lines=answer.is_of_lines, max_bytes=self._service.config.max_answer_bytes)
         try:
             async with self._flight.guarded():
                 while not (whole := events.whole(await answer.next())) and not answer.is_over:
                     pass
+                if not whole:
+                    self._check_end(answer, events)
                 await self._start(answer.status, answer.headers)
                 await self._send_more(whole)
                 write = self._scope["state"]["write_body"]
                 await answer.relay(lambda chunk: not (whole := events.whole(chunk)) or write(whole), self._send_more)
+                self._check_end(answer, events)
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
-            own = error if isinstance(error, OctavoError) else EngineLostError()
-            if own is not error:
-                self._service.suspect(share.engine)
-            if isinstance(own, EngineLostError):
-                if is_last_event(events.last_event, self._path):  # it was lost behind that: the answer is whole
-                    await self._send({"type": "http.response.body"})
-                    return read_usage(events.first, events.last)
-                share.engine.num_failures += 1
-            http_error = note_error(self._scope["state"], to_http(own))
-            await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
+            answer.give_up()  # its engine need not wait until the client has read the error
+            await self._end_stream(error, events, share.engine)
         else:
+            self._is_complete = answer.status == _OK
             await self._send({"type": "http.response.body", "body": events.rest})
         return read_usage(events.first, events.last)
+
+    def _check_end(self, answer: Answer, events: EventStream) -> None:
+        """Raise `AnswerError` for a model's stream that only its connection's end ended, before the last event."""
+        if not answer.ends_with_connection or self._path not in GENERATING:
+            return
+        if not is_last_event(events.rest or events.last_event, self._path):
+            raise AnswerError("its stream was cut: the connection ended before the last event")
+
+    async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
+        """End a stream that was begun: with an error event, unless all of its events have been sent."""
+        if is_last_event(events.last_event, self._path):
+            await self._send({"type": "http.response.body"})
+            return
+        own = error if isinstance(error, OctavoError) else _failure_of(error)
+        if own is not error:
+            self._service.suspect(engine)
+            logger.info("%s failed a stream: %s: %s", engine.url, type(error).__name__, error)
+        if isinstance(own, EngineLostError):
+            engine.num_failures += 1
+        http_error = note_error(self._scope["state"], to_http(own))
+        await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
 
     async def _send_more(self, body: bytes = b"") -> None:
         """Send a piece of an answer as soon as its client takes more."""
@@ -217,9 +287,26 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
 
+def _failure_of(error: Exception) -> EngineLostError:
+    """Return the error for a client whose engine failed in this way."""
+    if isinstance(error, SilentEngineError):
+        return EngineTimeoutError()
+    return EngineAnswerError() if isinstance(error, MalformedAnswerError) else EngineLostError()
+
+
+def _timeout_s(request: Request, limit_s: float) -> float | None:
+    """Return how long a request may take; None for a GET without X-Request-Timeout. Raises `RequestError`."""
+    is_unlimited = request.method in _UNLIMITED and "x-request-timeout" not in request.headers
+    return None if is_unlimited else read_timeout(request, limit_s)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
 def _request_id() -> str:
     return logs.request_id.get() or ""
-
-
-def _seconds(answer: Answer) -> int:
-    return int(answer.retry_after) if answer.retry_after.isdecimal() else 1

@@ -64,7 +64,7 @@ class RouterService:
 
     async def start(self) -> None:
         """Begin to look after the engines."""
-        self.upstream = Upstream()
+        self.upstream = Upstream(self.config)
         self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # How the last event of a stream that is whole begins.
 _LAST_EVENTS = {
-    "/v1/messages": re.compile(rb"event: (?:message_stop|error)\n"),
-    "/v1/responses": re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|error)\n"),
+    "/v1/messages": re.compile(rb"event: (?:message_stop|error)\r?\n"),
+    "/v1/responses": re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|error)\r?\n"),
 }
 _LAST_EVENT = re.compile(rb"data: \[DONE\]")
 

@@ -9,16 +9,18 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from octavo.router.connection import EngineConnection, NoAnswerError
+from octavo.router.answer import AnswerLimits, NoAnswerError
+from octavo.router.connection import EngineConnection
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from octavo.router.connection import Answer
+    from octavo.config import RouterConfig
+    from octavo.router.answer import Answer
     from octavo.router.engines import Engine
 
 FAILURES = (OSError,)  # of an engine, or of the way to it; `TimeoutError` is one
-_CONNECT_S = 10.0  # an engine that is gone is found sooner by who looks after it; a process with much to do is slow
+_MAX_OWN_BYTES = 16 << 20  # of an answer to a question of the router's own
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections for longer
 # RFC 9110, section 7.6.1, and what is this connection's own: who asks was let in here, under this server's name.
@@ -44,24 +46,28 @@ def is_own_failure(error: BaseException) -> bool:
 
 
 class Upstream:
-    """Connections to all engines. Used on one event loop only, and closed in the end."""
+    """Connections to all engines, with the limits of a configuration. Used on one event loop only; to be closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RouterConfig) -> None:
+        self._connect_s = config.engine_connect_timeout_s
+        first_byte_s = config.engine_first_byte_timeout_s or config.request_timeout_s
+        self._limits = AnswerLimits(first_byte_s, config.engine_idle_timeout_s, config.max_answer_bytes)
         self._open: set[EngineConnection] = set()
         self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address: since when, the last one at the end
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: Engine, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Send a client's request; return its answer when the headers are there. Raises `FAILURES`."""
+        """Send a client's request; return its answer once the headers have arrived. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body)
+        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, self._limits)
 
     async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Ask an engine something of the router's own; return status and body. Raises `FAILURES`."""
         headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+        limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
         async with asyncio.timeout(timeout_s):
-            async with await self._ask(engine.url, "GET", path.encode(), headers, b"") as answer:
+            async with await self._ask(engine.url, "GET", path.encode(), headers, b"", limits) as answer:
                 return answer.status, await answer.read()
 
     async def close(self) -> None:
@@ -70,7 +76,13 @@ class Upstream:
             connection.close()
 
     async def _ask(
-        self, url: str, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+        self,
+        url: str,
+        method: str,
+        target: bytes,
+        headers: list[tuple[bytes, bytes]],
+        body: bytes,
+        limits: AnswerLimits,
     ) -> Answer:
         lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: " + urlsplit(url).netloc.encode()]
         lines += [name + b": " + value for name, value in headers]
@@ -81,22 +93,27 @@ class Upstream:
             idle = self._take_idle(url)
             connection = idle or await self._connect(url)
             try:
-                return await connection.ask(head, body, is_head=method == "HEAD")
+                return await connection.ask(head, body, limits, is_head=method == "HEAD")
             except NoAnswerError:  # an idle connection may end while it is asked
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 
     async def _connect(self, url: str) -> EngineConnection:
+        """Connect within the time for it, which the addresses of a name share. Raises `OSError`."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         if is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(parts.hostname, parts.port or (443 if is_tls else 80), type=socket.SOCK_STREAM)
+        ends_at = loop.time() + self._connect_s
+        async with asyncio.timeout_at(ends_at):
+            port = parts.port or (443 if is_tls else 80)
+            found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
         connection = EngineConnection(url, self._now_idle, self._lost)
         for index, (*_, address) in enumerate(found):
+            num_left = len(found) - index
             try:
-                async with asyncio.timeout(_CONNECT_S):
+                async with asyncio.timeout((ends_at - loop.time()) / num_left):
                     await loop.create_connection(
                         lambda: connection,
                         *address[:2],
@@ -105,7 +122,7 @@ class Upstream:
                     )
                 break
             except OSError:
-                if index == len(found) - 1:
+                if num_left == 1:
                     raise
         self._open.add(connection)
         return connection

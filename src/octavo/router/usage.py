@@ -11,7 +11,7 @@ _PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens|prefill_tokens|inp
 _CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
 _READ = re.compile(rb'(?<!\\)"cache_read_input_tokens":\s*(\d+)')
 _WRITTEN = re.compile(rb'(?<!\\)"(?:completion_tokens|output_tokens|generated_tokens|eval_count)":\s*(\d+)')
-_COUNTS_BYTES = 2048  # that counts take
+COUNTS_BYTES = 2048  # that counts take
 
 
 class Usage(NamedTuple):
@@ -27,7 +27,7 @@ def read_usage(first: bytes, last: bytes) -> Usage:
 
     What stands before and behind them may be long: log probabilities, say.
     """
-    counts = first[:_COUNTS_BYTES] + _told_last(last)
+    counts = first[:COUNTS_BYTES] + _told_last(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
         return Usage(None, None, 0)
@@ -40,7 +40,7 @@ def read_usage(first: bytes, last: bytes) -> Usage:
 def _told_last(text: bytes) -> bytes:
     """Return what stands at the last place where counts are told."""
     place = max(_last_place(text, name) for name in _PLACES)
-    return b"" if place < 0 else text[place : place + _COUNTS_BYTES]
+    return b"" if place < 0 else text[place : place + COUNTS_BYTES]
 
 
 def _last_place(text: bytes, name: bytes) -> int:

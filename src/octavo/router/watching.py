@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_SILENT = 2  # so often in a row an engine may not answer in time
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
+_LOADED = b"octavo:kv_load_tokens_total"
 _OPEN = (b"octavo:num_requests_running", b"octavo:num_requests_waiting")
 _SAMPLE = re.compile(
-    b"^(" + b"|".join((*_INCARNATION, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
+    b"^(" + b"|".join((*_INCARNATION, _LOADED, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
     re.MULTILINE,
 )
 
@@ -41,6 +42,7 @@ class _Models(msgspec.Struct):
 class _Info(msgspec.Struct):
     role: str = "both"
     kv_transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    kv_format: dict[str, str] | None = None
 
 
 class EngineWatch:
@@ -126,7 +128,7 @@ class EngineWatch:
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
         """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
-        if is_ready and (engine.models is None or engine.role == "prefill"):  # whose port changes when it begins anew
+        if is_ready and (engine.models is None or engine.role != "both"):  # its port and KV may change when it restarts
             await self._read_role(engine)
         if is_ready and engine.models is None:
             await self._read_models(engine)
@@ -158,6 +160,8 @@ class EngineWatch:
             logger.info("%s has begun anew: its cache is empty", engine.url)
             self._pool.restarted(engine)
         engine.incarnation = incarnation
+        engine.num_loaded_tokens = figures.get(_LOADED)
+        self._pool.partners.figures_read(engine, asyncio.get_running_loop().time())
         num_there = sum(figures.get(name, 0.0) for name in _OPEN)
         num_own = len(engine.flights)
         per_request = engine.num_sent_tokens / engine.num_requests if engine.num_requests else 0.0
@@ -180,7 +184,7 @@ class EngineWatch:
                 info = msgspec.json.decode(text, type=_Info)
             except msgspec.MsgspecError:
                 info = _Info()
-            engine.role, engine.kv_transfer_port = info.role, info.kv_transfer_port
+            engine.role, engine.kv_transfer_port, engine.kv_format = info.role, info.kv_transfer_port, info.kv_format
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
         """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""

@@ -90,6 +90,14 @@ class EngineLostError(EngineError):
         super().__init__("the engine is lost")
 
 
+class EngineTimeoutError(EngineLostError):
+    """The engine that a router had sent a request to did not begin its answer, or continue it, in time."""
+
+
+class EngineAnswerError(EngineLostError):
+    """The engine that a router had sent a request to gave an answer that is not valid HTTP, or too large."""
+
+
 _TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -195,8 +203,11 @@ def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
 
 
 def reason_of(status: int) -> str:
-    """Return the reason for a status that has no code of its own, like bad_request."""
-    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+    """Return the reason for a status that has no code of its own, like bad_request; status_520 for an unknown one."""
+    try:
+        return HTTPStatus(status).phrase.lower().replace(" ", "_")
+    except ValueError:  # an engine behind a router may answer with any
+        return f"status_{status}"
 
 
 # The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
@@ -218,6 +229,14 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
     (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
     (NoEngineError, 503, _SERVER, "no_engine", "no engine can take this request now; try again in a moment"),
+    (EngineTimeoutError, 504, _SERVER, "engine_timeout", "the engine did not answer this request in time"),
+    (
+        EngineAnswerError,
+        502,
+        _SERVER,
+        "bad_engine_answer",
+        "the engine's answer cannot be read; the router's log says why",
+    ),
     (EngineLostError, 503, _SERVER, "engine_lost", "the engine that served this request has gone; try again"),
     (DeadlineError, 504, _SERVER, "request_timeout", None),
     (RequestFailedError, 500, _SERVER, "request_failed", None),

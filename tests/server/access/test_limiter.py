@@ -134,6 +134,37 @@ def test_limits_of_a_key(clock: Clock) -> None:
     limiter.enter(tenant, 1).leave()
 
 
+def test_reload_of_unchanged_keys_refills_no_rate(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    tenant = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
+    limiter.change((tenant,))
+    for _ in range(2):
+        limiter.begin(tenant)
+    limiter.charge(tenant, 150)
+    limiter.change((Tenant(name="a", requests_per_minute=2, tokens_per_minute=100), Tenant(name="b")))
+    with pytest.raises(RateLimitError, match="2 requests a minute"):
+        limiter.begin(tenant)
+    with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
+        limiter.enter(tenant, 1)
+    assert error.value.retry_after_s == pytest.approx(30.0)
+
+
+def test_reload_changes_only_the_rate_whose_limit_changed(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a", requests_per_minute=1, tokens_per_minute=100),))
+    limiter.begin(old := Tenant(name="a", requests_per_minute=1, tokens_per_minute=100))
+    limiter.charge(old, 150)
+    new = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
+    limiter.change((new,))
+    with pytest.raises(RateLimitError, match="100 tokens a minute"):
+        limiter.begin(new)
+    clock.now += 60
+    for _ in range(2):
+        limiter.begin(new)
+    with pytest.raises(RateLimitError, match="2 requests a minute"):
+        limiter.begin(new)
+
+
 def test_new_limits_hold_for_what_is_open(clock: Clock) -> None:
     limiter = RequestLimiter(None, clock=clock)
     limiter.change((Tenant(name="a"),))

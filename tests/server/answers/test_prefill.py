@@ -51,7 +51,9 @@ STREAMED = {
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Running]:
-    with run_server(engine_options={"role": request.param, "kv_transfer_port": 4711}) as running:
+    with run_server(
+        engine_options={"role": request.param, "kv_transfer_port": 4711, "kv_format": {"kv": "int8"}}
+    ) as running:
         yield running
 
 
@@ -159,6 +161,7 @@ def test_it_is_told_which_part_an_engine_has(engine: Running) -> None:
     with engine.http() as http:
         told = http.get("/model_info").json()
     assert (told["role"], told["kv_transfer_port"]) == (role_of(engine), 4711)
+    assert told["kv_format"] == {"kv": "int8"}
 
 
 def test_a_client_that_leaves_ends_a_prefill() -> None:
@@ -178,4 +181,4 @@ def test_an_engine_of_both_roles_takes_no_part(shared: Running, path: str) -> No
         assert answer.status_code == (422 if path == "/generate" else 400)
         assert "X-KV-Transfer-Role is decode, but this engine was started with --role both" in answer.text
         told = http.get("/model_info").json()
-    assert (told["role"], told["kv_transfer_port"]) == ("both", None)
+    assert (told["role"], told["kv_transfer_port"], told["kv_format"]) == ("both", None, None)

@@ -62,6 +62,7 @@ def model_info(service: Service) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "role": service.engine.capacity.role,
         "kv_transfer_port": service.engine.capacity.kv_transfer_port,
+        "kv_format": service.engine.capacity.kv_format,
     }
 
 

@@ -1,0 +1,331 @@
+"""An engine's answer: parsed as its bytes arrive, bounded in time and size, handed to its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import httptools
+
+from octavo.router.answer_headers import headers_for_client, retry_after_s
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from octavo.router.connection import EngineConnection
+
+_MAX_HEADER_BYTES = 64 << 10  # also of chunk lines and trailers between two pieces of a body
+_MAX_WAITING_BYTES = 256 << 10  # of a body that the reader has not taken: more stays in the system's buffers
+_FINAL_STATUSES = range(200, 600)
+_INTERIM_STATUSES = range(100, 200)
+_EMPTY_STATUSES = frozenset({204, 304})  # they have no body
+_EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
+
+
+class AnswerError(ConnectionError):
+    """An engine's answer was cut."""
+
+
+class MalformedAnswerError(AnswerError):
+    """An engine's answer is not valid HTTP, or exceeds a limit."""
+
+
+class NoAnswerError(ConnectionResetError):
+    """An engine closed a connection before it answered."""
+
+
+class SilentEngineError(TimeoutError):
+    """An engine did not begin its answer, or continue it, in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """Bounds of an answer.
+
+    first_byte_s: seconds from the end of the request to the end of the answer's headers. idle_s: seconds between two
+    pieces of its body. max_bytes: size of a body that is read as a whole.
+    """
+
+    first_byte_s: float
+    idle_s: float
+    max_bytes: int
+
+
+class Answer:
+    """An engine's answer. Leaving its block gives the connection back, or closes it if the answer is not complete.
+
+    The time in which the reader does not take what has arrived does not count as the engine's silence.
+    """
+
+    def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
+        self.status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._connection, self._limits, self._is_head = connection, limits, is_head
+        self._parser = httptools.HttpResponseParser(self)
+        self._loop = asyncio.get_running_loop()
+        self._progress_at = self._loop.time()  # when the body was last taken; before the headers: of the request
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._num_framing_bytes = 0  # since the last piece of the body
+        self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
+        self._error: Exception | None = None
+        self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._num_waiting_bytes = 0
+        self._is_reading, self._is_full = True, False
+        self._take: Callable[[bytes], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle  # while it waits
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        del self._parser  # which holds this object
+        if self.is_over and self._keeps_alive:
+            self._connection.release()
+        else:
+            self._connection.close()
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers for a client, in ASGI's form.
+
+        A stream's length is left out because an error event may be added to it.
+        """
+        is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
+        return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of events or lines that can be read: a compressed one cannot."""
+        return self.is_plain and self._content_type in {_EVENT_STREAM, _JSON_LINES}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its body is not compressed."""
+        return self._header(b"content-encoding").lower() in {b"", b"identity"}
+
+    @property
+    def is_of_lines(self) -> bool:
+        """Whether each event of the stream is a line, as Ollama's are; else a blank line ends it."""
+        return self._content_type == _JSON_LINES
+
+    @property
+    def is_json(self) -> bool:
+        """Whether it is JSON."""
+        return self._content_type == b"application/json"
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Its `Retry-After` in seconds; None if there is none, or none that can be read."""
+        return retry_after_s(self._header(b"retry-after"))
+
+    @property
+    def _content_type(self) -> bytes:
+        return self._header(b"content-type").partition(b";")[0].strip().lower()
+
+    def _header(self, wanted: bytes) -> bytes:
+        return next((value for name, value in self._headers if name == wanted), b"")
+
+    # --- for the reader -----------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Wait for the headers. Raises `OSError`."""
+        while not self._is_begun:
+            await self._more()
+
+    async def next(self) -> bytes:
+        """Return the next bytes of the body as soon as there are any; b"" at the end. Raises `OSError`."""
+        while not self._pieces:
+            if self.is_over:
+                return b""
+            await self._more()
+        return self._taken()
+
+    async def read(self) -> bytes:
+        """Return the whole body. Raises `OSError`, also for a body that exceeds the limit."""
+        body, is_whole = await self.read_held()
+        if not is_whole:
+            raise MalformedAnswerError(f"its answer exceeds the limit of {self._limits.max_bytes} bytes")
+        return body
+
+    async def read_held(self) -> tuple[bytes, bool]:
+        """Return the body and True, or its beginning and False as soon as that exceeds the limit. Raises `OSError`."""
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while num_bytes <= self._limits.max_bytes:
+            piece = await self.next()
+            if not piece:
+                return b"".join(pieces), True
+            pieces.append(piece)
+            num_bytes += len(piece)
+        return b"".join(pieces), False
+
+    async def relay(self, take: Callable[[bytes], bool], room: Callable[[], Awaitable[None]]) -> None:
+        """Have the rest of the body taken as it arrives, in the call that reads it. Raises `OSError`.
+
+        take: returns whether it takes more now; if it does not, nothing more is read until `room` has been awaited.
+        An error that it raises is raised here.
+        """
+        self._take = take
+        try:
+            self._hand_over()
+            while self._is_full or self._error is not None or not self.is_over:
+                if self._is_full:
+                    await room()
+                    self._is_full = False
+                    self._read_on(is_reading=True)
+                    self._hand_over()
+                else:
+                    await self._more()
+        finally:
+            self._take = None
+
+    def give_up(self) -> None:
+        """Close the connection now: the rest is not wanted."""
+        self._keeps_alive = False
+        self._connection.close()
+
+    async def _more(self) -> None:
+        """Wait until something has changed. Raises `SilentEngineError` if the engine makes no progress in time."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        self._timer = self._loop.call_at(self._silent_at, self._look)
+        try:
+            await self._waiter
+        finally:
+            self._timer.cancel()
+            self._waiter = None
+
+    @property
+    def _silent_at(self) -> float:
+        return self._progress_at + (self._limits.idle_s if self._is_begun else self._limits.first_byte_s)
+
+    def _look(self) -> None:
+        """Fail if nothing has come for too long; else look again when that may be so."""
+        if self._loop.time() < self._silent_at:
+            self._timer = self._loop.call_at(self._silent_at, self._look)
+            return
+        what = f"nothing more of its answer within {self._limits.idle_s:g} s"
+        if not self._is_begun:
+            what = f"no answer within {self._limits.first_byte_s:g} s"
+        self._fail(SilentEngineError(what))
+        self._wake()
+
+    def _taken(self) -> bytes:
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._num_waiting_bytes = 0
+        self._progress_at = self._loop.time()
+        if not self._is_reading:
+            self._read_on(is_reading=True)
+        return body
+
+    def _read_on(self, *, is_reading: bool) -> None:
+        self._is_reading = is_reading
+        self._progress_at = self._loop.time()
+        self._connection.read_on(is_reading=is_reading)
+
+    # --- for the connection -------------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        """Parse bytes, and pass the body on or wake the reader."""
+        num_body_bytes = self._num_body_bytes
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._keeps_alive = False  # also if it follows the answer
+            self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
+        self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
+        if self._num_framing_bytes > _MAX_HEADER_BYTES:
+            self._fail(MalformedAnswerError(f"its headers or chunk lines exceed {_MAX_HEADER_BYTES} bytes"))
+        if self._take is not None:
+            self._hand_over()
+            if not (self._is_full or self.is_over or self._error is not None):
+                return  # the reader has nothing to do
+        elif self._num_waiting_bytes > _MAX_WAITING_BYTES and self._is_reading:
+            self._read_on(is_reading=False)
+        self._wake()
+
+    def _hand_over(self) -> None:
+        """Pass waiting bytes to the taker of `relay`, unless it is full."""
+        if self._take is None or self._is_full or not self._pieces:
+            return
+        try:
+            self._is_full = not self._take(self._taken())
+        except Exception as error:  # noqa: BLE001 - raised by `relay`
+            self._error = error
+        if self._is_full:
+            self._read_on(is_reading=False)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End with the connection: some answers do."""
+        if self._is_begun and self.ends_with_connection and error is None:
+            self.is_over = True
+        elif not self._num_framing_bytes and not self._is_begun:
+            self._fail(NoAnswerError(f"it closed the connection: {error}"))
+        else:
+            self._fail(AnswerError(f"its answer was cut: {error}"))
+        self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None and not self.is_over:
+            self._error = error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- for the parser -----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Let nothing follow an answer."""
+        if self.is_over:
+            raise AnswerError("two answers")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; trailers are left out."""
+        if self._is_begun:
+            return
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_header_bytes > _MAX_HEADER_BYTES:
+            self._refuse(f"its headers exceed {_MAX_HEADER_BYTES} bytes")
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Begin the answer, unless it is an interim one (1xx), which another one follows."""
+        self.status = self._parser.get_status_code()
+        if self.status in _INTERIM_STATUSES:
+            self._headers.clear()
+            return
+        if self.status not in _FINAL_STATUSES:
+            self._refuse(f"its status is {self.status}, which is not a status of HTTP")
+        coding = self._header(b"transfer-encoding").lower()
+        if coding not in {b"", b"chunked"}:
+            self._refuse(f"its Transfer-Encoding is {coding!r:.100}; only chunked can be read")
+        length = self._header(b"content-length")
+        if self.status == 204 and (coding or length.strip(b"0")):
+            self._refuse("its status is 204, which has no body, and its headers announce one")
+        self._is_begun = True
+        self._progress_at = self._loop.time()
+        self.is_over = self._is_head  # it has no body, although it may have a length
+        self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
+        self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
+
+    def on_body(self, piece: bytes) -> None:
+        """Take a piece of the body."""
+        if not self.is_over:
+            self._pieces.append(piece)
+            self._num_body_bytes += len(piece)
+            self._num_waiting_bytes += len(piece)
+
+    def on_message_complete(self) -> None:
+        """End the answer."""
+        self.is_over = self._is_begun
+
+    def _refuse(self, why: str) -> None:
+        """Fail with this reason instead of the parser's, and stop the parser."""
+        self._fail(MalformedAnswerError(why))
+        raise MalformedAnswerError(why)

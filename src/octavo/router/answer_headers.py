@@ -1,0 +1,50 @@
+"""The headers of an engine's answer: which of them a client gets, and when it may come back."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+# RFC 9110, section 7.6.1, and headers that this server sets itself.
+_NOT_PASSED_BACK = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade", b"x-request-id", b"date", b"server"),
+    }
+)
+_MAX_DIGITS = 9  # of seconds: 31 years
+_MAX_DATE_BYTES = 64
+
+
+def headers_for_client(
+    headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
+) -> list[tuple[bytes, bytes]]:
+    """Return an answer's headers without those of the connection, and without the engine's address.
+
+    headers: names in lower case. has_length: whether `Content-Length` is kept. A `Retry-After` that says neither
+    seconds nor a date is left out.
+    """
+    origin = engine_url.encode()
+    named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
+    dropped = _NOT_PASSED_BACK | named | (set() if has_length else {b"content-length"})
+    return [
+        (name, value.removeprefix(origin) if name == b"location" else value)
+        for name, value in headers
+        if name not in dropped and not (name == b"retry-after" and retry_after_s(value) is None)
+    ]
+
+
+def retry_after_s(value: bytes) -> float | None:
+    """Return the seconds that a `Retry-After` asks for, 0 for a date in the past; None if it cannot be read."""
+    text = value.strip()
+    if text.isdigit():
+        return float(text) if len(text) <= _MAX_DIGITS else None
+    if len(text) > _MAX_DATE_BYTES:
+        return None
+    try:
+        date = parsedate_to_datetime(text.decode("latin-1"))
+    except ValueError:
+        return None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return max((date - datetime.now(UTC)).total_seconds(), 0.0)

@@ -1,0 +1,331 @@
+"""Bounds of an engine's answer, in virtual time: silence, trickles, bytes without end, and what is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from router.asking_engine import Asked
+from router.virtual_time import run_virtually
+
+from octavo.router.answer import AnswerLimits, MalformedAnswerError, SilentEngineError
+from octavo.router.answer_headers import headers_for_client, retry_after_s
+
+LIMITS = AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=1 << 20)
+LONG_LIMITS = AnswerLimits(first_byte_s=1e9, idle_s=1e9, max_bytes=1 << 20)
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def trickle(asked: Asked, data: bytes, every_s: float, then: bytes = b"") -> None:
+    """Let the same bytes come again and again, and once other ones."""
+    asked.connection.data_received(data)
+    while not asked.transport.is_closed:
+        await asyncio.sleep(every_s)
+        if not asked.transport.is_closed:
+            asked.connection.data_received(then or data)
+
+
+def silent_after(data: bytes, then: bytes = b"", every_s: float = 1.0) -> float:
+    """Return after how many seconds an answer fails whose bytes come like this."""
+
+    async def work(now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        task = asyncio.ensure_future(trickle(asked, data, every_s, then)) if data else None
+        with pytest.raises(SilentEngineError):
+            await asked.read()
+        assert asked.transport.is_closed
+        if task is not None:
+            task.cancel()
+        return now()
+
+    return run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("data", "then"),
+    [
+        (b"", b""),
+        (b"HTTP/1.1 200 OK\r\nA: ", b"x"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["silence", "header that trickles", "interim answers"],
+)
+def test_answer_that_does_not_begin_in_time_fails(data, then):
+    assert silent_after(data, then) == pytest.approx(LIMITS.first_byte_s, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "then"),
+    [(b"5\r\nhello\r\n3;", b"x"), (b"5\r\nhello\r\n0\r\nTrailer: ", b"x"), (b"5\r\nhello\r\n0\r\n", b"a: b\r\n")],
+    ids=["chunk extension", "trailer", "trailers"],
+)
+def test_framing_that_trickles_is_no_progress(begin, then):
+    assert silent_after(CHUNKED + begin, then) == pytest.approx(LIMITS.idle_s, abs=1.0)
+
+
+def test_body_that_pauses_for_less_than_the_limit_goes_on():
+    async def work(now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED)
+        reading = asyncio.ensure_future(asked.read())
+        for _ in range(20):
+            await asyncio.sleep(0.9 * LIMITS.idle_s)
+            asked.connection.data_received(b"1\r\nx\r\n")
+        asked.connection.data_received(b"0\r\n\r\n")
+        assert await reading == (200, b"x" * 20)
+        return now()
+
+    assert run_virtually(work) > 10 * LIMITS.idle_s
+
+
+def test_body_has_its_time_from_the_headers_on():
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(asked.read())
+        await asyncio.sleep(0.9 * LIMITS.first_byte_s)
+        asked.connection.data_received(CHUNKED)
+        await asyncio.sleep(0.9 * LIMITS.idle_s)
+        asked.connection.data_received(b"1\r\nx\r\n0\r\n\r\n")
+        assert await reading == (200, b"x")
+
+    run_virtually(work)
+
+
+def test_relayed_body_that_stops_fails():
+    async def work(now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED)
+        answer = await asked.answer
+        relaying = asyncio.ensure_future(answer.relay(lambda _: True, None))
+        for _ in range(3):
+            await asyncio.sleep(5.0)
+            asked.connection.data_received(b"1\r\nx\r\n")
+        with pytest.raises(SilentEngineError, match="nothing more of its answer within 10 s"):
+            await relaying
+        return now()
+
+    assert run_virtually(work) == pytest.approx(15.0 + LIMITS.idle_s)
+
+
+def test_time_of_a_slow_reader_is_not_the_engines_silence():
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer = await asked.answer
+        relaying = asyncio.ensure_future(answer.relay(lambda _: False, lambda: asyncio.sleep(10 * LIMITS.idle_s)))
+        await asyncio.sleep(10.5 * LIMITS.idle_s)
+        asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+        await relaying
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 399_999)
+        answer = await asked.answer
+        await asyncio.sleep(10 * LIMITS.idle_s)
+        assert len(await answer.next()) == 399_999
+        rest = asyncio.ensure_future(answer.next())
+        await asyncio.sleep(0.9 * LIMITS.idle_s)
+        asked.connection.data_received(b"x")
+        assert await rest == b"x"
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nA: ", b"x" * 1000),
+        (b"HTTP/1.1 200 OK\r\n", b"A: b\r\n" * 100),
+        (b"", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 10),
+        (CHUNKED + b"1;", b"x" * 1000),
+        (CHUNKED + b"1\r\na\r\n0\r\nTrailer: ", b"x" * 1000),
+        (CHUNKED + b"1\r\na\r\n0\r\n", b"A: b\r\n" * 100),
+    ],
+    ids=["header", "headers", "interim answers", "chunk extension", "trailer", "trailers"],
+)
+def test_lines_without_end_are_refused_and_fill_no_memory(begin, piece):
+    async def work(_now):
+        asked = Asked(limits=LONG_LIMITS)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(asked.read())
+        asked.connection.data_received(begin)
+        num_bytes = 0
+        while not asked.transport.is_closed:
+            asked.connection.data_received(piece)
+            await asyncio.sleep(0)
+            num_bytes += len(piece)
+            assert num_bytes < 1 << 17, "nobody stops it"
+        with pytest.raises(MalformedAnswerError, match="exceed 65536 bytes"):
+            await reading
+
+    run_virtually(work)
+
+
+def test_headers_that_arrive_at_once_have_the_same_limit():
+    async def work(_now):
+        asked = Asked(limits=LONG_LIMITS)
+        data = b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\nContent-Length: 1\r\n\r\na"
+        with pytest.raises(MalformedAnswerError, match="exceed 65536 bytes"):
+            await asked.gets(data, 1 << 20)
+
+    run_virtually(work)
+
+
+def test_body_of_small_chunks_has_no_limit_of_framing():
+    async def work(_now):
+        asked = Asked(limits=LONG_LIMITS)
+        return await asked.gets(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n", 4096)
+
+    assert run_virtually(work) == (200, b"x" * 100_000)
+
+
+def test_body_that_is_read_whole_has_a_limit():
+    async def work(_now):
+        asked = Asked(limits=LONG_LIMITS)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(asked.read())
+        asked.connection.data_received(CHUNKED)
+        num_bytes = 0
+        while not asked.transport.is_closed:
+            assert num_bytes <= LONG_LIMITS.max_bytes + (1 << 17)
+            asked.connection.data_received(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+            num_bytes += 0x10000
+            await asyncio.sleep(0)
+        with pytest.raises(MalformedAnswerError, match="exceeds the limit of 1048576 bytes"):
+            await reading
+
+    run_virtually(work)
+
+
+def test_body_may_be_as_large_as_the_limit():
+    async def work(_now):
+        for size, is_read in ((9, True), (10, True), (11, False)):
+            asked = Asked(limits=AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=10))
+            data = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+            if is_read:
+                assert await asked.gets(data, 1000) == (200, b"x" * size)
+            else:
+                with pytest.raises(MalformedAnswerError):
+                    await asked.gets(data, 1000)
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("head", "is_head", "ends_with_connection"),
+    [
+        (b"HTTP/1.1 200 OK", False, True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0", False, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", False, False),
+        (b"HTTP/1.1 200 OK", True, False),
+        (b"HTTP/1.1 204 No Content", False, False),
+        (b"HTTP/1.1 304 Not Modified", False, False),
+    ],
+)
+def test_only_a_body_of_untold_length_ends_with_its_connection(head, is_head, ends_with_connection):
+    async def work(_now):
+        asked = Asked(limits=LIMITS, is_head=is_head)
+        await asyncio.sleep(0)
+        asked.connection.data_received(head + b"\r\n\r\n")
+        assert (await asked.answer).ends_with_connection == ends_with_connection
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"HTTP/1.1 999 Odd\r\nContent-Length: 0\r\n\r\n", "status is 999"),
+        (b"HTTP/1.1 600 Odd\r\nContent-Length: 0\r\n\r\n", "status is 600"),
+        (b"HTTP/1.1 000 Odd\r\nContent-Length: 0\r\n\r\n", "status is 0"),
+        (b"HTTP/1.1 099 Odd\r\nContent-Length: 0\r\n\r\n", "status is 99"),
+        (b"HTTP/1.1 204 No Content\r\nContent-Length: 5\r\n\r\nhello", "204"),
+        (b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "204"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", "gzip, chunked"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\na", "gzip"),
+        (b"HTTP/1.1 200 OK\r\nA: b\r\n Set-Cookie: c\r\nContent-Length: 0\r\n\r\n", "valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nA: b\rSet-Cookie: c\r\nContent-Length: 0\r\n\r\n", "valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nA: b\nSet-Cookie: c\nContent-Length: 0\n\n", "valid HTTP"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "valid HTTP"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_answer_that_is_not_http_is_refused_with_its_fault(data, why, size):
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        with pytest.raises(MalformedAnswerError, match=why):
+            await asked.gets(data, size)
+        assert asked.transport.is_closed
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n", b"Content-Length: 00\r\n"])
+def test_empty_answer_tells_no_length(length):
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 204 No Content\r\nA: b\r\n" + length + b"\r\n")
+        async with await asked.answer as answer:
+            assert (await answer.read(), answer.headers) == (b"", [(b"a", b"b")])
+        assert len(asked.idle) == 1
+
+    run_virtually(work)
+
+
+def test_unmodified_answer_tells_no_length_but_to_head():
+    async def work(_now):
+        for is_head, told in ((False, [(b"etag", b"x")]), (True, [(b"etag", b"x"), (b"content-length", b"5")])):
+            asked = Asked(limits=LIMITS, is_head=is_head)
+            await asyncio.sleep(0)
+            asked.connection.data_received(b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n")
+            async with await asked.answer as answer:
+                assert (await answer.read(), answer.headers) == (b"", told)
+
+    run_virtually(work)
+
+
+def test_compressed_events_are_not_split():
+    async def work(_now):
+        for coding, is_stream in ((b"gzip", False), (b"identity", True)):
+            asked = Asked(limits=LIMITS)
+            await asyncio.sleep(0)
+            head = CHUNKED[:-2] + b"Content-Type: Text/Event-Stream; charset=utf-8\r\nContent-Encoding: "
+            asked.connection.data_received(head + coding + b"\r\n\r\n")
+            assert (await asked.answer).is_stream == is_stream
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"7", 7.0),
+        (b" 0 ", 0.0),
+        (b"999999999", 999999999.0),
+        (b"9" * 5000, None),
+        (b"-1", None),
+        (b"1.5", None),
+        (b"soon", None),
+        (b"", None),
+        ("٣".encode(), None),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        (b"Wed, 99 Oct 2015 07:28:00 GMT", None),
+        (b"Wed, 21 Oct " + b"2" * 5000, None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value, seconds):
+    assert retry_after_s(value) == seconds
+    passed = headers_for_client([(b"retry-after", value)], "http://e", has_length=True)
+    assert passed == ([] if seconds is None else [(b"retry-after", value)])
+
+
+def test_retry_after_of_a_date_to_come():
+    date = datetime.now(UTC) + timedelta(hours=1)
+    assert 3500 < retry_after_s(format_datetime(date, usegmt=True).encode()) <= 3600

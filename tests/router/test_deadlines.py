@@ -1,0 +1,243 @@
+"""Engines that accept and never answer, or stop in the middle: each request ends once, in time, elsewhere if it can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from router.routing import run_router
+from router.streams import HEAD, raw_engine
+from router.virtual_time import run_virtually
+from server.running import asking, wait_until
+
+from octavo.config import RouterConfig
+from octavo.errors import ConfigError, DeadlineError
+from octavo.router.asked import Asked
+from octavo.router.engines import Engine
+from octavo.router.flight import Flight
+from octavo.router.upstream import Upstream
+from octavo.server.access.tenants import EVERYBODY
+from octavo.server.access.timeouts import TimeoutQueue
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"text":""}'
+JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+PATH = "/v1/chat/completions"
+SHORT_S = 0.1
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+EVENT = b'data: {"text":"a"}\n\n'
+STREAM = HEAD + chunk(EVENT)
+
+
+def error_of(answer) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-"], ids=["nothing", "half of its headers"])
+def test_request_of_an_engine_that_never_answers_goes_elsewhere(begun):
+    with (
+        raw_engine(begun, "silent") as (silent, hanging),
+        raw_engine(ANSWER) as (good, answering),
+        run_router(silent, good, policy="round_robin", engine_first_byte_timeout_s=SHORT_S) as routing,
+        routing.http() as http,
+    ):
+        answers = [http.post(PATH, json=CHAT).status_code for _ in range(2)]
+        assert answers == [200, 200]
+        assert (hanging.num_posts, answering.num_posts) == (1, 2)
+        assert routing.engine(silent).num_failures == 1
+        wait_until(lambda: hanging.num_left, "the engine hears of it")
+
+
+@pytest.mark.parametrize("begun", [b"", JSON_HEAD + b'{"'], ids=["nothing", "half of its JSON"])
+def test_request_that_no_engine_answers_in_time_is_a_504(begun):
+    with (
+        raw_engine(begun, "silent") as (url, hanging),
+        run_router(url, engine_first_byte_timeout_s=SHORT_S, engine_idle_timeout_s=SHORT_S) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post(PATH, json=CHAT)
+        assert error_of(answer) == (504, "engine_timeout")
+        assert answer.headers["x-should-retry"] == "false"
+        wait_until(lambda: hanging.num_left, "the engine hears of it")
+        engine = routing.engine(url)
+        assert (engine.num_failures, engine.open_tokens, len(engine.flights)) == (1, 0, 0)
+        assert 'code="engine_timeout"' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("headers", "options"),
+    [
+        ({"X-Request-Timeout": str(SHORT_S)}, {}),
+        ({}, {"request_timeout_s": SHORT_S}),
+        ({"X-Request-Timeout": "99"}, {"request_timeout_s": SHORT_S}),
+    ],
+)
+@pytest.mark.parametrize("begun", [b"", JSON_HEAD + b'{"', b"HTTP/1.1 200 OK\r\n"])
+def test_request_whose_own_time_is_over_ends_and_goes_nowhere_else(headers, options, begun):
+    with (
+        raw_engine(begun, "silent") as (url, hanging),
+        raw_engine(begun, "silent") as (other, second),
+        run_router(url, other, **options) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post(PATH, json=CHAT, headers=headers)
+        assert error_of(answer) == (504, "request_timeout")
+        assert hanging.num_posts + second.num_posts == 1
+        wait_until(lambda: hanging.num_left + second.num_left, "the engine hears of it")
+        assert [engine.num_failures for engine in routing.service.pool.engines.values()] == [0, 0]
+        assert not routing.service.limiter.streams.num_held
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", ""])
+def test_time_that_is_none_is_refused_as_engines_do(value):
+    with raw_engine(ANSWER) as (url, engine), run_router(url) as routing, routing.http() as http:
+        answer = http.post(PATH, json=CHAT, headers={"X-Request-Timeout": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout")
+        assert engine.num_posts == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "headers", "code"),
+    [
+        ({"engine_idle_timeout_s": SHORT_S}, {}, "engine_timeout"),
+        ({}, {"X-Request-Timeout": str(SHORT_S)}, "request_timeout"),
+    ],
+)
+@pytest.mark.parametrize("half", [b"", chunk(EVENT[:9])], ids=["after an event", "within an event"])
+def test_stream_that_stops_ends_with_an_error_event(options, headers, code, half):
+    with (
+        raw_engine(STREAM + half, "silent") as (url, hanging),
+        run_router(url, **options) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post(PATH, json={**CHAT, "stream": True}, headers=headers)
+        first, error, last = answer.text.removesuffix("\n\n").split("\n\n")
+        assert (first + "\n\n").encode() == EVENT
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == code
+        assert last == "data: [DONE]"
+        wait_until(lambda: hanging.num_left == 1, "the engine hears of it")
+        assert routing.engine(url).num_failures == (code == "engine_timeout")
+
+
+def test_stream_whose_engine_stops_after_its_last_event_is_complete():
+    whole = EVENT + b"data: [DONE]\n\n"
+    for options in ({"engine_idle_timeout_s": SHORT_S}, {"request_timeout_s": SHORT_S}):
+        with (
+            raw_engine(HEAD + chunk(whole), "silent") as (url, _),
+            run_router(url, **options) as routing,
+            routing.http() as http,
+        ):
+            assert http.post(PATH, json={**CHAT, "stream": True}).content == whole
+            assert routing.engine(url).num_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n",
+            chunk(b" " * 9999),
+        ),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b"x" * 9999)),
+        (HEAD, chunk(b": ping\n\n")),
+    ],
+    ids=["JSON", "bytes", "comments of a stream"],
+)
+def test_answer_that_never_ends_ends_with_its_request(begun, more):
+    """Its client may read, or not."""
+    with (
+        raw_engine(begun, "repeat", more=more) as (url, endless),
+        run_router(url, request_timeout_s=3 * SHORT_S, max_answer_bytes=1 << 16) as routing,
+        asking(routing, PATH, CHAT),
+    ):
+        wait_until(lambda: endless.num_left, "the engine hears of it")
+
+
+def test_feed_without_an_end_goes_on_for_a_get():
+    """A dashboard watches for as long as it is open."""
+    feed = STREAM + chunk(EVENT) + b"0\r\n\r\n"
+    with raw_engine(b"", "silent", get=feed) as (url, _):
+        options = {"request_timeout_s": 1e-6, "engine_first_byte_timeout_s": 60.0}
+        with run_router(url, **options) as routing, routing.http() as http:
+            assert http.get("/dashboard/feed").content == 2 * EVENT
+            assert http.post(PATH, json=CHAT).status_code == 504
+
+
+def test_get_has_a_limit_if_it_asks_for_one():
+    with raw_engine(b"", get=b"HTTP/1.1 200 OK\r\n") as (url, _), run_router(url) as routing, routing.http() as http:
+        answer = http.get("/dashboard/feed", headers={"X-Request-Timeout": str(SHORT_S)})
+        assert error_of(answer) == (504, "request_timeout")
+
+
+def test_request_that_is_over_is_ended_by_no_deadline():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+        with flight.limited(TimeoutQueue(), 5.0):
+            await asyncio.sleep(4.0)
+        await asyncio.sleep(10.0)
+        async with flight.guarded():
+            pass
+        with flight.limited(TimeoutQueue(), 5.0), pytest.raises(DeadlineError, match="its limit of 5 s"):
+            async with flight.guarded():
+                await asyncio.sleep(6.0)
+
+    run_virtually(work)
+
+
+def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch):
+    async def work(now):
+        loop = asyncio.get_running_loop()
+        tried = []
+
+        async def found(*_, **__):
+            await asyncio.sleep(2.0)
+            return [(0, 0, 0, "", (f"10.0.0.{index}", 80)) for index in range(4)]
+
+        async def connect(_factory, host, *_, **__):
+            tried.append((host, now()))
+            await asyncio.sleep(1e6)
+
+        monkeypatch.setattr(loop, "getaddrinfo", found)
+        monkeypatch.setattr(loop, "create_connection", connect)
+        upstream = Upstream(RouterConfig(engines=("http://e:80",), engine_connect_timeout_s=10.0))
+        scope = {"method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
+        with pytest.raises(TimeoutError):
+            await upstream.ask(Engine("http://e:80"), scope, b"", "id")
+        assert tried == [(f"10.0.0.{index}", pytest.approx(2.0 + 2.0 * index)) for index in range(4)]
+        return now()
+
+    assert run_virtually(work) == pytest.approx(10.0)
+
+
+def test_name_that_does_not_resolve_in_time_fails(monkeypatch):
+    async def work(now):
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lambda *_, **__: asyncio.sleep(1e6))
+        with pytest.raises(TimeoutError):
+            await Upstream(RouterConfig(engines=("http://e",), engine_connect_timeout_s=3.0))._connect("http://e")
+        return now()
+
+    assert run_virtually(work) == pytest.approx(3.0)
+
+
+def test_first_byte_may_take_as_long_as_the_request_by_default():
+    assert RouterConfig(engines=("http://e",), request_timeout_s=7200.0).engine_first_byte_timeout_s == 7200.0
+    given = RouterConfig(engines=("http://e",), request_timeout_s=7200.0, engine_first_byte_timeout_s=60.0)
+    assert given.engine_first_byte_timeout_s == 60.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["engine_connect_timeout_s", "engine_first_byte_timeout_s", "engine_idle_timeout_s", "request_timeout_s"],
+)
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_times_are_above_zero(name, value):
+    with pytest.raises(ConfigError, match=name):
+        RouterConfig(engines=("http://e",), **{name: value})
+    with pytest.raises(ConfigError, match="max_answer_bytes"):
+        RouterConfig(engines=("http://e",), max_answer_bytes=0)

@@ -1,0 +1,263 @@
+"""Pairs of engines whose KV cannot be exchanged: they are told apart, counted and left alone, and the log says why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from router.routing import run_router
+from router.scripted_engine import NUM_PROMPT_TOKENS, scripted
+from server.running import DEADLINE_S, wait_until
+
+from octavo.router import pairing
+from octavo.router.engines import Engine, EnginePool
+from octavo.router.partners import Partners
+from octavo.router.policies import LeastLoaded
+
+FORMAT = {"kv": "bfloat16 in blocks of 16, layout 1", "model": "a1b2", "versions": "octavo 1"}
+LONG = {"prompt": [7] * NUM_PROMPT_TOKENS, "max_tokens": 4}
+PORT = 4711
+
+
+@pytest.fixture
+def pair():
+    return Engine("http://p", role="prefill", kv_format=FORMAT), Engine("http://d", role="decode", kv_format=FORMAT)
+
+
+def in_vain(partners, prefill, decode, now, times=1):
+    for _ in range(times):
+        partners.ended(prefill, decode, 0.0, 0.0, now)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"kv": "bfloat16 in blocks of 32, layout 1"}, "kv: .*blocks of 16.* and .*blocks of 32"),
+        ({"kv": "int8 in blocks of 16, layout 1"}, "kv: 'bfloat16.* and 'int8"),
+        ({"model": "ffff"}, "model: 'a1b2' and 'ffff'"),
+        ({"versions": "octavo 2", "more": "x"}, "versions: 'octavo 1' and 'octavo 2'; more: None and 'x'"),
+    ],
+)
+def test_engines_whose_kv_differs_are_never_paired_and_told_once(pair, caplog, changed, told):
+    prefill, decode = pair
+    partners = Partners()
+    assert partners.may_pair(prefill, decode, 0.0)
+    decode.kv_format = {**FORMAT, **changed}
+    with caplog.at_level(logging.INFO, logger="octavo.router.partners"):
+        assert [partners.may_pair(prefill, decode, now) for now in (0.0, 1e3, 1e6)] == [False] * 3
+        assert len(caplog.messages) == 1
+        assert caplog.records[0].levelno == logging.WARNING
+        caplog.clear()
+        decode.kv_format = {**FORMAT, "kv": "fp8"}
+        assert not partners.may_pair(prefill, decode, 0.0)
+        assert "'fp8'" in caplog.text, "another difference is told, too"
+        caplog.clear()
+        decode.kv_format = dict(FORMAT)
+        assert [partners.may_pair(prefill, decode, 0.0) for _ in range(2)] == [True] * 2
+        assert len(caplog.messages) == 1
+        assert "again" in caplog.text
+
+
+def test_difference_is_named_in_the_log(pair, caplog):
+    prefill, decode = pair
+    decode.kv_format = {**FORMAT, "kv": "int8 in blocks of 32, layout 1"}
+    Partners().may_pair(prefill, decode, 0.0)
+    expected = (
+        "http://p computes no prompts for http://d, because they cannot exchange KV: kv: 'bfloat16 in blocks of 16, "
+        "layout 1' and 'int8 in blocks of 32, layout 1'; start both with the same model, version and options"
+    )
+    assert caplog.messages == [expected]
+
+
+def test_engine_that_does_not_describe_its_kv_is_paired(pair):
+    prefill, decode = pair
+    decode.kv_format = None
+    assert Partners().may_pair(prefill, decode, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "came"),
+    [(0.0, 0.0, False), (0.09, 0.0, False), (0.1, 0.0, True), (1.0, 0.0, True), (0.5, 0.5, False), (0.55, 0.5, True)],
+)
+def test_request_is_in_vain_unless_a_tenth_of_its_new_tokens_came(pair, found, known, came):
+    prefill, decode = pair
+    Partners().ended(prefill, decode, found, known, 0.0)
+    assert decode.num_paired_in_vain == (not came)
+
+
+def test_pair_in_vain_pauses_longer_each_time(pair, caplog):
+    prefill, decode = pair
+    other, partners, now = Engine("http://q", role="prefill", kv_format=FORMAT), Partners(), 100.0
+    in_vain(partners, prefill, decode, now, times=2)
+    assert partners.may_pair(prefill, decode, now), "twice may be chance"
+    assert not caplog.messages
+    pauses = []
+    for _ in range(8):
+        in_vain(partners, prefill, decode, now)
+        assert partners.may_pair(other, decode, now), "others have no part in it"
+        pauses.append(next(after for after in range(100) if partners.may_pair(prefill, decode, now + after)))
+        now += pauses[-1]
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert decode.num_paired_in_vain == 10
+    assert len(caplog.messages) == 1
+    assert "computed 3 prompts for http://d in vain" in caplog.text
+
+
+def test_requests_that_were_under_way_prolong_no_pause(pair):
+    prefill, decode = pair
+    partners = Partners()
+    in_vain(partners, prefill, decode, 100.0, times=20)
+    assert decode.num_paired_in_vain == 20
+    assert partners.may_pair(prefill, decode, 102.0)
+
+
+def test_kv_that_comes_ends_all_doubt(pair, caplog):
+    prefill, decode = pair
+    partners = Partners()
+    in_vain(partners, prefill, decode, 0.0, times=3)
+    with caplog.at_level(logging.INFO, logger="octavo.router.partners"):
+        partners.ended(prefill, decode, 0.9, 0.0, 3.0)
+    assert "again: KV arrives" in caplog.text
+    in_vain(partners, prefill, decode, 4.0, times=2)
+    assert partners.may_pair(prefill, decode, 4.0)
+    in_vain(partners, prefill, decode, 4.0)
+    assert not partners.may_pair(prefill, decode, 5.9)
+    assert partners.may_pair(prefill, decode, 6.0), "as short as the first time"
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_engine_that_begins_anew_is_tried_at_once(pair, who):
+    prefill, decode = pair
+    pool = EnginePool(LeastLoaded())
+    in_vain(pool.partners, prefill, decode, 0.0, times=3)
+    pool.partners.ended_untold(prefill, decode, 0.0)
+    pool.forget(pair[who])
+    assert pool.partners.may_pair(prefill, decode, 0.0)
+    decode.num_loaded_tokens = 0.0
+    pool.partners.figures_read(decode, 0.0)
+    assert decode.num_paired_in_vain == 3, "what ended before is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_vain"), [(0.0, 0.0, 2), (50.0, 50.0, 2), (50.0, 66.0, 0), (None, 0.0, 0)]
+)
+def test_figures_of_an_engine_judge_requests_that_told_nothing(pair, before, after, num_vain):
+    prefill, decode = pair
+    partners = Partners()
+    for _ in range(2):
+        partners.ended_untold(prefill, decode, before)
+    decode.num_loaded_tokens = after
+    for _ in range(2):  # the second time there is nothing to judge
+        partners.figures_read(decode, 0.0)
+    assert decode.num_paired_in_vain == num_vain
+
+
+def test_requests_that_wait_for_figures_are_bounded(pair):
+    prefill, decode = pair
+    partners = Partners()
+    for _ in range(3000):
+        partners.ended_untold(prefill, decode, 0.0)
+    partners.figures_read(decode, 0.0)
+    assert decode.num_paired_in_vain == 1024
+
+
+@pytest.fixture(params=[None, PORT], ids=["store", "direct"])
+def stage(request):
+    """A prefill and a decode engine behind a router."""
+    with (
+        scripted("prefill", port=request.param) as (prefill_url, prefill),
+        scripted("decode", "follow") as (decode_url, decode),
+    ):
+        decode.follows = prefill
+        prefill.kv_format = decode.kv_format = FORMAT
+        yield prefill_url, prefill, decode_url, decode
+
+
+def test_router_reads_the_formats_and_pairs_engines_again_when_they_fit(stage):
+    prefill_url, prefill, decode_url, decode = stage
+    decode.kv_format = {**FORMAT, "kv": "int8 in blocks of 16, layout 1"}
+    decode.does = "answer"
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert (len(prefill.asked), decode.params) == (0, [None])
+        decode.does, decode.kv_format = "follow", FORMAT  # as one that was started with other options
+        wait_until(lambda: routing.engine(decode_url).kv_format == FORMAT, "the router knows of it")
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert (len(prefill.asked), decode.params[-1] is None) == (1, False)
+
+
+@pytest.mark.parametrize(("num_cached", "figures"), [(0, None), (None, b'octavo:kv_load_tokens_total{a="b"} 32.0\n')])
+def test_router_counts_requests_in_vain_and_stops_pairing(stage, num_cached, figures):
+    prefill_url, _, decode_url, decode = stage
+    decode.num_cached, decode.figures = num_cached, figures
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        engine = routing.engine(decode_url)
+        wait_until(lambda: figures is None or engine.num_loaded_tokens == 32.0, "its figures are read")
+        for count in range(1, 4):
+            assert http.post("/v1/completions", json=LONG).status_code == 200
+            wait_until(lambda count=count: engine.num_paired_in_vain == count, "it is counted")
+        decode.does = "answer"
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert (engine.num_paired, decode.params[-1]) == (3, None)
+        assert (routing.engine(prefill_url).num_prefills, routing.engine(prefill_url).num_failed_prefills) == (3, 0)
+        assert f'octavo:router_paired_in_vain_total{{engine="{decode_url}"}} 3.0' in http.get("/metrics").text
+        told = {each["role"]: each for each in http.get("/router/engines").json()["engines"]}
+        assert told["decode"]["paired_in_vain"] == 3
+
+
+@pytest.mark.parametrize("num_cached", [200, None])
+def test_router_counts_nothing_where_kv_comes_or_nothing_is_known(stage, num_cached):
+    prefill_url, _, decode_url, decode = stage
+    decode.num_cached = num_cached
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        for _ in range(5):
+            assert http.post("/v1/completions", json=LONG).status_code == 200
+        engine = routing.engine(decode_url)
+        assert (engine.num_paired, engine.num_paired_in_vain) == (5, 0)
+
+
+def test_failed_prefill_is_not_counted_twice(stage):
+    prefill_url, prefill, decode_url, decode = stage
+    prefill.does, decode.does, decode.num_cached = "fail", "wait", 0
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        thread = threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": LONG})
+        thread.start()
+        wait_until(lambda: routing.engine(prefill_url).num_failed_prefills, "it is counted")
+        decode.release.set()
+        thread.join(DEADLINE_S)
+        assert routing.engine(decode_url).num_paired_in_vain == 0
+
+
+@pytest.mark.parametrize("trouble", ["refuse", "die in its answer"])
+def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble):
+    """Requests that clients got wrong must not part a pair."""
+    prefill_url, _, decode_url, decode = stage
+    decode.does, decode.figures = trouble, b"octavo:kv_load_tokens_total 5.0\n"
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        engine = routing.engine(decode_url)
+        wait_until(lambda: engine.num_loaded_tokens == 5.0, "its figures are read")
+        for _ in range(3):
+            http.post("/v1/completions", json=LONG)
+            routing.wait_ready(2)
+        assert engine.num_paired
+        decode.figures += b"octavo:num_requests_running 7.0\n"
+        wait_until(lambda: engine.other_tokens, "and again")
+        assert engine.num_paired_in_vain == 0
+
+
+def test_prefill_that_was_given_up_is_not_counted_twice(monkeypatch):
+    monkeypatch.setattr(pairing, "_LEAST_S", 0.05)
+    monkeypatch.setattr(pairing, "_S_PER_TOKEN", 0.0)
+    with (
+        scripted("prefill", "hang") as (prefill_url, _),
+        scripted("decode") as (decode_url, decode),
+        run_router(prefill_url, decode_url, policy="least_loaded") as routing,
+        routing.http() as http,
+    ):
+        decode.num_cached = 0
+        assert http.post("/v1/completions", json=LONG).status_code == 200
+        assert decode.params == [None]
+        assert routing.engine(prefill_url).num_failed_prefills == 1
+        wait_until(lambda: not routing.engine(decode_url).flights, "it is over")
+        assert routing.engine(decode_url).num_paired_in_vain == 0
