@@ -50,7 +50,8 @@ def add(
 ) -> None:
     """Create a key and print it. The file stores its digest alone, so the key is shown only now.
 
-    A running server reads the file anew on SIGHUP."""
+    A running server reads the file anew on SIGHUP.
+    """
     tenant = Tenant(
         name=name,
         weight=weight,
