@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.data.fingerprint import EngineFingerprint  # noqa: TC001 - msgspec reads this type
+
 if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 
@@ -20,7 +22,7 @@ class EngineCapacity:
     window_block_bytes: of those that layers with a window keep what they still see in; 0 where no layer has one.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
-    hands KV over directly; None: it does not.
+    hands KV over directly; None: it does not. fingerprint: checksums of what the engine computes with.
     """
 
     max_num_seqs: int
@@ -39,6 +41,7 @@ class EngineCapacity:
     window_block_bytes: int = 0
     role: str = "both"
     kv_transfer_port: int | None = None
+    fingerprint: EngineFingerprint | None = None
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class EngineCapacity:
         window_block_bytes: int = 0,
         role: str = "both",
         kv_transfer_port: int | None = None,
+        fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -77,6 +81,7 @@ class EngineCapacity:
             window_block_bytes=window_block_bytes,
             role=role,
             kv_transfer_port=kv_transfer_port,
+            fingerprint=fingerprint,
         )
 
     @property
