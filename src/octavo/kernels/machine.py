@@ -53,11 +53,6 @@ def processor_identity() -> list[str]:
     return [processor_name(), *(described[name] for name in names if name in described)]
 
 
-def has_tiles() -> bool:
-    """Return whether the processor multiplies tiles of bfloat16 and int8 (AMX), as far as the system tells."""
-    return {"amx_tile", "amx_bf16", "amx_int8"} <= set(_describe_processor().get("flags", "").split())
-
-
 def _describe_processor() -> dict[str, str]:
     """Return the lines of the first processor of /proc/cpuinfo; none if the system has no such file."""
     described: dict[str, str] = {}
