@@ -130,9 +130,7 @@ def build_core(
     )
     if reading is not None:
         reading.result()
-    fingerprint = worker.take_fingerprint()
-    logger.info("fingerprint: %s", fingerprint.summary)
-    _compare_fingerprint(config, served, worker, fingerprint, dtype)
+    fingerprint = _take_fingerprint(config, served, worker, dtype)
     kv_cache, block_size = worker.kv_cache, config.cache.block_size
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
@@ -206,20 +204,21 @@ def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
-def _compare_fingerprint(
-    config: EngineConfig, served: ServedModel, worker: Worker, fingerprint: EngineFingerprint, dtype: str
-) -> None:
-    """Refuse a start that computes other numbers than an earlier one. Raises `FingerprintError`.
+def _take_fingerprint(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> EngineFingerprint:
+    """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
 
     Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
+    Raises `FingerprintError`.
     """
+    fingerprint = worker.take_fingerprint()
+    logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
-        return
+        return fingerprint
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
     except RuntimeError as error:
         logger.warning("the fingerprint of this start cannot be compared: %s; set XDG_CACHE_HOME", error)
-        return
+        return fingerprint
     model, draft = config.model, None if worker.draft is None else worker.draft.checkpoint
     seed = model.seed if model.load_format == "dummy" else None
     engine = {
@@ -232,6 +231,7 @@ def _compare_fingerprint(
         **describe_installation(),
     }
     kept.check(engine, fingerprint)
+    return fingerprint
 
 
 def _cache_keys(
