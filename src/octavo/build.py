@@ -136,7 +136,6 @@ def build_core(
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
     direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct, fingerprint)
-    _log_capacity(worker, capacity)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, worker, store)
@@ -272,8 +271,8 @@ def _capacity(
     direct: MooncakeConnector | None,
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
-    """Return what there is room for."""
-    return EngineCapacity.of(
+    """Return what there is room for, and log it."""
+    capacity = EngineCapacity.of(
         scheduler_config,
         worker.cache_config,
         num_blocks=worker.kv_cache.num_blocks,
@@ -287,6 +286,8 @@ def _capacity(
         kv_transfer_port=None if direct is None else direct.port,
         fingerprint=fingerprint,
     )
+    _log_capacity(worker, capacity)
+    return capacity
 
 
 def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
