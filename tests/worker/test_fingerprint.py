@@ -6,18 +6,25 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from alone_and_crowd import needs_kernels
 from gguf_files import write_gguf
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
+from octavo.build import build_core, build_engine
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.data.fingerprint import EngineFingerprint
+from octavo.engine import ipc
 from octavo.errors import FingerprintError
+from octavo.journal.format import read_journal
 from octavo.kernels.checksum import digest
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.models import packed_cache
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.server.api.describing import server_info
 from octavo.worker import kept_fingerprints, worker
 from octavo.worker.kept_fingerprints import KeptFingerprints
 
@@ -177,6 +184,50 @@ def test_nothing_is_kept_if_nothing_may_be(checkpoint, cache_home):
 def test_plain_torch_has_no_checksums(checkpoint, cache_home):
     assert start(checkpoint, kernels="reference") == EngineFingerprint("reference", torch.get_num_threads())
     assert not (cache_home / "fingerprints").exists()
+
+
+def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
+    """Whether a store is found by another engine depends on the keys of blocks: a table that differs changes them."""
+    pool, prompt = GlobalKVPool(), list(range(5, 70))
+
+    def loaded(name):
+        config = EngineConfig(
+            model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=96, packed_cache_bytes=0),
+            cache=CacheConfig(num_gpu_blocks=16),
+            scheduler=SchedulerConfig(min_tokens_to_cache=2, kv_lookup_timeout_s=20.0),
+        )
+        engine = build_engine(config, kv_store=lambda block_bytes: MemoryStore(pool, name, block_bytes))
+        engine.add_request("a", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2, detokenize=False))
+        while engine.has_unfinished_requests() or engine.core.has_work():
+            engine.step()
+        return engine.core.metrics.stats.kv_loads["done"]
+
+    assert loaded("first") == 0
+    assert loaded("same") == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    assert loaded("other") == 0
+
+
+def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=96),
+        cache=CacheConfig(num_gpu_blocks=16),
+        record=tmp_path / "journal",
+    )
+    core = build_core(config)
+    core.scheduler.close()
+    made = core.capacity.fingerprint
+    assert made.weights
+    assert read_journal(tmp_path / "journal")[0]["fingerprint"] == made.to_json()
+    service = SimpleNamespace(
+        engine=SimpleNamespace(capacity=core.capacity),
+        model_names=["a"],
+        model_info=SimpleNamespace(max_model_len=96),
+        settings={},
+    )
+    assert server_info(service)["fingerprint"] == made.to_json()
+    assert ipc.error_of(ipc.failure(FingerprintError("a"))).__class__ is FingerprintError
+    core.executor.shutdown()
 
 
 def test_first_start_is_kept_and_compared(tmp_path):
