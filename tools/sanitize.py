@@ -7,7 +7,7 @@
 
 Kinds: `address` finds reads and writes past the end of memory, and memory that is used after it was freed; `undefined`
 finds undefined behaviour; `thread` finds data races; `memory` runs a plain build three times over memory that malloc
-has filled with different bytes, and finds results that depend on memory that nobody wrote. What is run is
+has filled with different bytes, and finds results that depend on uninitialized memory. What is run is
 tests/csrc/sanitize.cpp, with as many rounds as --rounds says; each round draws other shapes. Every result must have
 the same bits on one thread and on three.
 
@@ -44,7 +44,7 @@ _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")), "-mprefer-vector-width=512"]
 _AVX512 += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # GCC warns of its own intrinsics (bug 105593)
 _BF16 = [*_AVX512, "-mavx512vnni", "-mavx512bf16"]
-ISAS = {  # best first: what /proc/cpuinfo calls what it needs, options of the compiler
+ISAS = {  # best first: the flags in /proc/cpuinfo that it needs, options of the compiler
     "amx": (("amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"), _BF16),
     "avx512_bf16": (("avx512_bf16",), _BF16),
     "avx512_vnni": (("avx512_vnni",), [*_AVX512, "-mavx512vnni"]),
@@ -125,7 +125,7 @@ class Builder:
 
 
 def main() -> int:
-    """Build and run what was asked for; return the exit status."""
+    """Build and run; return the exit status."""
     asked = _arguments()
     deadline = time.monotonic() + asked.limit_s
     status = 0
@@ -167,7 +167,7 @@ def _run(kind: str, isa: str, program: Path, rounds: int, deadline: float) -> bo
             print(f"{kind} {isa}: exit status {ended.returncode}\n{ended.stderr}", flush=True)
             return False
     is_same = len(printed) == 1
-    print(f"{kind} {isa}: {'no report' if is_same else 'results depend on memory that nobody wrote'}", flush=True)
+    print(f"{kind} {isa}: {'no report' if is_same else 'results depend on uninitialized memory'}", flush=True)
     return is_same
 
 

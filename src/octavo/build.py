@@ -214,23 +214,30 @@ def _take_fingerprint(config: EngineConfig, served: ServedModel, worker: Worker,
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
     try:
-        kept = KeptFingerprints(cache_directory() / "fingerprints")
-    except RuntimeError as error:
-        logger.warning("the fingerprint of this start cannot be compared: %s; set XDG_CACHE_HOME", error)
+        kept, engine = (
+            KeptFingerprints(cache_directory() / "fingerprints"),
+            _describe_engine(config, served, worker, dtype),
+        )
+    except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
+        logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
+    kept.check(engine, fingerprint)
+    return fingerprint
+
+
+def _describe_engine(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> dict[str, Any]:
+    """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
     model, draft = config.model, None if worker.draft is None else worker.draft.checkpoint
     seed = model.seed if model.load_format == "dummy" else None
-    engine = {
+    return {
         "model": describe_model(served.checkpoint.weights, served.architecture, seed),
         "draft": None if draft is None else describe_model(draft.weights, draft.architecture, seed),
         "formats": [dtype, worker.dtype, worker.kv_dtype, model.quantization, model.group_size],
         "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
-        "kernels": [fingerprint.kernels, worker.kernels.layout],
+        "kernels": [worker.kernels.identity, worker.kernels.layout],
         "lengths": [served.max_model_len, worker.num_warm_up_tokens],
         **describe_installation(),
     }
-    kept.check(engine, fingerprint)
-    return fingerprint
 
 
 def _cache_keys(

@@ -385,7 +385,7 @@ void sampling(Run& run) {
   });
 }
 
-// Callers on several threads share a pool whose size changes meanwhile; each job's indices are all computed exactly once.
+// Callers on several threads share a pool while its size changes; each job's indices are all computed exactly once.
 void share_pool(int rounds) {
   ThreadPool pool(kThreads);
   std::atomic<bool> is_over{false};

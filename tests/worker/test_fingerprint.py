@@ -176,6 +176,12 @@ def test_replaced_checkpoint_is_another_engine(checkpoint, tmp_path):
     start(checkpoint)
 
 
+def test_checkpoint_that_was_removed_costs_a_warning(checkpoint, monkeypatch, caplog):
+    break_loading(monkeypatch, lambda _model: (checkpoint / "config.json").unlink())
+    assert start(checkpoint).logits
+    assert "cannot be compared" in caplog.text
+
+
 def test_nothing_is_kept_if_nothing_may_be(checkpoint, cache_home):
     assert start(checkpoint, packed_cache_bytes=0).logits
     assert not (cache_home / "fingerprints").exists()
@@ -190,9 +196,11 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
     """Whether a store is found by another engine depends on the keys of blocks: a table that differs changes them."""
     pool, prompt = GlobalKVPool(), list(range(5, 70))
 
-    def loaded(name):
+    def loaded(name, max_model_len=96):
         config = EngineConfig(
-            model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=96, packed_cache_bytes=0),
+            model=ModelConfig(
+                model=str(checkpoint), skip_tokenizer_init=True, max_model_len=max_model_len, packed_cache_bytes=0
+            ),
             cache=CacheConfig(num_gpu_blocks=16),
             scheduler=SchedulerConfig(min_tokens_to_cache=2, kv_lookup_timeout_s=20.0),
         )
@@ -204,6 +212,8 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 
     assert loaded("first") == 0
     assert loaded("same") == 1
+    assert loaded("long", 300) == 0  # with a rotary table of more than 96 rows
+    assert loaded("longer", 500) == 1
     break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
     assert loaded("other") == 0
 

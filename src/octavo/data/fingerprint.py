@@ -13,8 +13,8 @@ class EngineFingerprint:
     """Checksums of an engine's numbers, taken at its start; each is 16 hexadecimal digits, or "" if there is none.
 
     kernels: backend and instruction set. num_threads: threads that compute an operation together; results of exact
-    kernels do not depend on it. weights: of packed weights and norms. tables: of rotary tables and query scales.
-    logits: of the last token of a fixed prompt; "" if the kernels' results depend on threads or memory addresses.
+    kernels do not depend on it. weights: of packed weights and norms. tables: of rotary tables and query scales, which
+    are as long as a sequence may be; first_rows: of their first rows alone, which do not depend on that length. logits: of the last token of a fixed prompt; "" if the kernels' results depend on threads or memory addresses.
     draft: of the weights and tables of a draft model.
     """
 
@@ -22,6 +22,7 @@ class EngineFingerprint:
     num_threads: int
     weights: str = ""
     tables: str = ""
+    first_rows: str = ""
     logits: str = ""
     draft: str = ""
 
@@ -33,8 +34,8 @@ class EngineFingerprint:
 
     @property
     def kv_identity(self) -> str:
-        """The parts that the KV of a token depends on: engines share KV only if these are equal."""
-        return f"weights {self.weights}, tables {self.tables}, logits {self.logits}"
+        """What engines that share KV must have in common, whatever lengths they serve."""
+        return f"weights {self.weights}, rows of tables {self.first_rows}, logits {self.logits}"
 
     def differences(self, other: EngineFingerprint) -> list[str]:
         """Return the names of the checksums that differ from those of another start."""

@@ -10,7 +10,7 @@ _LOCK = threading.Lock()
 
 
 def start_vector_math() -> None:
-    """Let MKL, which torch calls for cos, sin, log and tanh of float32, choose its code for this processor.
+    """Let MKL, which torch calls for cosines and other functions, choose its code for this processor.
 
     MKL makes the choice at its first call, without a lock: `mkl_vml_serv_cpu_detect` stores the number of the
     processor and then replaces it with an index into its table of kernels. A second thread that reads the number

@@ -1,4 +1,4 @@
-"""Take an engine's fingerprint: checksums of what it computes with, and of the logits of a fixed prompt."""
+"""Take an engine's fingerprint: checksums of its weights and tables, and of the logits of a fixed prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
+_FIRST_ROWS = 256  # of rotary tables: a sequence that an engine serves may be longer
+
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint of an engine of compiled CPU kernels, whose results are the same in every start.
+    """Return the fingerprint of an engine of compiled CPU kernels: they give the same results in every start.
 
     Reads all weights once on `num_threads` threads, and runs a prompt of num_prompt_tokens.
     """
@@ -31,6 +33,7 @@ def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: i
         num_threads=num_threads,
         weights=digest(_weights(model), num_threads),
         tables=digest(_tables(model), num_threads),
+        first_rows=digest(table[:_FIRST_ROWS] for table in _tables(model)),
         logits=digest([_canonical(fixed_prompt_logits(runner, num_prompt_tokens))]),
         draft="" if draft is None else digest([*_weights(draft), *_tables(draft)], num_threads),
     )

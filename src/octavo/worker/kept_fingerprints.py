@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_FILES = 512
 _SUFFIX = ".json"
-_ROOMS = ("kernels", "models", "worker")  # whose code decides the bits of a result
+_ROOMS = ("kernels", "models", "worker")  # their code decides the bits of a result
 
 
 class KeptFingerprints:
@@ -88,7 +88,7 @@ def describe_installation() -> dict[str, str]:
 
 
 def describe_model(weights: WeightSource, architecture: Architecture, seed: int | None = None) -> dict[str, Any]:
-    """Return what a model's numbers depend on: its shapes, and what the file system tells of its files.
+    """Return what a model's numbers depend on: its shapes, and the state of its files (size, times, inode).
 
     A file that is written again may hold other numbers. seed: of random weights, which have no files.
     """
@@ -101,7 +101,7 @@ def _state(path: Path) -> list[str | int]:
 
 
 def _read(path: Path) -> EngineFingerprint | None:
-    """Return what is kept; None if there is no file, or none that can be believed. Raises `OSError`."""
+    """Return the kept fingerprint; None if there is no file or its digest is wrong. Raises `OSError`."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):

@@ -62,6 +62,6 @@ def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
 
 
 def _end(runner: ModelRunner) -> None:
-    """Let the prompt leave as one that is preempted: what a finished request wrote may be kept for others."""
+    """Preempt the prompt: the blocks of a finished request could stay in the prefix cache."""
     empty = CachedRequestData.make_empty()
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_ID}))
