@@ -12,9 +12,12 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 class EngineFingerprint:
     """Checksums of an engine's numbers, taken at its start; each is 16 hexadecimal digits, or "" if there is none.
 
-    kernels: backend and instruction set. num_threads: threads that compute an operation together; results of exact
-    kernels do not depend on it. weights: of packed weights and norms. tables: of rotary tables and query scales, which
-    are as long as a sequence may be; first_rows: of their first rows alone, which do not depend on that length. logits: of the last token of a fixed prompt; "" if the kernels' results depend on threads or memory addresses.
+    kernels: backend and instruction set.
+    num_threads: threads that compute an operation together; results of exact kernels do not depend on it.
+    weights: of packed weights and norms.
+    tables: of rotary tables and query scales, which are as long as a sequence may be.
+    first_rows: of the first rows of these tables, which do not depend on that length.
+    logits: of the last token of a fixed prompt; "" if results depend on threads or memory addresses.
     draft: of the weights and tables of a draft model.
     """
 
