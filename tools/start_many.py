@@ -43,6 +43,7 @@ _BURN = "while True: sum(range(10**6))"
 def main() -> int:
     """Start as often as was asked for; return the exit status."""
     asked = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server of the moment is ended, too
     counts = Counter(_known(asked.file))
     with tempfile.TemporaryDirectory(prefix="octavo-starts-") as folder, _load(asked.load):
         for number in range(counts.total(), asked.starts):

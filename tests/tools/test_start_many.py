@@ -14,6 +14,7 @@ def run(monkeypatch, path, starts, hashes):
     """Run the tool with starts that have these hashes; return its status."""
     made = iter(hashes)
     monkeypatch.setattr(start_many, "start_once", lambda *_args: {"hash": next(made)})
+    monkeypatch.setattr(start_many.signal, "signal", lambda *_args: None)
     monkeypatch.setattr(sys, "argv", ["start_many.py", "--starts", str(starts), "--file", str(path)])
     return start_many.main()
 
