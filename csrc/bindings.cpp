@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -41,24 +42,32 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-#if defined(__x86_64__)
-// Whether the processor multiplies tiles of bfloat16 and int8 (AMX), and the system lets this process use them, for which it must
-// be asked once.
-bool multiplies_tiles() {
+// The permission to use AMX, for which Linux must be asked once in a process. It counts for all threads.
+struct TilePermission {
+  bool has_tiles = false;  // the processor multiplies tiles of bfloat16 and int8, and the kernels for them were compiled
+  int error = 0;           // errno of the refusal; 0: granted
+};
+
+const TilePermission& tile_permission() {
+  static const TilePermission permission = [] {
+    TilePermission found;
 #if defined(OCTAVO_HAS_AMX) && defined(__linux__)
-  static const bool answer = [] {
     constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25, kAll = kBfloat16 | kTiles | kInt8;
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAll) == kAll &&
-           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    found.has_tiles = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAll) == kAll;
+    if (found.has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) found.error = errno;
+#endif
+    return found;
   }();
-  return answer;
-#else
-  return false;
-#endif
+  return permission;
 }
+
+#if defined(__x86_64__)
+bool multiplies_tiles() { return tile_permission().has_tiles && tile_permission().error == 0; }
 #endif
+
+int tiles_refused() { return tile_permission().error; }
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -463,6 +472,8 @@ NB_MODULE(_kernels, m) {
   m.doc() = "Compiled CPU kernels of octavo.";
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
+  m.def("tiles_refused", &octavo::tiles_refused,
+        "The errno with which the system refused AMX to this process; 0: it did not, or the processor has none.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
   m.def("xxh64", &octavo::xxh64, Released());
   m.def("rejection_sample", &octavo::rejection_sample, nb::call_guard<nb::gil_scoped_release>());

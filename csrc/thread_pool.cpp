@@ -83,12 +83,22 @@ class Buffer {
 }  // namespace
 
 struct ThreadPool::State {
-  State(int num_threads, const std::vector<int>& cpus)
-      : num_threads(num_threads), local(static_cast<size_t>(num_threads)) {
-    const bool is_pinned = cpus.size() == static_cast<size_t>(num_threads);
-    for (int i = 1; i < num_threads; ++i) {
-      workers.emplace_back([this, i] { work(i); });
-      if (is_pinned) pin(workers.back(), cpus[static_cast<size_t>(i)]);
+  State(int count, const std::vector<int>& cpus) { start_workers(count, cpus); }
+
+  // Starts all threads but the caller's. Throws `std::system_error` if the system gives none; then no worker runs.
+  void start_workers(int count, const std::vector<int>& cpus) {
+    num_threads.store(count);
+    local = std::vector<Buffer>(static_cast<size_t>(count));
+    stopping.store(false);
+    const bool is_pinned = cpus.size() == static_cast<size_t>(count);
+    try {
+      for (int i = 1; i < count; ++i) {
+        workers.emplace_back([this, i, last = jobs.load()] { work(i, last); });
+        if (is_pinned) pin(workers.back(), cpus[static_cast<size_t>(i)]);
+      }
+    } catch (...) {
+      end_workers();
+      throw;
     }
   }
 
@@ -104,8 +114,7 @@ struct ThreadPool::State {
     workers.clear();
   }
 
-  void work(int thread) {
-    uint64_t seen = 0;
+  void work(int thread, uint64_t seen) {
     while (wait_for_job(seen)) {
       // Entering and closing are ordered: either `run` sees this worker inside and waits for it, or the worker sees the
       // job closed and touches nothing of it. So a short job never waits for a sleeper.
@@ -135,7 +144,7 @@ struct ThreadPool::State {
   }
 
   void take_indices(int thread) {
-    const int64_t first_unclaimed = claims_ahead ? count - num_threads : 0;
+    const int64_t first_unclaimed = claims_ahead ? count - num_threads.load(std::memory_order_relaxed) : 0;
     for (int64_t i = next.fetch_add(1); i < count;) {
       const bool claims = i < first_unclaimed;
       const int64_t following = claims ? next.fetch_add(1) : count;
@@ -171,7 +180,7 @@ struct ThreadPool::State {
     }
   }
 
-  const int num_threads;
+  std::atomic<int> num_threads{1};  // changes only while `session_mutex` is held
   const int generation = fork_generation.load(std::memory_order_relaxed);
   std::mutex session_mutex;
   std::vector<std::thread> workers;
@@ -210,26 +219,29 @@ ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : cpus_(std::move
 }
 
 ThreadPool::~ThreadPool() {
-  if (state_->generation == fork_generation.load()) delete state_;  // else its threads live in the parent
+  State* state = state_.load();
+  if (state->generation == fork_generation.load()) delete state;  // else its threads live in the parent
 }
 
 // The state of this process. That of a parent is left as it is: its threads do not exist here, its locks may be held.
 ThreadPool::State& ThreadPool::current_state() {
-  if (state_->generation != fork_generation.load(std::memory_order_relaxed)) state_ = new State(state_->num_threads, cpus_);
-  return *state_;
+  State* state = state_.load();
+  while (state->generation != fork_generation.load(std::memory_order_relaxed)) {
+    auto own = std::make_unique<State>(state->num_threads.load(), cpus_);
+    if (state_.compare_exchange_strong(state, own.get())) return *own.release();  // else another thread was first
+  }
+  return *state;
 }
 
-int ThreadPool::num_threads() const { return state_->num_threads; }
+int ThreadPool::num_threads() const { return state_.load()->num_threads.load(std::memory_order_relaxed); }
 
 void ThreadPool::set_num_threads(int num_threads) {
   checked_size(num_threads);
-  State& old = current_state();
-  {
-    std::lock_guard<std::mutex> lock(old.session_mutex);
-    if (num_threads == old.num_threads) return;
-    state_ = new State(num_threads, cpus_);
-  }
-  delete &old;
+  State& state = current_state();
+  std::lock_guard<std::mutex> lock(state.session_mutex);
+  if (num_threads == state.num_threads.load()) return;
+  state.end_workers();
+  state.start_workers(num_threads, cpus_);
 }
 
 void ThreadPool::shutdown() {
@@ -239,16 +251,16 @@ void ThreadPool::shutdown() {
 }
 
 void ThreadPool::run(int64_t count, Body body, void* context, bool claims_ahead) {
-  state_->run(count, body, context, claims_ahead);
+  state_.load()->run(count, body, context, claims_ahead);
 }
 
-void* ThreadPool::shared(size_t bytes) { return state_->shared.reserve(bytes); }
+void* ThreadPool::shared(size_t bytes) { return state_.load()->shared.reserve(bytes); }
 
 void ThreadPool::reserve_local(size_t bytes) {
-  for (auto& buffer : state_->local) buffer.reserve(bytes);
+  for (auto& buffer : state_.load()->local) buffer.reserve(bytes);
 }
 
-void* ThreadPool::local(int thread) { return state_->local[static_cast<size_t>(thread)].get(); }
+void* ThreadPool::local(int thread) { return state_.load()->local[static_cast<size_t>(thread)].get(); }
 
 ThreadPool::Session::Session(ThreadPool& pool) : lock_(pool.current_state().session_mutex) {}
 

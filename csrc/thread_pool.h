@@ -5,6 +5,7 @@
 // gap between two kernels of one step, and then sleep. After fork() a child starts its own workers at first use.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,7 +59,7 @@ class ThreadPool {
   State& current_state();
 
   const std::vector<int> cpus_;
-  State* state_;
+  std::atomic<State*> state_;
 };
 
 }  // namespace octavo

@@ -18,6 +18,7 @@ from octavo.config import (
     AdmissionRule,
     BatchingMode,
     EngineConfig,
+    cache_directory,
     kernels_required,
     kv_secret_from_environment,
 )
@@ -39,6 +40,7 @@ from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
+from octavo.worker.kept_fingerprints import KeptFingerprints, describe_installation, describe_model
 from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.local_executor import LocalExecutor
 from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from octavo.config import DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
+    from octavo.data.fingerprint import EngineFingerprint
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.tiers import TieredStore
@@ -128,13 +131,15 @@ def build_core(
     )
     if reading is not None:
         reading.result()
+    fingerprint = _take_fingerprint(config, served, worker, dtype)
     kv_cache, block_size = worker.kv_cache, config.cache.block_size
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
     direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
-    cache_keys = _cache_keys(config, worker, dtype, identity)
-    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct, cache_keys)
-    _log_capacity(worker, capacity)
+    cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
+    capacity = _capacity(
+        worker, scheduler_config, speculative_config, config.kv_transfer, direct, cache_keys, fingerprint
+    )
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, worker, store)
@@ -154,7 +159,8 @@ def build_core(
         cache_keys=cache_keys,
         connector=connector,
     )
-    return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+    journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
+    return EngineCore(journaled, executor, metrics, recent, capacity)
 
 
 def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
@@ -201,10 +207,49 @@ def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
-def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None) -> tuple[str, ...]:
+def _take_fingerprint(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> EngineFingerprint:
+    """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
+
+    Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
+    Raises `FingerprintError`.
+    """
+    fingerprint = worker.take_fingerprint()
+    logger.info("fingerprint: %s", fingerprint.summary)
+    if not config.model.packed_cache_bytes or not fingerprint.logits:
+        return fingerprint
+    try:
+        kept, engine = (
+            KeptFingerprints(cache_directory() / "fingerprints"),
+            _describe_engine(config, served, worker, dtype),
+        )
+    except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
+        logger.warning("the fingerprint of this start cannot be compared: %s", error)
+        return fingerprint
+    kept.check(engine, fingerprint)
+    return fingerprint
+
+
+def _describe_engine(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> dict[str, Any]:
+    """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
+    model, draft = config.model, None if worker.draft is None else worker.draft.checkpoint
+    seed = model.seed if model.load_format == "dummy" else None
+    return {
+        "model": describe_model(served.checkpoint.weights, served.architecture, seed),
+        "draft": None if draft is None else describe_model(draft.weights, draft.architecture, seed),
+        "formats": [dtype, worker.dtype, worker.kv_dtype, model.quantization, model.group_size],
+        "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
+        "kernels": [worker.kernels.identity, worker.kernels.layout],
+        "lengths": [served.max_model_len, worker.num_warm_up_tokens],
+        **describe_installation(),
+    }
+
+
+def _cache_keys(
+    config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
+) -> tuple[str, ...]:
     """Return all that the KV of a token depends on besides the tokens before it.
 
-    identity: of the weights; None where what is computed here stays here, so that nothing is of other weights.
+    identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
     """
     model, cache = config.model, config.cache
     keys = [
@@ -218,6 +263,7 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
         machine = torch.cuda.get_device_name(worker.device) if on_cuda else torch.backends.cpu.get_cpu_capability()
         versions = f"octavo {__version__}, torch {torch.__version__} on {machine}"
         keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
+        keys.append(f"fingerprint:{fingerprint.kv_identity}")
     return tuple(keys)
 
 
@@ -248,9 +294,10 @@ def _capacity(
     kv_transfer: KVTransferConfig,
     direct: MooncakeConnector | None,
     cache_keys: tuple[str, ...],
+    fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
-    """Return what there is room for."""
-    return EngineCapacity.of(
+    """Return what there is room for, and log it."""
+    capacity = EngineCapacity.of(
         scheduler_config,
         worker.cache_config,
         num_blocks=worker.kv_cache.num_blocks,
@@ -263,7 +310,10 @@ def _capacity(
         role=kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
         kv_format=None if kv_transfer.role == "both" else _kv_format(cache_keys),
+        fingerprint=fingerprint,
     )
+    _log_capacity(worker, capacity)
+    return capacity
 
 
 def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
@@ -277,13 +327,18 @@ def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
 
 
 def _recorded(
-    scheduler: Scheduler, clock: RecordedClock, path: Path | None, store: RecordedConnector | None
+    scheduler: Scheduler,
+    clock: RecordedClock,
+    path: Path | None,
+    store: RecordedConnector | None,
+    fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
     """Let a journal be written where one is asked for."""
     if path is None:
         return scheduler
     try:
-        return RecordingScheduler(scheduler, clock, path, describe(scheduler), store)
+        header = describe(scheduler, fingerprint=fingerprint.to_json())
+        return RecordingScheduler(scheduler, clock, path, header, store)
     except OSError as error:
         raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from None
 

@@ -10,6 +10,7 @@
     └── EngineError      the engine could not do its work
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
         ├── RequestFailedError   what was done for one request alone failed: it ends, and names itself; the others go on
+        ├── FingerprintError   the engine computes other numbers than an earlier start of the same one
         ├── DeadlineError    the request's time was over before it was done
         └── EngineDeadError  the engine has stopped; nothing can be added any more
             └── EngineRestartingError    its process ended, and another one is being started
@@ -81,6 +82,10 @@ class ExecutionError(EngineError):
 
 class RequestFailedError(EngineError):
     """Something failed that was done for one request alone, by a fault of octavo's or of a library's; names its id."""
+
+
+class FingerprintError(EngineError):
+    """An engine that starts computes other numbers than an earlier start with the same model, kernels and processor."""
 
 
 class DeadlineError(EngineError):

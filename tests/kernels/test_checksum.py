@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels_available import COMPILED
 
-from octavo.kernels.checksum import xxh64
+from octavo.kernels.checksum import digest, xxh64
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="octavo was installed without compiled kernels")
 MASK = (1 << 64) - 1
@@ -72,3 +72,25 @@ def test_every_length():
     for size in (*range(100), 1000, 4099):
         content, seed = rng.randbytes(size), rng.getrandbits(64)
         assert checksum(content, seed) == specified(content, seed), size
+
+
+def test_digest_reads_every_byte_and_the_order_and_size_of_tensors():
+    tensors = [torch.arange(100, dtype=torch.uint8), torch.arange(9.0), torch.zeros(0)]
+    whole = digest(tensors)
+    assert len(whole) == 16
+    assert whole == digest(tensors, num_threads=3) == digest(iter(tensors))
+    assert whole != digest([tensors[1], tensors[0]])
+    assert digest([torch.zeros(8)]) != digest([torch.zeros(4), torch.zeros(4)])
+    for tensor in tensors[:2]:
+        for place in range(tensor.nbytes):
+            tensor.view(torch.uint8)[place] ^= 128
+            assert digest(tensors) != whole
+            tensor.view(torch.uint8)[place] ^= 128
+
+
+def test_digest_of_large_memory_does_not_depend_on_threads():
+    large = torch.arange((9 << 20) // 4, dtype=torch.int32).view(-1, 256)
+    whole = digest([large])
+    assert whole == digest([large], num_threads=4)
+    large[-1, -1] += 1
+    assert whole != digest([large], num_threads=4)

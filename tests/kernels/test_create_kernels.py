@@ -1,5 +1,6 @@
 """Which backend serves, and that the compiled one is there where it must be."""
 
+import errno
 import importlib.util
 import os
 import subprocess
@@ -141,3 +142,18 @@ def test_kernels_work_in_a_forked_child_and_end_with_the_process():
         [sys.executable, "-c", textwrap.dedent(script)], timeout=60, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EPERM])
+def test_refused_tiles_are_a_warning(monkeypatch, caplog, error):
+    compiled_kernels()
+    from octavo import _kernels
+
+    create_kernels(CPU, num_threads=1)
+    assert "AMX" not in caplog.text
+    monkeypatch.setattr(_kernels, "tiles_refused", lambda: error)
+    monkeypatch.setattr(_kernels, "instruction_sets", lambda: ["portable"])
+    assert create_kernels(CPU, num_threads=1).isa == "portable"
+    assert f"refuses AMX to this process ({os.strerror(error)})" in caplog.text
+    with pytest.raises(ConfigError, match="refuses AMX"):
+        create_kernels(CPU, isa="amx")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernels_available import COMPILED
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from octavo.config import kernels_required
 from octavo.errors import ModelError
@@ -26,6 +27,18 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 BIASED = {"attention_bias": True, "mlp_bias": True}
 # Granite multiplies scores by 1 unless told otherwise: such a softmax picks one token, and rounding another one.
 SCALED = {"GraniteForCausalLM": {"attention_multiplier": 0.25}}
+
+
+class CosineSizes(TorchFunctionMode):
+    """Records how many elements each call of torch's cosine computes."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "cos":
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
 
 
 def load(path, dtype="float32", **options):
@@ -65,6 +78,15 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
         turned = 0 if rope is None else rope.rotary_dim(attentions[0].config.head_dim)
         assert table.nbytes == 64 * turned * 4
     assert model.dtype == activation_dtype(dtype, CPU)
+
+
+def test_first_cosine_is_computed_on_one_thread(tmp_path):
+    """MKL chooses its code at the first call, unlocked: several threads could get the wrong one for a rotary table."""
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
+    with CosineSizes() as cosines:
+        load(path)
+    assert cosines.sizes[0] == 1
+    assert max(cosines.sizes) > 1
 
 
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")

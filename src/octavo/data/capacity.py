@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.data.fingerprint import EngineFingerprint  # noqa: TC001 - msgspec reads this type
+
 if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 
@@ -21,7 +23,8 @@ class EngineCapacity:
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
     hands KV over directly; None: it does not. kv_format: of an engine with such a role, what its KV depends on besides
-    tokens, by name: engines in which it differs cannot use each other's KV.
+    tokens, by name: engines in which it differs cannot use each other's KV. fingerprint: checksums of what the engine
+    computes with.
     """
 
     max_num_seqs: int
@@ -41,6 +44,7 @@ class EngineCapacity:
     role: str = "both"
     kv_transfer_port: int | None = None
     kv_format: dict[str, str] | None = None
+    fingerprint: EngineFingerprint | None = None
 
     @classmethod
     def of(
@@ -58,6 +62,7 @@ class EngineCapacity:
         role: str = "both",
         kv_transfer_port: int | None = None,
         kv_format: dict[str, str] | None = None,
+        fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -81,6 +86,7 @@ class EngineCapacity:
             role=role,
             kv_transfer_port=kv_transfer_port,
             kv_format=kv_format,
+            fingerprint=fingerprint,
         )
 
     @property

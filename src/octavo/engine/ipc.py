@@ -21,6 +21,7 @@ from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
+    FingerprintError,
     ModelError,
     OctavoError,
     PromptTooLongError,
@@ -43,6 +44,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
         GrammarError,
         RequestFailedError,
         EngineDeadError,
+        FingerprintError,
     )
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import warnings
 from typing import TYPE_CHECKING, cast
 
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact", "flashinfer-inexact", "flash-attn-3-inexact")
 
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
@@ -114,6 +117,8 @@ def create_kernels(
         available = instruction_sets() if wants_compiled else ()
         if isa not in available:
             reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
+            if wants_compiled and isa == "amx" and (refusal := _refused_tiles()):
+                reason = refusal
             raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
     if backend in _IN_TRITON:
         return _triton_kernels(device, backend)
@@ -121,6 +126,12 @@ def create_kernels(
         if compiled:
             from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
 
+            if isa == "auto" and (refusal := _refused_tiles()):
+                logger.warning(
+                    "%s; slower kernels serve, whose results differ in their last bits from those of an engine with "
+                    "AMX: such engines share no KV",
+                    refusal,
+                )
             return CpuKernels(cast("Isa", isa), num_threads=num_threads)
         warnings.warn(
             "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and a "
@@ -132,6 +143,22 @@ def create_kernels(
     from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
 
     return ReferenceKernels()
+
+
+def _refused_tiles() -> str:
+    """Return why this process may not use the processor's AMX, and what to do; "" if it may, or if there is none."""
+    if importlib.util.find_spec("octavo._kernels") is None:
+        return ""
+    from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+
+    error = _kernels.tiles_refused()
+    if not error:
+        return ""
+    return (
+        f"the system refuses AMX to this process ({os.strerror(error)}): start again; if that does not help, let a "
+        "sandbox or container allow the system call arch_prctl, and load no library that gives threads small signal "
+        "stacks"
+    )
 
 
 def _triton_kernels(device: torch.device, backend: str) -> Kernels:

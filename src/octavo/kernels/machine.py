@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
 _CPUS = Path("/sys/devices/system/cpu")
 _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
@@ -37,6 +39,29 @@ def usable_cores() -> list[int]:
         siblings = "".join(read_lines(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")).strip()
         cores.setdefault(siblings or str(cpu), cpu)
     return list(cores.values())
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor, as its maker calls it where that is known."""
+    return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
+
+
+def processor_identity() -> list[str]:
+    """Return all that decides which code libraries choose for this processor: its name, its revision, its features."""
+    names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
+    described = _describe_processor()
+    return [processor_name(), *(described[name] for name in names if name in described)]
+
+
+def _describe_processor() -> dict[str, str]:
+    """Return the lines of the first processor of /proc/cpuinfo; none if the system has no such file."""
+    described: dict[str, str] = {}
+    for line in read_lines(_CPU_INFO):
+        name, colon, value = line.partition(":")
+        if not colon:
+            break
+        described[name.strip()] = value.strip()
+    return described
 
 
 def cold_bytes() -> int:

@@ -55,6 +55,7 @@ class ModelContext:
     cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all alike
     query_scale  rope -> float32 [max_model_len] or None, likewise
     linears  all weights that `linear` has handed out
+    norms    all weights that `optional_norm` has handed out
     """
 
     architecture: Architecture
@@ -64,6 +65,7 @@ class ModelContext:
     cos_sin: Callable[[RopeConfig | None, int], Tensor]
     query_scale: Callable[[RopeConfig | None], Tensor | None]
     linears: list[PackedLinear] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
         """Return linear layers fused by rows, and note them."""
@@ -71,8 +73,11 @@ class ModelContext:
         return self.linears[-1]
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
-        """Return the weight of a norm that a layer may have."""
-        return None if declared is None else self.weights.norm(declared)
+        """Return the weight of a norm that a layer may have, and note it."""
+        if declared is None:
+            return None
+        self.norms.append(self.weights.norm(declared))
+        return self.norms[-1]
 
     def rounded(self, value: float) -> float:
         """Return a number as the activations' dtype has it."""
@@ -83,12 +88,12 @@ class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
     Rows of a batch belong to any number of sequences; nothing is padded. `architecture` says what its layers are,
-    `dtype` is that of the activations and of the KV cache. `linears`: all packed weights.
+    `dtype` is that of the activations and of the KV cache. `linears`: all packed weights. `norms`: those of all norms.
     """
 
     __slots__ = (
         "architecture", "dtype", "embed_tokens", "embedding_scale", "first_norm", "kernels", "layers", "linears",
-        "lm_head",
+        "lm_head", "norms",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext) -> None:
@@ -96,7 +101,7 @@ class CausalLM:
         self.kernels = context.kernels
         self.dtype = context.dtype
         self.embedding_scale = context.rounded(context.architecture.embedding_scale)
-        self.linears = context.linears
+        self.linears, self.norms = context.linears, context.norms
         tensors = context.architecture.tensors()
         self.embed_tokens = context.linear(tensors.embedding)
         self.first_norm = context.optional_norm(tensors.layers[0].before_attention)

@@ -19,6 +19,7 @@ from octavo.kernels.quantization import (
     have_one_order,
     quantize_fp8,
 )
+from octavo.kernels.vector_math import start_vector_math
 from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
@@ -91,6 +92,7 @@ def load_model(
             f"quantization fp8 is for kernels triton and reference; kernels {kernels.name} have none: choose int8, "
             "which takes as much memory"
         )
+    start_vector_math()
     source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")

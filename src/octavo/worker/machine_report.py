@@ -11,7 +11,6 @@ import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.machine import cold_bytes, usable_cores
+from octavo.kernels.machine import cold_bytes, processor_name, usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.worker.memory import free_bytes
 
@@ -289,12 +288,3 @@ def _measure(name: str, width: int, depth: int, precision: str, kernels: CpuKern
                 multiply(x)
             times.append((time.perf_counter() - start) / count)
         yield Timing(name, width, depth, precision, rows, statistics.median(times), first.num_bytes)
-
-
-def processor_name() -> str:
-    """Return the name of this machine's processor, as its maker calls it where that is known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -194,6 +194,18 @@ class ModelRunner:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
+    def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
+        """Compute a step of prompts without sampling: return float32 [num_requests, vocab_size] of their last tokens.
+
+        The result lasts until the next step. Every step before must be collected.
+        """
+        with torch.inference_mode():
+            self.copies.begin()
+            self._follow(scheduled)
+            inputs = self.batch.prepare_inputs(scheduled)
+            hidden = self.forward(inputs)
+            return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
+
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
         """Let a token be chosen for every request whose known tokens are all computed now, and one behind each draft.
 

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
-from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.data.fingerprint import EngineFingerprint
 from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
+from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.kv_layout import ROUNDED_KV
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
-from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
 from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
+from octavo.worker.fingerprint import take_fingerprint
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.memory import (
@@ -34,12 +35,14 @@ from octavo.worker.memory import (
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
 from octavo.worker.verification import create_verification
+from octavo.worker.warm_up import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import DecodePlan
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
@@ -52,7 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
-_WARM_UP = "octavo-warm-up"  # the id of its request
 ResultT = TypeVar("ResultT")
 
 
@@ -153,12 +155,29 @@ class Worker:
         self._take_steps_that_fit()
         self.runner = self._make_runner(*self._decide_num_blocks())
         self.kv_cache = self.runner.kv_cache
-        num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
-        self._on_device(lambda: warm_up(self.runner, num_tokens))
+        self._on_device(lambda: warm_up(self.runner, self.num_warm_up_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
                     weakref.finalize(self, Prefault(blocks).stop)
+
+    @property
+    def num_warm_up_tokens(self) -> int:
+        """Tokens of the prompt that is computed at the start: no more than a step, a sequence and the cache hold."""
+        cache = self.kv_cache
+        num_blocks = cache.num_blocks if cache.window is None else cache.num_window_blocks
+        config = self.scheduler_config
+        return min(WARM_UP_TOKENS, config.max_num_batched_tokens, self.max_model_len, num_blocks * cache.block_size)
+
+    def take_fingerprint(self) -> EngineFingerprint:
+        """Return checksums of what this engine computes with; of other backends than the compiled kernels none.
+
+        Those give other last bits with other threads or memory addresses, so that there is nothing to compare.
+        """
+        kernels = self.kernels
+        if not isinstance(kernels, CpuKernels):
+            return EngineFingerprint(kernels.identity, torch.get_num_threads())
+        return self._on_device(lambda: take_fingerprint(self.runner, self.num_warm_up_tokens, kernels.num_threads))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
         """Return the size of the KV cache, and how many blocks host memory has beside it."""
@@ -336,33 +355,3 @@ def _packed_cache(max_bytes: int) -> PackedCache | None:
     except RuntimeError as error:
         logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
         return None
-
-
-def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of so many tokens, or as many as the cache holds, through everything once.
-
-    The blocks it writes belong to nobody: their next owner writes them before it reads.
-    """
-    cache = runner.kv_cache
-    num_blocks = cache.num_blocks if cache.window is None else cache.num_window_blocks
-    blocks = list(range(min(-(-num_tokens // cache.block_size), num_blocks)))
-    count = min(num_tokens, len(blocks) * cache.block_size)
-    prompt = NewRequestData(
-        _WARM_UP,
-        [0] * count,
-        count,
-        SamplingParams(),
-        0,
-        0,
-        frozenset(),
-        block_ids=blocks,
-        num_computed_tokens=0,
-        window_block_ids=[] if cache.window is None else blocks,
-    )
-    empty = CachedRequestData.make_empty()
-    runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
-    if runner.draft_runner is not None:
-        with torch.inference_mode():
-            runner.draft_runner.warm_up(_WARM_UP)
-    # As one that was preempted: what an ended one wrote may be kept for others.
-    runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))

@@ -68,6 +68,7 @@ def model_info(service: Service) -> dict[str, Any]:
 
 def server_info(service: Service) -> dict[str, Any]:
     """Return what gateways ask of a server, and the settings that it was started with."""
+    fingerprint = service.engine.capacity.fingerprint
     return {
         "model_path": service.model_names[0],
         "served_model_name": service.model_names[0],
@@ -79,5 +80,6 @@ def server_info(service: Service) -> dict[str, Any]:
         "context_length": service.model_info.max_model_len,
         "speculative_method": service.engine.capacity.speculative_method,
         "num_speculative_tokens": service.engine.capacity.num_speculative_tokens,
+        "fingerprint": None if fingerprint is None else fingerprint.to_json(),
         "settings": service.settings,
     }

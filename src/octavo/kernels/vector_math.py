@@ -1,0 +1,22 @@
+"""Start torch's vector math library on one thread, before several threads use it for the first time."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_LOCK = threading.Lock()
+
+
+def start_vector_math() -> None:
+    """Let MKL, which torch calls for cosines and other functions, choose its code for this processor.
+
+    MKL makes the choice at its first call, without a lock: `mkl_vml_serv_cpu_detect` stores the number of the
+    processor and then replaces it with an index into its table of kernels. A second thread that reads the number
+    between the two stores takes another kernel, on AVX-512 one for AVX2 that has half of the bits (errors up to
+    1.5e-4). If torch makes that first call from several threads, a part of a rotary table can come out wrong, in one
+    process of some thousands, and stay wrong until the process ends. After this call nothing is stored any more.
+    """
+    with _LOCK:
+        torch.ones(1).cos()  # one element: torch computes it on the calling thread

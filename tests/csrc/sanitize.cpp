@@ -1,0 +1,460 @@
+// Runs the thread pool and every kernel on odd shapes, for tools/sanitize.py: built with a sanitizer it shows races, reads and
+// writes past the end of memory, and undefined behaviour. Each result must have the same bits on one thread and on several.
+//
+// Usage: sanitize INSTRUCTION_SET ROUNDS. Writes one line with a hash of all results; exits with 1 if any two differ.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "xxh64.h"
+
+#if defined(OCTAVO_HAS_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace octavo {
+namespace {
+
+constexpr int kThreads = 3;
+
+int num_failures = 0;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "%s\n", what.c_str());
+  ++num_failures;
+}
+
+// Memory of exactly so many bytes, aligned as the kernels ask: a sanitizer sees one byte too many.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes) : size_(static_cast<size_t>(bytes)) {
+    if (posix_memalign(&data_, 64, size_ == 0 ? 1 : size_) != 0) std::abort();
+  }
+  Memory(Memory&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() { std::free(data_); }
+
+  template <class T = void>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  int64_t bytes() const { return static_cast<int64_t>(size_); }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_;
+};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+
+  uint64_t next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return state_;
+  }
+  int64_t below(int64_t count) { return static_cast<int64_t>(next() % static_cast<uint64_t>(count)); }
+  float real() { return static_cast<float>(below(2001) - 1000) / 1000.0f; }
+
+  Memory bytes(int64_t count, uint8_t mask = 255) {
+    Memory memory(count);
+    for (int64_t i = 0; i < count; ++i) memory.as<uint8_t>()[i] = static_cast<uint8_t>(next()) & mask;
+    return memory;
+  }
+  Memory floats(int64_t count) {
+    Memory memory(count * 4);
+    for (int64_t i = 0; i < count; ++i) memory.as<float>()[i] = real();
+    return memory;
+  }
+  // Of float32, bfloat16 or float16.
+  Memory reals(DType type, int64_t count) {
+    if (type == DType::kFloat32) return floats(count);
+    Memory memory(count * 2);
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = real();
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      const uint32_t half = bits == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023);
+      memory.as<uint16_t>()[i] = static_cast<uint16_t>(type == DType::kBFloat16 ? bits >> 16 : half);
+    }
+    return memory;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+struct Blocks {
+  int64_t values, bytes, packed_bytes;
+};
+
+// Of the kinds of blocks, from kQ8_0 on (octavo.kernels.block_weight.BlockKind).
+constexpr Blocks kBlocks[] = {{32, 34, 34},    {32, 18, 18},    {32, 20, 20},    {32, 22, 22}, {32, 24, 24},
+                              {256, 144, 148}, {256, 176, 180}, {256, 210, 210}, {32, 17, 17}};
+
+int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kInt8 ? 1 : 2; }
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Two pools of one and of several threads, and a hash of all results.
+class Run {
+ public:
+  Run(const KernelTable& table, Random& random) : table(table), random(random) {}
+
+  // Calls make(pool, out) with both pools, and expects the same bytes.
+  template <class F>
+  void same(const std::string& what, int64_t out_bytes, const F& make) {
+    const Memory one(out_bytes), many(out_bytes);
+    std::memset(one.as(), 0, static_cast<size_t>(out_bytes));
+    std::memset(many.as(), 0, static_cast<size_t>(out_bytes));
+    {
+      ThreadPool::Session session(alone_);
+      make(alone_, one);
+    }
+    {
+      ThreadPool::Session session(pool_);
+      make(pool_, many);
+    }
+    expect(std::memcmp(one.as(), many.as(), static_cast<size_t>(out_bytes)) == 0, what + " depends on the threads");
+    hash_ = Xxh64::of(one.as<uint8_t>(), out_bytes, hash_);
+  }
+  uint64_t hash() const { return hash_; }
+
+  const KernelTable& table;
+  Random& random;
+
+ private:
+  ThreadPool alone_{1}, pool_{kThreads};
+  uint64_t hash_ = 0;
+};
+
+// A packed weight with everything that its product takes.
+struct Weight {
+  DType type;
+  int64_t n, k;
+  Int4Format int4;
+  Memory packed;
+};
+
+Weight pack(Run& run, DType type, int64_t n, int64_t k, int64_t group_size, bool has_zeros) {
+  Random& random = run.random;
+  const int64_t columns = up(n, kPanelColumns) * kPanelColumns;
+  PackArgs args{nullptr, type, n, k, k, nullptr, nullptr, nullptr, {0, false}, nullptr};
+  int64_t bytes = 0;
+  Memory source(0), scales = random.floats(n), multiples(0), offsets(0);
+  if (type >= DType::kQ8_0) {
+    const Blocks& blocks = kBlocks[static_cast<int>(type) - static_cast<int>(DType::kQ8_0)];
+    args.stride = k / blocks.values * blocks.bytes;
+    source = Memory(random.bytes(n * args.stride, 0x3B));  // half precision scales below 2
+    bytes = columns * k / blocks.values * blocks.packed_bytes;
+  } else if (type == DType::kInt4) {
+    const int64_t groups = up(k, group_size);
+    source = Memory(random.bytes(n * k, 15));
+    multiples = Memory(n * groups * 2);
+    offsets = Memory(has_zeros ? n * groups * 2 : 0);
+    for (int64_t i = 0; i < n * groups; ++i) multiples.as<int16_t>()[i] = static_cast<int16_t>(random.below(128));
+    for (int64_t i = 0; has_zeros && i < n * groups; ++i) {
+      offsets.as<int16_t>()[i] = static_cast<int16_t>((random.below(16) - 8) * multiples.as<int16_t>()[i]);
+    }
+    args.multiples = multiples.as<int16_t>();
+    args.offsets = has_zeros ? offsets.as<int16_t>() : nullptr;
+    args.int4 = {group_size, has_zeros};
+    args.scales = scales.as<float>();
+    bytes = columns * (up(k, 8) * 4 + groups * (has_zeros ? 4 : 2) + 4);
+  } else if (type == DType::kInt8) {
+    source = Memory(random.bytes(n * k, 0x7E));
+    args.scales = scales.as<float>();
+    bytes = columns * (up(k, 4) * 4 + 8);
+  } else {
+    source = Memory(random.reals(type, n * k));
+    const int64_t together = type == DType::kBFloat16 ? 2 : 1;
+    bytes = columns * up(k, together) * together * size_of(type);
+  }
+  args.weight = source.as();
+  Weight weight{type, n, k, args.int4, Memory(bytes)};
+  run.same("pack_weight", bytes, [&](ThreadPool& pool, const Memory& out) {
+    args.packed = out.as();
+    run.table.pack_weight(pool, args);
+    std::memcpy(weight.packed.as(), out.as(), static_cast<size_t>(bytes));
+  });
+  return weight;
+}
+
+void multiply(Run& run, const Weight& weight, DType x_dtype, int64_t rows, bool wide, bool gated) {
+  Random& random = run.random;
+  const int64_t n = weight.n, k = weight.k, stride = k + random.below(2) * 9, columns = up(n, kPanelColumns) * kPanelColumns;
+  const bool is_ordered = weight.type == DType::kInt4 && random.below(2) == 0;
+  const Memory x = random.reals(x_dtype, (rows - 1) * stride + k), bias = random.floats(columns);
+  const Memory order(k * 4);
+  for (int64_t i = 0; i < k; ++i) order.as<int32_t>()[i] = static_cast<int32_t>(k - 1 - i);
+  const DType out_dtype = x_dtype == DType::kFloat32 || wide ? DType::kFloat32 : DType::kBFloat16;
+  const int64_t features = gated ? n / 2 : n;
+  LinearArgs args{x.as(),      x_dtype, stride, rows, weight.packed.as(), weight.type, n, k,
+                  gated || random.below(2) == 0 ? nullptr : bias.as<float>(),
+                  nullptr,     features, out_dtype, gated, Activation::kSilu, weight.int4,
+                  is_ordered ? order.as<int32_t>() : nullptr};
+  run.same("linear of type " + std::to_string(static_cast<int>(weight.type)), rows * features * size_of(out_dtype),
+           [&](ThreadPool& pool, const Memory& out) {
+             args.out = out.as();
+             run.table.linear(pool, args);
+           });
+}
+
+void embed(Run& run, const Weight& weight, DType out_dtype) {
+  Random& random = run.random;
+  const int64_t count = 1 + random.below(9);
+  const Memory ids(count * 8);
+  for (int64_t i = 0; i < count; ++i) ids.as<int64_t>()[i] = random.below(weight.n);
+  EmbeddingArgs args{ids.as<int64_t>(), count, weight.packed.as(), weight.type, weight.n, weight.k, nullptr, out_dtype,
+                     1.5f, weight.int4};
+  run.same("embedding", count * weight.k * size_of(out_dtype), [&](ThreadPool& pool, const Memory& out) {
+    args.out = out.as();
+    run.table.embedding(pool, args);
+  });
+}
+
+void products(Run& run) {
+  constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16};
+  constexpr int64_t kRows[] = {1, 2, 5, 17, 33, 70};
+  for (int type = 0; type <= static_cast<int>(DType::kMXFP4); ++type) {
+    const DType kind = static_cast<DType>(type);
+    const int64_t n = 1 + run.random.below(3) * 32 + run.random.below(40);
+    int64_t k = 1 + run.random.below(300);
+    if (kind >= DType::kQ8_0) k = 256 * (1 + run.random.below(2));
+    if (kind == DType::kInt4 && run.random.below(2) == 0) k = up(k, 32) * 32;
+    const int64_t group_size = k % 32 == 0 && run.random.below(2) == 0 ? 32 : k;
+    const Weight weight = pack(run, kind, n, k, group_size, run.random.below(2) == 0);
+    const Weight halves = pack(run, kind, 128, k, group_size, false);
+    for (const DType x_dtype : kFloats) {
+      if (kind == DType::kBFloat16 && x_dtype == DType::kFloat32) continue;
+      if ((kind == DType::kFloat32 || kind == DType::kFloat16) && x_dtype == DType::kBFloat16) continue;
+      embed(run, weight, x_dtype);
+      for (const int64_t rows : kRows) {
+        multiply(run, weight, x_dtype, rows, run.random.below(2) == 0, false);
+        if (run.table.fuses_gate(x_dtype, kind, 128)) multiply(run, halves, x_dtype, rows, false, true);
+      }
+    }
+  }
+}
+
+void round_weights(Run& run) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const int64_t group_size : {int64_t{0}, int64_t{32}}) {
+      const int64_t n = 1 + run.random.below(40), k = group_size == 0 ? 1 + run.random.below(300) : 32 * (1 + run.random.below(9));
+      const int64_t groups = group_size == 0 ? 1 : k / group_size, stride = k + 3, scale_bytes = group_size == 0 ? 4 : 2;
+      const Memory weight = run.random.reals(type, (n - 1) * stride + k);
+      const int64_t values = up(n * k, 64) * 64, scales = up(n * groups * scale_bytes, 64) * 64;
+      run.same("round_weight", values + scales + n * groups * 2, [&](ThreadPool& pool, const Memory& out) {
+        auto* at = out.as<char>();
+        run.table.round_weight(pool, {weight.as(), type, n, k, stride, group_size, at, at + values,
+                                      group_size == 0 ? nullptr : at + values + scales});
+      });
+    }
+  }
+}
+
+void elementwise(Run& run) {
+  Random& random = run.random;
+  for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+    const int64_t rows = 1 + random.below(60), size = 1 + random.below(200), item = size_of(type);
+    const Memory x = random.reals(type, rows * size), weight = random.reals(type, size), before = random.reals(type, rows * size);
+    const int64_t bytes = rows * size * item;
+    run.same("rms_norm", 2 * bytes, [&](ThreadPool& pool, const Memory& out) {
+      auto* residual = out.as<char>() + bytes;
+      std::memcpy(residual, before.as(), static_cast<size_t>(bytes));
+      run.table.rms_norm(pool, {x.as(), residual, weight.as(), type, out.as(), type, rows, size, 1e-6f, 0.5f, 1, size});
+    });
+    run.same("add", bytes, [&](ThreadPool& pool, const Memory& out) {
+      std::memcpy(out.as(), before.as(), static_cast<size_t>(bytes));
+      run.table.add(pool, {x.as(), out.as(), type, rows, size, 0.5f});
+    });
+    const Memory gate_up = random.reals(type, rows * 2 * size);
+    for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
+      run.same("gate", bytes, [&](ThreadPool& pool, const Memory& out) {
+        run.table.gate(pool, {gate_up.as(), out.as(), size, type, rows, size, activation});
+      });
+    }
+    const int64_t count = 1 + random.below(rows);
+    const Memory taken(count * 8);
+    for (int64_t i = 0; i < count; ++i) taken.as<int64_t>()[i] = random.below(rows);
+    run.same("take_rows", count * size * item, [&](ThreadPool& pool, const Memory& out) {
+      run.table.take_rows(pool, {x.as(), size * item, taken.as<int64_t>(), count, size * item, out.as()});
+    });
+  }
+  const int64_t count = 1 + random.below(5000);
+  const Memory logits = random.floats(count);
+  run.same("soft_cap and divide", count * 4, [&](ThreadPool& pool, const Memory& out) {
+    std::memcpy(out.as(), logits.as(), static_cast<size_t>(count * 4));
+    run.table.soft_cap(pool, out.as<float>(), count, 2.0f);
+    run.table.divide(pool, out.as<float>(), count, 3.0f);
+  });
+  run.same("gumbel_noise", count * 4, [&](ThreadPool&, const Memory& out) {
+    run.table.gumbel_noise(5, 6, 7, 3, count, out.as<float>());
+  });
+}
+
+// New tokens of some sequences over a paged cache: queries are rotated, keys and values written, and all attended to.
+void attend(Run& run, DType type, DType kv_dtype, int64_t dim, bool interleaved) {
+  Random& random = run.random;
+  constexpr int64_t kKvHeads = 2, kHeads = 6, kBlockSize = 16;
+  const int64_t num_seqs = 1 + random.below(4), size = (kHeads + 2 * kKvHeads) * dim;
+  const int64_t most_blocks = 80;
+  const Memory query_start((num_seqs + 1) * 4), tables(num_seqs * most_blocks * 4);
+  std::vector<int64_t> positions, slots;
+  int32_t next_block = 0;
+  query_start.as<int32_t>()[0] = 0;
+  for (int64_t sequence = 0; sequence < num_seqs; ++sequence) {
+    const int64_t known = random.below(3) == 0 ? 1030 : random.below(70), tokens = 1 + random.below(30);
+    int32_t* table = tables.as<int32_t>() + sequence * most_blocks;
+    for (int64_t i = 0; i < most_blocks; ++i) table[i] = i < up(known + tokens, kBlockSize) ? next_block++ : -1;
+    for (int64_t position = known; position < known + tokens; ++position) {
+      positions.push_back(position);
+      slots.push_back(table[position / kBlockSize] * kBlockSize + position % kBlockSize);
+    }
+    query_start.as<int32_t>()[sequence + 1] = static_cast<int32_t>(positions.size());
+  }
+  const auto tokens = static_cast<int64_t>(positions.size());
+  const bool is_rounded = kv_dtype == DType::kInt8;
+  const int64_t head_size = kBlockSize * (is_rounded ? dim + 4 : dim), block_size = kKvHeads * head_size;
+  const int64_t cache_bytes = next_block * block_size * size_of(kv_dtype);
+  Memory keys = is_rounded ? random.bytes(cache_bytes, 0x3B) : random.reals(kv_dtype, cache_bytes / size_of(kv_dtype));
+  Memory values = is_rounded ? random.bytes(cache_bytes, 0x3B) : random.reals(kv_dtype, cache_bytes / size_of(kv_dtype));
+  const Memory qkv = random.reals(type, tokens * size), cos_sin = random.floats(1100 * dim);
+  const int64_t q_bytes = tokens * size * size_of(type), out_bytes = tokens * kHeads * dim * size_of(type);
+  const auto head = [&](char* q, int64_t index) { return q + index * dim * size_of(type); };
+  for (const int64_t window : {int64_t{0}, int64_t{37}}) {
+    run.same("attention", out_bytes + q_bytes, [&](ThreadPool& pool, const Memory& out) {
+      char* q = out.as<char>() + out_bytes;
+      std::memcpy(q, qkv.as(), static_cast<size_t>(q_bytes));
+      const int64_t strides[] = {size, dim}, cache_strides[] = {block_size, head_size};
+      RopeArgs rope{q, head(q, kHeads), head(q, kHeads + kKvHeads), {strides[0], strides[1]}, {strides[0], strides[1]},
+                    {strides[0], strides[1]}, cos_sin.as<float>(), nullptr, positions.data(), slots.data(), keys.as(),
+                    values.as(), {cache_strides[0], cache_strides[1]}, {cache_strides[0], cache_strides[1]}, kv_dtype, type,
+                    tokens, kHeads, kKvHeads, dim, dim / 2, interleaved, kBlockSize};
+      run.table.rope_and_write_kv(pool, rope);
+      AttentionArgs attention{q, {strides[0], strides[1]}, keys.as(), values.as(), {cache_strides[0], cache_strides[1]},
+                              {cache_strides[0], cache_strides[1]}, kv_dtype, out.as(), kHeads * dim, type,
+                              query_start.as<int32_t>(), tables.as<int32_t>(), most_blocks, positions.data(), num_seqs,
+                              kHeads, kKvHeads, dim, kBlockSize, 0.25f, window, window == 0 ? 0.0f : 5.0f};
+      run.table.paged_attention(pool, attention);
+    });
+  }
+}
+
+void attention(Run& run) {
+  for (const int64_t dim : {int64_t{16}, int64_t{40}, int64_t{64}, int64_t{128}}) {
+    attend(run, DType::kFloat32, DType::kFloat32, dim, false);
+    attend(run, DType::kBFloat16, DType::kBFloat16, dim, true);
+    attend(run, DType::kBFloat16, DType::kInt8, dim, false);
+    attend(run, DType::kFloat32, DType::kInt8, dim, true);
+  }
+}
+
+void sampling(Run& run) {
+  Random& random = run.random;
+  const int64_t rows = 1 + random.below(7), vocab = 1 + random.below(9000), k = 1 + random.below(vocab < 50 ? vocab : 50);
+  const Memory logits = random.floats(rows * vocab), temperature(rows * 4), top_k(rows * 4), top_p(rows * 4), min_p(rows * 4),
+               seed(rows * 8), index(rows * 4), position(rows * 4);
+  for (int64_t row = 0; row < rows; ++row) {
+    temperature.as<float>()[row] = static_cast<float>(random.below(3)) * 0.7f;
+    top_k.as<int32_t>()[row] = random.below(2) == 0 ? static_cast<int32_t>(vocab) : static_cast<int32_t>(1 + random.below(vocab));
+    top_p.as<float>()[row] = random.below(2) == 0 ? 1.0f : 0.7f;
+    min_p.as<float>()[row] = random.below(2) == 0 ? 0.0f : 0.1f;
+    seed.as<int64_t>()[row] = static_cast<int64_t>(random.next() >> 1);
+    index.as<int32_t>()[row] = position.as<int32_t>()[row] = static_cast<int32_t>(row);
+  }
+  run.same("sample", rows * 8, [&](ThreadPool& pool, const Memory& out) {
+    run.table.sample(pool, {logits.as<float>(), rows, vocab, temperature.as<float>(), top_k.as<int32_t>(), top_p.as<float>(),
+                            min_p.as<float>(), seed.as<int64_t>(), index.as<int32_t>(), position.as<int32_t>(), out.as<int64_t>()});
+  });
+  run.same("top_tokens", rows * k * 16, [&](ThreadPool& pool, const Memory& out) {
+    run.table.top_tokens(pool, logits.as<float>(), rows, vocab, k, out.as<float>(), reinterpret_cast<int64_t*>(out.as<char>() + rows * k * 8));
+  });
+}
+
+// Callers on several threads share a pool while its size changes; each job's indices are all computed exactly once.
+void share_pool(int rounds) {
+  ThreadPool pool(kThreads);
+  std::atomic<bool> is_over{false};
+  const auto call = [&](int64_t seed) {
+    for (int round = 0; round < rounds; ++round) {
+      ThreadPool::Session session(pool);
+      const int64_t count = (seed + round) % 40;
+      std::vector<int> counts(static_cast<size_t>(count));  // no atomics: each index has one writer
+      pool.reserve_local(64);
+      std::memset(pool.shared(256), round, 256);
+      pool.run(
+          count, [](void* context, int64_t index, int64_t, int) { ++static_cast<int*>(context)[index]; }, counts.data(),
+          round % 2 == 0);
+      for (const int each : counts) expect(each == 1, "an index was not computed once");
+    }
+  };
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 2; ++i) callers.emplace_back(call, 7 * i);
+  std::thread resizer([&] {
+    for (int i = 0; !is_over.load(); ++i) {
+      pool.set_num_threads(1 + i % 4);
+      expect(pool.num_threads() >= 1, "a pool has no threads");
+      std::this_thread::yield();
+    }
+  });
+  for (auto& caller : callers) caller.join();
+  is_over.store(true);
+  resizer.join();
+  pool.shutdown();
+  call(3);  // on its caller's thread alone
+}
+
+const KernelTable* table_of(const std::string& isa) {
+  if (isa == "portable") return &kPortableKernels;
+#if defined(__x86_64__)
+#if defined(OCTAVO_HAS_AMX)
+  if (isa == "amx") return syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? &kAmxKernels : nullptr;
+#endif
+  if (isa == "avx512_bf16") return &kAvx512Bf16Kernels;
+  if (isa == "avx512_vnni") return &kAvx512VnniKernels;
+  if (isa == "avx512") return &kAvx512Kernels;
+  if (isa == "avx2") return &kAvx2Kernels;
+#endif
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace octavo
+
+int main(int argc, char** argv) {
+  using namespace octavo;
+  if (argc != 3) return 2;
+  const int rounds = std::atoi(argv[2]);
+  share_pool(100 * rounds);
+  uint64_t hash = 0;
+  if (const std::string isa = argv[1]; isa != "none") {
+    const KernelTable* table = table_of(isa);
+    if (table == nullptr) return 2;
+    for (int round = 0; round < rounds; ++round) {
+      Random random(static_cast<uint64_t>(round) + 1);
+      Run run(*table, random);
+      products(run);
+      round_weights(run);
+      elementwise(run);
+      attention(run);
+      sampling(run);
+      hash = Xxh64::of(reinterpret_cast<const uint8_t*>(&hash), sizeof(hash), run.hash());
+    }
+  }
+  std::printf("%s %016llx\n", argv[1], static_cast<unsigned long long>(hash));
+  return num_failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,286 @@
+"""A start that computes other numbers than an earlier one is refused; one that computes the same is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from alone_and_crowd import needs_kernels
+from gguf_files import write_gguf
+
+from octavo import LLM, SamplingParams
+from octavo.build import build_core, build_engine
+from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.data.fingerprint import EngineFingerprint
+from octavo.engine import ipc
+from octavo.errors import FingerprintError
+from octavo.journal.format import read_journal
+from octavo.kernels.checksum import digest
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.models import packed_cache
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.server.api.describing import server_info
+from octavo.worker import kept_fingerprints, worker
+from octavo.worker.kept_fingerprints import KeptFingerprints
+
+ENGINE = {"model": "a", "kernels": "cpu:portable"}
+DRAFT = {"method": "draft_model", "model": "octavo-demo-draft"}
+FOUND = EngineFingerprint("cpu:portable", 2, "1" * 16, "2" * 16, "3" * 16)
+pytestmark = needs_kernels
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    """Give each test a cache directory of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "octavo"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), std=0.1)
+
+
+def start(path, **options):
+    """Start an engine and return its fingerprint."""
+    options = {"skip_tokenizer_init": True, "max_model_len": 96} | options
+    return LLM(str(path), **options).llm_engine.capacity.fingerprint
+
+
+def flip_a_bit(data):
+    """Change one bit in the middle of a tensor's memory."""
+    data.view(-1).view(torch.uint8)[data.nbytes // 2] ^= 4
+
+
+def unchecked(reading):
+    """Return a tensor of a kept file whatever its checksum is."""
+    for task in reading.tasks:
+        task.result()
+    return reading.data
+
+
+def break_loading(monkeypatch, breaks):
+    """Let breaks(model) change each model in memory after it was loaded."""
+    load = worker.load_model
+
+    def load_broken(*args, **options):
+        model = load(*args, **options)
+        breaks(model)
+        return model
+
+    monkeypatch.setattr(worker, "load_model", load_broken)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"load_format": "dummy"},
+        {"speculative_config": DRAFT},
+    ],
+)
+def test_every_start_has_the_same_fingerprint(checkpoint, options):
+    path = "octavo-demo" if "speculative_config" in options else checkpoint
+    made = [start(path, **options) for _ in range(2)]
+    assert made[0] == made[1]
+    assert all((made[0].weights, made[0].tables, made[0].logits))
+    assert bool(made[0].draft) == ("speculative_config" in options)
+
+
+def test_threads_and_steps_do_not_change_the_fingerprint(checkpoint, cache_home):
+    first = start(checkpoint, num_threads=1)
+    second = start(checkpoint, num_threads=3, max_num_batched_tokens=64, block_size=32)
+    assert not second.differences(first)
+    assert (first.num_threads, second.num_threads) == (1, 3)
+    assert len(list((cache_home / "fingerprints").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("breaks", "names"),
+    [
+        (lambda model: flip_a_bit(model.layers[1].mlp.down.storage.data), {"weights"}),
+        (lambda model: flip_a_bit(model.norms[-1].fill_(0.5)), {"weights", "logits"}),
+        (lambda model: flip_a_bit(model.layers[0].attention.qkv.bias), {"weights"}),
+        (lambda model: flip_a_bit(model.layers[0].attention.cos_sin), {"tables"}),
+    ],
+)
+def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, breaks, names):
+    start(checkpoint)
+    with monkeypatch.context() as patch:
+        break_loading(patch, breaks)
+        with pytest.raises(FingerprintError, match=r"Start again.*fingerprints/") as caught:
+            start(checkpoint)
+    assert names <= {name for name in ("weights", "tables", "logits") if f"{name} " in str(caught.value)}
+    start(checkpoint)
+
+
+def test_flipped_bit_in_a_draft_model_is_found(monkeypatch):
+    start("octavo-demo", speculative_config=DRAFT)
+    break_loading(monkeypatch, lambda model: len(model.layers) < 3 and flip_a_bit(model.linears[0].storage.data))
+    with pytest.raises(FingerprintError, match="draft "):
+        start("octavo-demo", speculative_config=DRAFT)
+
+
+def test_flipped_bit_in_the_kept_weights_is_found(checkpoint, monkeypatch, caplog, cache_home):
+    """One that the file's own checksum sees is repaired from the checkpoint; one that it does not see is refused."""
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    first = start(checkpoint, quantization="int8")
+    (kept,) = (cache_home / "packed").glob("*.safetensors")
+    whole = kept.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-100] ^= 1
+    kept.write_bytes(damaged)
+    assert start(checkpoint, quantization="int8") == first
+    assert "weights are packed again" in caplog.text
+    kept.write_bytes(damaged)
+    monkeypatch.setattr(packed_cache._TensorBeingRead, "result", unchecked)
+    with pytest.raises(FingerprintError, match=r"weights .*packed"):
+        start(checkpoint, quantization="int8")
+
+
+def test_gguf_file_has_a_fingerprint(checkpoint, tmp_path, monkeypatch):
+    path = write_gguf(checkpoint, tmp_path / "model.gguf")
+    first = start(path)
+    assert start(path) == first
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.norms[0]))
+    with pytest.raises(FingerprintError):
+        start(path)
+
+
+def test_logits_that_are_not_numbers_have_a_fingerprint(checkpoint, monkeypatch):
+    break_loading(monkeypatch, lambda model: model.norms[-1].fill_(torch.nan))
+    first = start(checkpoint)
+    assert first.logits == digest([torch.full((1, 512), torch.nan)])
+    assert start(checkpoint) == first
+
+
+@pytest.mark.parametrize(
+    "changed", [{"quantization": "int8"}, {"max_model_len": 64}, {"dtype": "bfloat16"}, {"isa": "portable"}]
+)
+def test_other_options_are_another_engine(checkpoint, changed):
+    start(checkpoint)
+    start(checkpoint, **changed)
+
+
+def test_replaced_checkpoint_is_another_engine(checkpoint, tmp_path):
+    start(checkpoint)
+    other = write_checkpoint(tmp_path / "other", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
+    shutil.copy(other / "model.safetensors", checkpoint / "model.safetensors")
+    start(checkpoint)
+
+
+def test_checkpoint_that_was_removed_costs_a_warning(checkpoint, monkeypatch, caplog):
+    break_loading(monkeypatch, lambda _model: (checkpoint / "config.json").unlink())
+    assert start(checkpoint).logits
+    assert "cannot be compared" in caplog.text
+
+
+def test_nothing_is_kept_if_nothing_may_be(checkpoint, cache_home):
+    assert start(checkpoint, packed_cache_bytes=0).logits
+    assert not (cache_home / "fingerprints").exists()
+
+
+def test_plain_torch_has_no_checksums(checkpoint, cache_home):
+    assert start(checkpoint, kernels="reference") == EngineFingerprint("reference", torch.get_num_threads())
+    assert not (cache_home / "fingerprints").exists()
+
+
+def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
+    """Whether a store is found by another engine depends on the keys of blocks: a table that differs changes them."""
+    pool, prompt = GlobalKVPool(), list(range(5, 70))
+
+    def loaded(name, max_model_len=96):
+        config = EngineConfig(
+            model=ModelConfig(
+                model=str(checkpoint), skip_tokenizer_init=True, max_model_len=max_model_len, packed_cache_bytes=0
+            ),
+            cache=CacheConfig(num_gpu_blocks=16),
+            scheduler=SchedulerConfig(min_tokens_to_cache=2, kv_lookup_timeout_s=20.0),
+        )
+        engine = build_engine(config, kv_store=lambda block_bytes: MemoryStore(pool, name, block_bytes))
+        engine.add_request("a", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=2, detokenize=False))
+        while engine.has_unfinished_requests() or engine.core.has_work():
+            engine.step()
+        return engine.core.metrics.stats.kv_loads["done"]
+
+    assert loaded("first") == 0
+    assert loaded("same") == 1
+    assert loaded("long", 300) == 0  # with a rotary table of more than 96 rows
+    assert loaded("longer", 500) == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    assert loaded("other") == 0
+
+
+def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=96),
+        cache=CacheConfig(num_gpu_blocks=16),
+        record=tmp_path / "journal",
+    )
+    core = build_core(config)
+    core.scheduler.close()
+    made = core.capacity.fingerprint
+    assert made.weights
+    assert read_journal(tmp_path / "journal")[0]["fingerprint"] == made.to_json()
+    service = SimpleNamespace(
+        engine=SimpleNamespace(capacity=core.capacity),
+        model_names=["a"],
+        model_info=SimpleNamespace(max_model_len=96),
+        settings={},
+    )
+    assert server_info(service)["fingerprint"] == made.to_json()
+    assert ipc.error_of(ipc.failure(FingerprintError("a"))).__class__ is FingerprintError
+    core.executor.shutdown()
+
+
+def test_first_start_is_kept_and_compared(tmp_path):
+    kept = KeptFingerprints(tmp_path / "new")
+    kept.check(ENGINE, FOUND)
+    kept.check(ENGINE, FOUND)
+    kept.check(ENGINE | {"model": "b"}, EngineFingerprint("cpu:portable", 2, "4" * 16))
+    with pytest.raises(FingerprintError) as caught:
+        kept.check(ENGINE, EngineFingerprint("cpu:portable", 2, "1" * 16, "5" * 16, "3" * 16))
+    assert f"tables {'2' * 16} then, {'5' * 16} now" in str(caught.value)
+    assert str(kept.path(ENGINE)) in str(caught.value)
+    kept.path(ENGINE).unlink()  # as the message says
+    kept.check(ENGINE, EngineFingerprint("cpu:portable", 2, "1" * 16, "5" * 16, "3" * 16))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": {}}', b"\xff"])
+def test_damaged_file_is_replaced(tmp_path, caplog, content):
+    kept = KeptFingerprints(tmp_path)
+    kept.path(ENGINE).write_bytes(content)
+    kept.check(ENGINE, FOUND)
+    assert "is damaged" in caplog.text
+    assert json.loads(kept.path(ENGINE).read_text())["fingerprint"]["tables"] == "2" * 16
+
+
+def test_flipped_bit_in_the_kept_fingerprint_is_no_difference(tmp_path, caplog):
+    kept = KeptFingerprints(tmp_path)
+    kept.check(ENGINE, FOUND)
+    kept.path(ENGINE).write_text(kept.path(ENGINE).read_text().replace("2" * 16, "2" * 15 + "3"))
+    kept.check(ENGINE, FOUND)
+    assert "is damaged" in caplog.text
+
+
+def test_directory_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        KeptFingerprints(tmp_path / "file" / "fingerprints").check(ENGINE, FOUND)
+    assert "cannot be compared" in caplog.text
+
+
+def test_oldest_of_many_files_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_fingerprints, "MAX_FILES", 3)
+    kept = KeptFingerprints(tmp_path)
+    for index in range(5):
+        kept.check(ENGINE | {"model": index}, FOUND)
+    assert len(list(Path(tmp_path).iterdir())) == 3
+    assert kept.path(ENGINE | {"model": 4}).exists()
