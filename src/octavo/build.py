@@ -36,6 +36,7 @@ from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
+from octavo.kv_transfer.mooncake_library import check_mooncake
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
@@ -94,6 +95,7 @@ def build_core(
     kv_store(block_bytes) makes a store of KV that is asked before those of the configuration: a `MemoryStore`, say,
     over a pool that several engines of this process share.
     """
+    check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
     architecture = served.architecture

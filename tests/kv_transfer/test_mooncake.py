@@ -320,17 +320,10 @@ def test_other_protocols_and_sizes_are_refused():
         KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
 
 
-def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool, monkeypatch):
-    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: True)
+def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool):
     assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
     store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)
     store.open()
     assert store.save(KEYS, BLOCKS) == len(KEYS)
     assert len(list(pool.iterdir())) == len(KEYS)
     store.close()
-
-
-def test_a_pool_without_the_package_is_refused(monkeypatch):
-    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[mooncake\]'"):
-        create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.errors import ConfigError
 from octavo.kv_transfer.direct_segment import DONOR_AREAS, HEADER_BYTES, RECEIVER_AREAS
 from octavo.kv_transfer.mooncake_client import client_bytes
 
@@ -85,8 +83,6 @@ def create_connector(
     """
     if not config.direct:
         return None
-    if find_spec("mooncake") is None:
-        raise ConfigError("kv_direct needs Mooncake's TransferEngine: pip install 'octavo[mooncake]'")
     from octavo.kv_transfer.direct_donor import DirectDonor  # noqa: PLC0415 - they need msgspec
     from octavo.kv_transfer.direct_receiver import DirectReceiver  # noqa: PLC0415
 
