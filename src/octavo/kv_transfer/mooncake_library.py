@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.config import KVTransferConfig
 
 _LOAD_S = 60.0  # loading takes 0.1 s; a busy machine may need longer
-_MISSING_LIBRARY = re.compile(r"(lib\S+\.so\S*): cannot open shared object file")
+_MISSING_LIBRARY = re.compile(r"(lib[^\s/]+\.so[.\d]*): (?:cannot open shared object file|file too short)")
 _MISSING_PACKAGE = re.compile(r"No module named '?mooncake")
 _DEBIAN_PACKAGES = {
     "libibverbs.so.1": "libibverbs1",
@@ -41,7 +41,13 @@ def _check_module(module: str, field: str) -> None:
     command = [sys.executable, "-c", f"import {module}"]
     try:
         loaded = subprocess.run(  # noqa: S603 - a command of ours
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_LOAD_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LOAD_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{field} needs Mooncake, but {module} did not load within {_LOAD_S:g} s") from None
