@@ -57,7 +57,7 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:
-    return GuardedStore(
+    guard = GuardedStore(
         MooncakeStore.name,
         block_bytes,
         partial(
@@ -68,3 +68,5 @@ def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> Guarde
             segment_bytes=config.mooncake_segment_bytes,
         ),
     )
+    guard.check_when_idle()
+    return guard
