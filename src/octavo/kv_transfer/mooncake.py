@@ -40,10 +40,12 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` where there is none to be had.
 
-    Each block is one object, all of one size: behind a block without its window part come zeros. A block goes into the
-    memory that this engine lends, and only if that is full into memory of others: an engine that leaves then takes
-    with it no block that another engine computed and had room for. The client is a process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
+    Each block is one object, all of one size: behind a block without its window part come zeros. The client is a
+    process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
     also asks for a mark of this store, and where that is gone, nothing counts as known any more.
+
+    A block goes into the memory that this engine lends, and into memory of others only if that is full. So an engine
+    that leaves does not take along blocks that another engine computed and had room for.
     """
 
     name = "mooncake"
