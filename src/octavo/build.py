@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_SHOWN_KEY = 100  # characters
 
 
 def build_engine(
@@ -132,7 +133,14 @@ def build_core(
     kv_cache, block_size = worker.kv_cache, config.cache.block_size
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
-    direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
+    cache_keys = _cache_keys(config, worker, dtype, identity)
+    direct = create_connector(
+        config.kv_transfer,
+        block_bytes=stored_bytes,
+        block_size=block_size,
+        secret=secret,
+        kv_format=_kv_format(cache_keys),
+    )
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
@@ -151,7 +159,7 @@ def build_core(
         num_host_blocks=kv_cache.num_host_blocks,
         num_window_blocks=kv_cache.num_window_blocks,
         window=kv_cache.window or 0,
-        cache_keys=_cache_keys(config, worker, dtype, identity),
+        cache_keys=cache_keys,
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
@@ -219,6 +227,19 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
         versions = f"octavo {__version__}, torch {torch.__version__} on {machine}"
         keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
     return tuple(keys)
+
+
+def _kv_format(cache_keys: tuple[str, ...]) -> dict[str, str]:
+    """Return what cache keys say by name, for a router that pairs engines: those that differ share no KV.
+
+    The secret is left out; long texts, which may be architectures, are hashed.
+    """
+    told = dict(key.split(":", 1) for key in cache_keys)
+    told.pop("secret", None)
+    return {
+        name: text if len(text) <= _SHOWN_KEY else hashlib.sha256(text.encode()).hexdigest()[:16]
+        for name, text in told.items()
+    }
 
 
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from octavo.sampling_params import SamplingParams
 BLOCK_BYTES = 3000
 SIZE = 4
 NUMBERS = itertools.count()
+KV_FORMAT = {"kv": "bfloat16 in blocks of 4", "weights": "bfloat16"}
 
 
 def new_keys(count):
@@ -55,10 +57,12 @@ def room(keys):
 class Sides:
     """A donor and a receiver, with keys that nobody had before for each transfer."""
 
-    def __init__(self, secret="s", secret_there=None):
-        self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret)
+    def __init__(self, secret="s", secret_there=None, kv_format_there=KV_FORMAT):
+        self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret, kv_format=KV_FORMAT)
         there = secret if secret_there is None else secret_there
-        self.receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret=there)
+        self.receiver = DirectReceiver(
+            BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret=there, kv_format=kv_format_there
+        )
 
     def ready(self):
         for side in (self.donor, self.receiver):
@@ -227,9 +231,9 @@ def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
     take, refused = mooncake_client.MooncakeClient._take, set()
 
-    def watched(client):
+    def watched(client, timeout_s):
         try:
-            return take(client)
+            return take(client, timeout_s)
         except mooncake_client.BusyError:
             refused.add(threading.get_ident())
             raise
@@ -238,14 +242,12 @@ def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     pairs = [sides.begin(1) for _ in range(RECEIVER_AREAS + 3)]
     counts = []
     threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
-    with monkeypatch.context() as patched:
-        patched.setattr(mooncake_client, "CALL_S", 0.1)  # for areas alone: nothing is written yet
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 20
-        while len(refused) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 20
+    while len(refused) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert counts == []
     for there, _ in pairs:
         sides.save(there.block_hashes)
@@ -398,7 +400,7 @@ def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
 
     monkeypatch.setattr(Channel, "receive", watched)
     script = Path(__file__).with_name("donor_process.py")
-    command = [sys.executable, str(script), "3", str(BLOCK_BYTES)]
+    command = [sys.executable, str(script), "3", str(BLOCK_BYTES), json.dumps(KV_FORMAT)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         port = int(process.stdout.readline())
         keys = [bytes([index]) * 32 for index in range(5)]
@@ -471,14 +473,14 @@ def connect(donor):
 
 
 def ready_for(keys, block_bytes=BLOCK_BYTES):
-    return direct_messages.ReadyToReceive("t", keys, block_bytes, "127.0.0.1:1", 0, bytes(16))
+    return direct_messages.ReadyToReceive("t", keys, block_bytes, KV_FORMAT, "127.0.0.1:1", 0, bytes(16))
 
 
 @pytest.fixture
 def donor(monkeypatch):
     """One without a TransferEngine: it is not needed before there is something to write."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s")
+    donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     yield donor
     donor.close()
 
@@ -505,7 +507,7 @@ def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
 def test_an_impostor_is_told_nothing(monkeypatch):
     """Not even the keys, nor where it might write."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     ours, theirs = socket.socketpair()
     impostor = Channel(theirs)
     for proof in (b"", bytes(32), direct_messages.proof_of("", "donor", b"n" * 16, b"m" * 16)):
@@ -655,7 +657,7 @@ def test_what_is_being_read_makes_no_way(donor):
 
 def test_a_decode_engine_keeps_nothing(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     keys = new_keys(2)
     assert receiver.lacks(keys) == set()
     assert receiver.save(keys, contents(keys)) == 0
@@ -710,7 +712,7 @@ def test_others_are_told_the_address_by_which_they_come(monkeypatch):
 
 def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": ""}
+    options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": "", "kv_format": KV_FORMAT}
     assert create_connector(KVTransferConfig(), **options) is None
     donor = create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=BLOCK_BYTES), **options)
     receiver = create_connector(KVTransferConfig(role="decode", direct=True), **options)

@@ -76,7 +76,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Begin to listen; return the call that writes objects into the memory of another one, and its own name for that.
+    """Begin to listen; return its calls, one of which writes objects into the memory of another, and its name.
 
     Raises `ImportError` and `OSError` as `open_client` does.
     """
@@ -93,7 +93,11 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
         session, target, count = arguments
         return [engine.transfer_sync_write(session, start, target, count * order.object_bytes)]
 
-    return {"write": write, "close": lambda _, __: []}, f"{order.host}:{engine.get_rpc_port()}"
+    return {
+        "write": write,
+        "ping": lambda _, __: [],
+        "close": lambda _, __: [],
+    }, f"{order.host}:{engine.get_rpc_port()}"
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
