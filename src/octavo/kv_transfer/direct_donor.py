@@ -235,7 +235,7 @@ class DirectDonor:
         channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
         notice = channel.receive(messages.Notice)
         if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
-            raise RefusalError("the decode engine has another OCTAVO_KV_SECRET")
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # strangers are told nothing
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:

@@ -122,9 +122,9 @@ class Area:
 
     def ping(self) -> bool:
         """Return True if the process answers within `PING_S`. An area whose ping is not answered is not free."""
+        self.is_asked, self.asked_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
-            self.is_asked, self.asked_at = True, time.monotonic()
             if self.channel.poll(PING_S):
                 self.answer()
         except (EOFError, OSError):
