@@ -341,7 +341,7 @@ def test_a_block_that_changes_in_shared_memory_after_it_was_copied_is_not_believ
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     [key], generation = new_keys(1), os.urandom(16)
-    right, wrong = memoryview(content(key)), memoryview(bytes(BLOCK_BYTES))
+    right, wrong = memoryview(content(key)), memoryview(b"\xff" * BLOCK_BYTES)
     written = memoryview(bytearray(HEADER_BYTES + BLOCK_BYTES))
     head = direct_messages.header(generation, key, checksum(key, right))
     written[: len(head)] = head
@@ -778,7 +778,7 @@ def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(mon
 
     with silent_source(RECEIVER_AREAS) as (source, asked, are_all_in, held):
         keys_of = [expected(receiver, str(index), source) for index in range(3 * RECEIVER_AREAS)]
-        threads = [threading.Thread(target=load, args=(keys,)) for keys in keys_of]
+        threads = [threading.Thread(target=load, args=(keys,), daemon=True) for keys in keys_of]
         for thread in threads:
             thread.start()
         assert are_all_in.wait(20)
