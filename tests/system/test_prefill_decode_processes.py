@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "1200", "--log-level", "warning")
 DRAWN = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
 TERMINAL_S = 10.0
+NUM_CLIENTS = 48  # more than a decode engine has areas to receive into
 
 
 def prompt_of(name: str, num_times: int = 40) -> str:
@@ -159,6 +160,7 @@ class Asking:
         for thread in self._threads:
             thread.join(90)
         assert len(self.told) == len(self.prompts), "a request has not ended"
+        print("slowest", max(self.seconds), "median", sorted(self.seconds)[len(self.seconds)//2])
         assert max(self.seconds) < TERMINAL_S + 10, "of which the machine may take some"
 
     def were_answered(self, pair: Pair, *, may_be_lost: bool = False) -> None:
@@ -183,7 +185,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(pair: Pair) -> None:
 
 def under_load(pair: Pair, http, name: str, num_begun: int) -> Asking:
     """Ask much, and return when some prompts are under way."""
-    asking, before = Asking(http, 8, name), pair.counts()[1]
+    asking, before = Asking(http, NUM_CLIENTS, name), pair.counts()[1]
     deadline = time.monotonic() + 20
     while pair.counts()[1] - before < num_begun and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -211,6 +213,29 @@ def test_a_prefill_engine_that_is_frozen(pair: Pair) -> None:
         before = pair.counts()[0]
         assert_answered(pair, http, "Thawed")
         assert pair.counts()[0] == before + 1, "it has its part again"
+
+
+def helper_of(server: Served) -> psutil.Process:
+    """Return the process of a server that holds Mooncake."""
+    [helper] = [each for each in family_of(server) if any("mooncake_process" in word for word in each.cmdline())]
+    return helper
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_helper_process_that_is_stopped(pair: Pair, options: tuple[str, ...], side: str) -> None:
+    """An engine goes on answering the other one; only the bytes of blocks do not move."""
+    if "--kv-direct" not in options:
+        pytest.skip("a store has no such process")
+    with pair.routing.http() as http:
+        helper = helper_of(pair.prefill if side == "prefill" else pair.decode)
+        asking = under_load(pair, http, f"stopped {side}", 3)
+        helper.suspend()
+        try:
+            asking.ended()
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                helper.resume()
+        asking.were_answered(pair)
 
 
 def test_a_prefill_engine_that_is_killed(alone: Served, options: tuple[str, ...]) -> None:
