@@ -134,13 +134,8 @@ def build_core(
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
     cache_keys = _cache_keys(config, worker, dtype, identity)
-    direct = create_connector(
-        config.kv_transfer,
-        block_bytes=stored_bytes,
-        block_size=block_size,
-        secret=secret,
-        kv_format=_kv_format(cache_keys),
-    )
+    told = {"block_size": block_size, "secret": secret, "kv_format": _kv_format(cache_keys)}
+    direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, **told)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes

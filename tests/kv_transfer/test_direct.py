@@ -793,6 +793,28 @@ def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(mon
     receiver.close()
 
 
+def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_meanwhile(monkeypatch):
+    """A queue that is asked for a few at a time must not wait for one failure after another."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    params = KVTransferParams("t", source="127.0.0.1:1")
+    waiting, later = (Request(name, [1], SamplingParams(), kv_transfer_params=params) for name in ("waiting", "later"))
+    for request in (waiting, later):
+        request.block_hashes = new_keys(2)
+        request.num_prompt_tokens = 2 * SIZE
+    receiver.request_added(waiting)
+    receiver._note_fault("127.0.0.1:1", "it is silent")
+    receiver.request_added(later)
+    for request in (waiting, later):
+        assert receiver.expect(request)
+    assert receiver.num_matched(waiting.block_hashes) == 0
+    assert receiver.num_matched(later.block_hashes) == 2
+    for request in (waiting, later):
+        receiver.request_finished(request)
+    assert not receiver._added_at
+    receiver.close()
+
+
 def asking(donor, keys):
     """Ask a donor for blocks that it has; return the connection, and the channel on which it answers."""
     connection, channel = connect(donor)

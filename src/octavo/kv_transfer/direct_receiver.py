@@ -36,7 +36,7 @@ _MAX_SOURCES = 256  # whose last failure is remembered
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """What a request gets from a prefill engine. source: its HOST:PORT. since: when it was first expected."""
+    """What a request gets from a prefill engine. source: its HOST:PORT. since: when the request came."""
 
     transfer_id: str
     source: str
@@ -48,8 +48,8 @@ class DirectReceiver:
     """A `KVStore` whose blocks are those that prefill engines compute for requests here; see `MooncakeConnector`.
 
     A source that is gone, silent, wrong or lying costs time: what came whole is returned, nothing is raised for it.
-    After a source has failed, nothing more is waited for that was expected of it before: a request waits for one
-    failure at most, however many requests wait for areas before it.
+    After a source has failed, nothing of it is asked for that belongs to a request that had come before: a request
+    waits for one failure at most, however many others wait for areas or for their turn before it.
     """
 
     name = "direct"
@@ -66,6 +66,7 @@ class DirectReceiver:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
+        self._added_at: dict[str, float] = {}  # when requests came that another engine computes prompts for
         self._failing: set[str] = set()  # sources whose last word was a fault
         self._failed_at: dict[str, float] = {}  # when sources failed last
         self._num_corrupt = 0
@@ -75,11 +76,16 @@ class DirectReceiver:
     # --- what the scheduler tells -------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Nothing to note: it is asked for when it may run."""
+        """Note when a request came; its blocks are asked for when it may run."""
+        if request.expects_kv:
+            with self._lock:
+                self._added_at[request.request_id] = time.monotonic()
 
     def request_finished(self, request: Request) -> None:
         """Expect nothing for it any more."""
         self.forget_expected(request.request_id)
+        with self._lock:
+            self._added_at.pop(request.request_id, None)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Nothing to note: the order comes with the step."""
@@ -96,9 +102,8 @@ class DirectReceiver:
             return False
         keys = request.block_hashes[: request.num_prompt_tokens // self._block_size]
         with self._lock:
-            self._expected[request.request_id] = _Expected(
-                params.transfer_id, params.source, frozenset(keys), time.monotonic()
-            )
+            since = self._added_at.get(request.request_id, time.monotonic())
+            self._expected[request.request_id] = _Expected(params.transfer_id, params.source, frozenset(keys), since)
         return True
 
     def forget_expected(self, request_id: str) -> None:
