@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
+    from octavo.kv_transfer.direct_donor import DirectDonor
+    from octavo.kv_transfer.direct_receiver import DirectReceiver
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.worker.step_modes import StepMode
@@ -132,10 +134,9 @@ def build_core(
         reading.result()
     kv_cache, block_size = worker.kv_cache, config.cache.block_size
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
-    stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
+    stored_bytes = kv_cache.stored_block_bytes
     cache_keys = _cache_keys(config, worker, dtype, identity)
-    told = {"block_size": block_size, "secret": secret, "kv_format": _kv_format(cache_keys)}
-    direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, **told)
+    direct = _create_direct(config, stored_bytes, cache_keys)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
@@ -158,6 +159,19 @@ def build_core(
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _create_direct(
+    config: EngineConfig, block_bytes: int, cache_keys: tuple[str, ...]
+) -> DirectDonor | DirectReceiver | None:
+    """Return this engine's side of direct transfers; None without them."""
+    return create_connector(
+        config.kv_transfer,
+        block_bytes=block_bytes,
+        block_size=config.cache.block_size,
+        secret=kv_secret_from_environment(),
+        kv_format=_kv_format(cache_keys),
+    )
 
 
 def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:

@@ -798,10 +798,10 @@ def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_m
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
     receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     params = KVTransferParams("t", source="127.0.0.1:1")
-    waiting, later = (Request(name, [1], SamplingParams(), kv_transfer_params=params) for name in ("waiting", "later"))
+    prompt = list(range(2 * SIZE + 1))
+    waiting, later = (Request(name, prompt, SamplingParams(), kv_transfer_params=params) for name in ("a", "b"))
     for request in (waiting, later):
         request.block_hashes = new_keys(2)
-        request.num_prompt_tokens = 2 * SIZE
     receiver.request_added(waiting)
     receiver._note_fault("127.0.0.1:1", "it is silent")
     receiver.request_added(later)
