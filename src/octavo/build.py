@@ -132,9 +132,8 @@ def build_core(
     )
     if reading is not None:
         reading.result()
-    kv_cache, block_size = worker.kv_cache, config.cache.block_size
+    kv_cache, block_size, stored_bytes = worker.kv_cache, config.cache.block_size, worker.kv_cache.stored_block_bytes
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
-    stored_bytes = kv_cache.stored_block_bytes
     cache_keys = _cache_keys(config, worker, dtype, identity)
     direct = _create_direct(config, stored_bytes, cache_keys)
     capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
