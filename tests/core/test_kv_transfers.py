@@ -448,9 +448,28 @@ def test_blocks_of_a_request_that_finds_all_room_taken_are_counted(made):
 
 def test_blocks_that_are_being_saved_for_another_request_are_not_dropped(made):
     made.transfers.offer(made.commit("a", 14))
-    same = made.commit("a", 9)
+    same = made.commit("a again", 9)
     made.transfers.request_finished(same)
     assert dropped(made) == []
+    in_part = made.commit("b", 9)
+    made.transfers._saving_in_part.update(in_part.block_hashes)
+    made.transfers.request_finished(in_part)
+    assert dropped(made) == []
+
+
+def test_blocks_that_were_offered_before_are_not_dropped(made):
+    request = made.commit("a", 14)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    made.transfers.end(order.transfer_id, 2)
+    made.transfers.request_finished(request)  # the store says that it wants them all, as it forgets
+    assert dropped(made) == []
+
+
+def test_as_few_blocks_as_may_be_saved_are_counted_when_they_are_dropped(made):
+    made.transfers.offer(made.commit("a", 14))
+    made.transfers.request_finished(made.commit("b", 5))  # a block of four tokens, the fewest
+    assert dropped(made) == [("b", 1)]
 
 
 def test_blocks_that_a_store_does_not_want_or_that_are_too_few_are_not_dropped(made):
