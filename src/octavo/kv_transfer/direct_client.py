@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # behind a process that could not be started
-_GONE_S = 10.0  # a process that does not answer for so long is replaced; requests that waited for it have given up by then
+_GONE_S = 10.0  # a process that does not answer for so long is replaced; nobody waits for it that long
 _ANYBODY = "192.0.2.1:9"  # an address for documentation (RFC 5737), which is on no network of anybody's
 
 
