@@ -13,6 +13,7 @@ import pytest
 from test_exactness import answers, make_requests, needs_kernels
 from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, node, settle
 
+from octavo import LLM, SamplingParams
 from octavo.config import KVTransferConfig
 from octavo.data import events
 from octavo.data.events import EventLog
@@ -178,3 +179,58 @@ def test_options_that_do_not_go_together_are_refused(tmp_path):
         KVTransferConfig(disk_dir=tmp_path / "file")
     with pytest.raises(ConfigError, match="give it so many at least"):
         create_store(KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=100), 2048)
+
+
+IDS = [(7 * index) % 250 + 1 for index in range(480)]
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def offline(directory, checkpoint):
+    return LLM(
+        str(checkpoint),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        num_gpu_blocks_override=512,
+        device="cpu",
+        kv_disk_dir=str(directory),
+        kv_disk_bytes=1 << 28,
+    )
+
+
+def test_generate_saves_what_ends_with_its_last_step(tmp_path, checkpoint):
+    llm = offline(tmp_path / "kv", checkpoint)
+    [answer] = llm.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
+    assert not llm.llm_engine.core.has_work()
+    assert llm.reset_prefix_cache()
+    other = offline(tmp_path / "kv", checkpoint)
+    [again] = other.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
+    assert again.num_cached_tokens == len(IDS) - 1
+    assert again.outputs[0].token_ids == answer.outputs[0].token_ids
+    for each in (llm, other):
+        each.llm_engine.shutdown()
+
+
+def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
+    engine = offline(tmp_path / "kv", checkpoint).llm_engine
+    engine.add_request("r", {"prompt_token_ids": IDS}, ONE_TOKEN)
+    while not any(output.finished for output in engine.step()):
+        pass
+    engine.shutdown()
+    engine.shutdown()
+    other = offline(tmp_path / "kv", checkpoint)
+    [again] = other.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
+    assert again.num_cached_tokens == len(IDS) - 1
+    other.llm_engine.shutdown()
+
+
+def test_reset_prefix_cache_waits_for_saves_of_a_batch_that_failed(tmp_path, checkpoint):
+    llm = offline(tmp_path / "kv", checkpoint)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.llm_engine.generate_batch([{"prompt_token_ids": IDS}], ONE_TOKEN, on_output=interrupt)
+    assert llm.reset_prefix_cache()
+    llm.llm_engine.shutdown()

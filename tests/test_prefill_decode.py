@@ -81,13 +81,13 @@ def test_engines_describe_what_their_kv_depends_on(tmp_path, checkpoint, monkeyp
         return engine.capacity.kv_format
 
     format_of_prefill = described("prefill")
-    assert {"kv", "weights", "kernels", "model", "versions"} == set(format_of_prefill)
+    assert {"kv", "weights", "kernels", "model", "versions", "fingerprint"} == set(format_of_prefill)
     monkeypatch.setenv("OCTAVO_KV_SECRET", "of this fleet")
     assert described("decode") == format_of_prefill
     for others, differs in (
         ({"schedule": replace(SCHEDULES[0], block_size=32)}, {"kv"}),
-        ({"dtype": "bfloat16 with int8 KV"}, {"kv"}),
-        ({"dtype": "int8 with int8 KV"}, {"kv", "weights"}),
+        ({"dtype": "bfloat16 with int8 KV"}, {"kv", "fingerprint"}),
+        ({"dtype": "int8 with int8 KV"}, {"kv", "weights", "fingerprint"}),
     ):
         other = described("decode", **others)
         assert {name for name, text in other.items() if text != format_of_prefill[name]} == differs

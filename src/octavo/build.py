@@ -37,6 +37,7 @@ from octavo.kernels import are_exact, attention_slowness, default_instruction_se
 from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
+from octavo.kv_transfer.mooncake_library import check_mooncake
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from octavo.data.fingerprint import EngineFingerprint
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
+    from octavo.kv_transfer.direct_donor import DirectDonor
+    from octavo.kv_transfer.direct_receiver import DirectReceiver
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.worker.step_modes import StepMode
@@ -98,6 +101,7 @@ def build_core(
     kv_store(block_bytes) makes a store of KV that is asked before those of the configuration: a `MemoryStore`, say,
     over a pool that several engines of this process share.
     """
+    check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
     architecture = served.architecture
@@ -132,20 +136,16 @@ def build_core(
     if reading is not None:
         reading.result()
     fingerprint = _take_fingerprint(config, served, worker, dtype)
-    kv_cache, block_size = worker.kv_cache, config.cache.block_size
+    kv_cache, block_size, stored_bytes = worker.kv_cache, config.cache.block_size, worker.kv_cache.stored_block_bytes
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
-    stored_bytes, secret = kv_cache.stored_block_bytes, kv_secret_from_environment()
-    direct = create_connector(config.kv_transfer, block_bytes=stored_bytes, block_size=block_size, secret=secret)
     cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
-    capacity = _capacity(
-        worker, scheduler_config, speculative_config, config.kv_transfer, direct, cache_keys, fingerprint
-    )
+    direct = _create_direct(config, stored_bytes, cache_keys)
+    capacity = _capacity(worker, scheduler_config, speculative_config, config, direct, cache_keys, fingerprint)
     part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, worker, store)
     connector, recorded = _connect(config, store, executor, direct, kv_cache.window)
-    clock = RecordedClock(time.monotonic)
-    metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
+    clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -161,6 +161,19 @@ def build_core(
     )
     journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
     return EngineCore(journaled, executor, metrics, recent, capacity)
+
+
+def _create_direct(
+    config: EngineConfig, block_bytes: int, cache_keys: tuple[str, ...]
+) -> DirectDonor | DirectReceiver | None:
+    """Return this engine's side of direct transfers; None without them."""
+    return create_connector(
+        config.kv_transfer,
+        block_bytes=block_bytes,
+        block_size=config.cache.block_size,
+        secret=kv_secret_from_environment(),
+        kv_format=_kv_format(cache_keys),
+    )
 
 
 def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
@@ -291,8 +304,8 @@ def _capacity(
     worker: Worker,
     scheduler_config: SchedulerConfig,
     speculative_config: SpeculativeConfig | None,
-    kv_transfer: KVTransferConfig,
-    direct: MooncakeConnector | None,
+    config: EngineConfig,
+    direct: DirectDonor | DirectReceiver | None,
     cache_keys: tuple[str, ...],
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
@@ -307,9 +320,9 @@ def _capacity(
         kv_block_bytes=sum(cache.block_bytes for cache in worker.runner.kv_caches),
         num_window_blocks=worker.kv_cache.num_window_blocks,
         window_block_bytes=worker.kv_cache.window_block_bytes,
-        role=kv_transfer.role,
+        role=config.kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
-        kv_format=None if kv_transfer.role == "both" else _kv_format(cache_keys),
+        kv_format=None if config.kv_transfer.role == "both" else _kv_format(cache_keys),
         fingerprint=fingerprint,
     )
     _log_capacity(worker, capacity)

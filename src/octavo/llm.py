@@ -321,7 +321,8 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV; False while requests are open."""
+        """Forget all cached KV, after saves into stores have ended. Returns False while requests are unfinished."""
+        self.llm_engine.core.finish_transfers()
         return self.llm_engine.core.scheduler.reset_prefix_cache()
 
     def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:

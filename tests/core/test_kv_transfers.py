@@ -425,6 +425,75 @@ def test_what_was_offered_is_not_offered_again_with_what_found_no_room(made):
     assert order.keys == request.block_hashes[2:3]
 
 
+def dropped(made):
+    return [(event.request_id, event.num_blocks) for event in made.log.of_type(events.KVSavesDropped)]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_dropped"), [(14, 1), (18, 2)])
+def test_blocks_that_find_no_room_until_their_request_ends_are_counted(made, num_tokens, num_dropped):
+    request = made.commit("a", num_tokens)
+    made.transfers.offer(request)  # of 16 blocks two may be pinned
+    assert dropped(made) == []
+    made.transfers.request_finished(request)
+    assert dropped(made) == [("a", num_dropped)]
+    assert made.transfers.num_records == 0
+
+
+def test_blocks_of_a_request_that_finds_all_room_taken_are_counted(made):
+    made.transfers.offer(made.commit("a", 14))
+    request = made.commit("b", 10)
+    made.transfers.request_finished(request)
+    assert dropped(made) == [("b", 2)]
+
+
+def test_blocks_that_are_being_saved_for_another_request_are_not_dropped(made):
+    made.transfers.offer(made.commit("a", 14))
+    same = made.commit("a again", 9)
+    made.transfers.request_finished(same)
+    assert dropped(made) == []
+    in_part = made.commit("b", 9)
+    made.transfers._saving_in_part.update(in_part.block_hashes)
+    made.transfers.request_finished(in_part)
+    assert dropped(made) == []
+
+
+def test_blocks_that_were_offered_before_are_not_dropped(made):
+    request = made.commit("a", 14)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    made.transfers.end(order.transfer_id, 2)
+    made.transfers.request_finished(request)  # the store says that it wants them all, as it forgets
+    assert dropped(made) == []
+
+
+def test_as_few_blocks_as_may_be_saved_are_counted_when_they_are_dropped(made):
+    made.transfers.offer(made.commit("a", 14))
+    made.transfers.request_finished(made.commit("b", 5))  # a block of four tokens, the fewest
+    assert dropped(made) == [("b", 1)]
+
+
+def test_blocks_that_a_store_does_not_want_or_that_are_too_few_are_not_dropped(made):
+    made.transfers.offer(made.commit("a", 14))
+    made.transfers.request_finished(made.commit("c", 3))
+    made.store.wants = False
+    made.transfers.request_finished(made.commit("b", 10))
+    short = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    made.store.wants = True
+    short.request_finished(made.commit("d", 8))
+    assert dropped(made) == []
+
+
+def test_blocks_that_find_room_at_the_end_of_their_request_are_not_dropped(made):
+    made.transfers.request_finished(made.commit("a", 10))
+    assert dropped(made) == []
+
+
+def test_a_prompt_for_another_engine_drops_nothing(made):
+    request = made.commit("a", 18, params=KVTransferParams("t", is_prefill=True))
+    made.transfers.request_finished(request)
+    assert dropped(made) == []
+
+
 def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_the_worker_was_told(made):
     request = made.commit("a", 5)
     made.transfers.offer(request)

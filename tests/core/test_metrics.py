@@ -173,3 +173,13 @@ def test_figures_of_drafts_are_those_of_the_steps(make_core):
     stats = stats_of(core)
     assert (stats.drafts.num_drafts, stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens) == (2, 4, 3)
     assert stats.generation_tokens == 1 + 3 + 2 + 1
+
+
+def test_saves_are_counted_by_outcome_and_dropped_blocks_by_number():
+    metrics = EngineMetrics()
+    for outcome in ("done", "expired", "done", "failed"):
+        metrics.emit(events.KVSaveEnded(1, 0.0, 3, 2, outcome, ()))
+    metrics.emit(events.KVSavesDropped(1, 0.0, "r", 5))
+    metrics.emit(events.KVSavesDropped(2, 0.0, "s", 2))
+    assert metrics.stats.kv_saves == {"done": 2, "failed": 1, "expired": 1}
+    assert metrics.stats.kv_dropped_save_blocks == 7

@@ -148,3 +148,16 @@ def test_a_fault_while_something_is_prepared_ends_that_request_alone(
     assert "secret" not in str(error)
     (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "request a failed" in logged.getMessage()
+
+
+@pytest.mark.parametrize(("saving_s", "may_go_on"), [(60.0, True), (-1.0, False)])
+def test_a_server_that_is_told_to_stop_finishes_transfers_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, saving_s: float, may_go_on: bool
+) -> None:
+    monkeypatch.setattr(core_process, "_SAVING_S", saving_s)
+    mail, told = _Mail(), list[bool]()
+    engine = make_engine(FakeExecutor())
+    monkeypatch.setattr(engine.core, "finish_transfers", lambda goes_on: told.append(goes_on()))
+    mail.requests.put(ipc.encode(ipc.Stop()))
+    CoreServer(engine.core, mail, mail, SimpleNamespace(progress=0)).run()  # type: ignore[arg-type]  # stand-ins
+    assert told == [may_go_on]

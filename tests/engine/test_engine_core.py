@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from core.conftest import Core
 
@@ -118,3 +120,64 @@ def test_an_interrupt_while_the_next_step_is_decided_gives_up_the_one_that_is_co
     assert executor.calls == [("submit", 1), ("abandon", 1)]
     assert run(engine) == [("a", (), "error")]
     assert schedule().is_empty
+
+
+class Saving:
+    """A scheduler whose last transfer ends with its third step, and that has open requests for some steps."""
+
+    def __init__(self, num_open_steps=0):
+        self.num_steps, self.num_open_steps = 0, num_open_steps
+        self.in_flight = None
+
+    def has_work(self):
+        return self.num_steps < 3
+
+    def get_num_unfinished_requests(self):
+        return int(self.num_steps < self.num_open_steps)
+
+    def may_look_ahead(self):
+        return False
+
+    def schedule(self):
+        self.num_steps += 1
+        return SimpleNamespace(is_empty=True)
+
+
+def saving_engine(scheduler):
+    engine, _, executor = make_engine(ahead=False)
+    return EngineCore(scheduler, executor, EngineMetrics(), RecentEvents(10), engine.capacity)
+
+
+@pytest.mark.parametrize(("num_open_steps", "num_steps"), [(0, 3), (1, 0)])
+def test_transfers_are_finished_unless_a_request_is_open(num_open_steps, num_steps):
+    scheduler = Saving(num_open_steps)
+    saving_engine(scheduler).finish_transfers()
+    assert scheduler.num_steps == num_steps
+
+
+def test_finishing_transfers_ends_when_its_caller_says_so():
+    scheduler, answers = Saving(), iter([True, False])
+    saving_engine(scheduler).finish_transfers(lambda: next(answers))
+    assert scheduler.num_steps == 1
+
+
+def test_finishing_transfers_ends_with_a_step_that_fails():
+    scheduler = Saving()
+    engine = saving_engine(scheduler)
+
+    def fail():
+        scheduler.num_steps += 1
+        engine.metrics.stats.num_failed_steps += 1
+        return SimpleNamespace(is_empty=True)
+
+    scheduler.schedule = fail
+    engine.finish_transfers()
+    assert scheduler.num_steps == 1
+
+
+def test_news_of_steps_that_finish_transfers_are_delivered_later():
+    engine, core, _ = make_engine(ahead=False)
+    core.add("a", 3, max_tokens=1)
+    engine._undelivered = engine.step()
+    engine.finish_transfers()
+    assert [each.request_id for each in engine.step()] == ["a"]

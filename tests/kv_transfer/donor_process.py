@@ -1,5 +1,6 @@
 """A prefill engine without a model: hands over the first of some blocks, and computes the others for ever."""
 
+import json
 import sys
 import time
 
@@ -10,7 +11,7 @@ from octavo.sampling_params import SamplingParams
 
 if __name__ == "__main__":
     num_blocks, block_bytes = int(sys.argv[1]), int(sys.argv[2])
-    donor = DirectDonor(block_bytes, 64 * block_bytes, protocol="tcp", secret="s")
+    donor = DirectDonor(block_bytes, 64 * block_bytes, protocol="tcp", secret="s", kv_format=json.loads(sys.argv[3]))
     donor.request_added(Request("p", [1], SamplingParams(), kv_transfer_params=KVTransferParams("t", is_prefill=True)))
     keys = [bytes([index]) * 32 for index in range(num_blocks)]
     donor.save(keys, [memoryview(key[:1] * block_bytes) for key in keys])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +13,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,7 +26,7 @@ from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.errors import ConfigError
-from octavo.kv_transfer import direct_client, direct_donor, direct_messages, mooncake_client
+from octavo.kv_transfer import direct_client, direct_donor, direct_messages, direct_receiver, mooncake_client
 from octavo.kv_transfer.direct import NoConnector, create_connector
 from octavo.kv_transfer.direct_donor import DirectDonor
 from octavo.kv_transfer.direct_messages import Channel
@@ -34,6 +38,7 @@ from octavo.sampling_params import SamplingParams
 BLOCK_BYTES = 3000
 SIZE = 4
 NUMBERS = itertools.count()
+KV_FORMAT = {"kv": "bfloat16 in blocks of 4", "weights": "bfloat16"}
 
 
 def new_keys(count):
@@ -55,10 +60,12 @@ def room(keys):
 class Sides:
     """A donor and a receiver, with keys that nobody had before for each transfer."""
 
-    def __init__(self, secret="s", secret_there=None):
-        self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret)
+    def __init__(self, secret="s", secret_there=None, kv_format_there=KV_FORMAT):
+        self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret, kv_format=KV_FORMAT)
         there = secret if secret_there is None else secret_there
-        self.receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret=there)
+        self.receiver = DirectReceiver(
+            BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret=there, kv_format=kv_format_there
+        )
 
     def ready(self):
         for side in (self.donor, self.receiver):
@@ -227,9 +234,9 @@ def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
     take, refused = mooncake_client.MooncakeClient._take, set()
 
-    def watched(client):
+    def watched(client, timeout_s):
         try:
-            return take(client)
+            return take(client, timeout_s)
         except mooncake_client.BusyError:
             refused.add(threading.get_ident())
             raise
@@ -238,14 +245,12 @@ def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
     pairs = [sides.begin(1) for _ in range(RECEIVER_AREAS + 3)]
     counts = []
     threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
-    with monkeypatch.context() as patched:
-        patched.setattr(mooncake_client, "CALL_S", 0.1)  # for areas alone: nothing is written yet
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 20
-        while len(refused) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 20
+    while len(refused) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert counts == []
     for there, _ in pairs:
         sides.save(there.block_hashes)
@@ -331,6 +336,31 @@ def test_what_was_not_saved_under_its_key_is_not_believed(sides, monkeypatch, sp
     sides.donor.request_finished(there)
 
 
+def test_a_block_that_changes_in_shared_memory_after_it_was_copied_is_not_believed(monkeypatch):
+    """A late writer may still write there, so the copy is checked, which nobody else can change."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    [key], generation = new_keys(1), os.urandom(16)
+    right, wrong = memoryview(content(key)), memoryview(b"\xff" * BLOCK_BYTES)
+    written = memoryview(bytearray(HEADER_BYTES + BLOCK_BYTES))
+    head = direct_messages.header(generation, key, checksum(key, right))
+    written[: len(head)] = head
+
+    def take(first, then):
+        def change(key, block):
+            written[HEADER_BYTES:] = then
+            return checksum(key, block)
+
+        written[HEADER_BYTES:] = first
+        monkeypatch.setattr(direct_receiver, "checksum", change)
+        [block] = room([key])
+        return receiver._take(written, generation, key, block), bytes(block)
+
+    assert take(wrong, then=right) == (False, bytes(wrong))
+    assert take(right, then=wrong) == (True, bytes(right))
+    receiver.close()
+
+
 @needs_mooncake
 def test_what_is_said_to_be_written_and_is_not(sides, monkeypatch):
     monkeypatch.setattr(sides.donor, "_write", lambda area, ready, first, count: count)
@@ -383,10 +413,18 @@ def test_an_area_whose_ask_did_not_end_in_order_rests(sides, monkeypatch):
     sides.donor.request_finished(there)
 
 
+@contextmanager
+def ended(process):
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 @needs_mooncake
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
-    """It is waited for once by who loads from it, and once by the next one, as long as a donor may be silent."""
+    """A request waits for it as long as it may be silent; what was expected before that is not asked for again."""
     receive, late = Channel.receive, []
 
     def watched(channel, *kinds_and_seconds):
@@ -398,8 +436,8 @@ def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
 
     monkeypatch.setattr(Channel, "receive", watched)
     script = Path(__file__).with_name("donor_process.py")
-    command = [sys.executable, str(script), "3", str(BLOCK_BYTES)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, str(script), "3", str(BLOCK_BYTES), json.dumps(KV_FORMAT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended(process):
         port = int(process.stdout.readline())
         keys = [bytes([index]) * 32 for index in range(5)]
         params = KVTransferParams("t", source=f"127.0.0.1:{port}")
@@ -420,6 +458,10 @@ def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
         assert sides.receiver.load(keys, blocks) == 3
         assert len(late) == (end is signal.SIGSTOP)
         assert [bytes(block) for block in blocks[:3]] == [key[:1] * BLOCK_BYTES for key in keys[:3]]
+        assert sides.receiver.num_matched(keys) == sides.receiver.load(keys, blocks) == 0
+        assert len(late) == (end is signal.SIGSTOP)
+        sides.receiver.expect(here)
+        assert sides.receiver.num_matched(keys) == 5, "it may be back for a new request"
         assert sides.receiver.load(keys, blocks) == 0
         assert len(late) == 2 * (end is signal.SIGSTOP)
         process.kill()
@@ -446,7 +488,7 @@ def test_processes_that_end_are_started_again(sides):
         os.kill(side._client.process_id, signal.SIGKILL)
         end = time.monotonic() + 20
         while sides.load(here) < 2 and time.monotonic() < end:
-            pass
+            assert sides.receiver.expect(here)  # as a new request does
         assert sides.load(here) == 2
         sides.donor.request_finished(there)
 
@@ -461,6 +503,8 @@ def test_who_does_not_know_the_secret_gets_nothing():
     sides.save(there.block_hashes)
     assert sides.load(here) == 0
     sides.receiver._secret = "one"
+    assert sides.load(here) == 0, "what was expected before the failure is not asked for again"
+    assert sides.receiver.expect(here)
     assert sides.load(here) == 1
     sides.close()
 
@@ -471,14 +515,14 @@ def connect(donor):
 
 
 def ready_for(keys, block_bytes=BLOCK_BYTES):
-    return direct_messages.ReadyToReceive("t", keys, block_bytes, "127.0.0.1:1", 0, bytes(16))
+    return direct_messages.ReadyToReceive("t", keys, block_bytes, KV_FORMAT, "127.0.0.1:1", 0, bytes(16))
 
 
 @pytest.fixture
 def donor(monkeypatch):
     """One without a TransferEngine: it is not needed before there is something to write."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s")
+    donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     yield donor
     donor.close()
 
@@ -505,7 +549,7 @@ def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
 def test_an_impostor_is_told_nothing(monkeypatch):
     """Not even the keys, nor where it might write."""
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     ours, theirs = socket.socketpair()
     impostor = Channel(theirs)
     for proof in (b"", bytes(32), direct_messages.proof_of("", "donor", b"n" * 16, b"m" * 16)):
@@ -532,7 +576,6 @@ def framed(message):
         b"\x03\x00\x00\x00abc",
         b"\x09\x00\x00\x00",
         framed(direct_messages.Beat()),
-        framed(direct_messages.Hello(99, b"n" * 16)),
         framed(direct_messages.Written(1)),
     ],
 )
@@ -550,17 +593,89 @@ def test_strangers_are_sent_away(donor, said):
     other.close()
 
 
-@pytest.mark.parametrize("what", ["another size", "no question"])
-def test_questions_that_cannot_be_answered(donor, what):
-    connection, channel = connect(donor)
+def ask(channel, encoded):
     channel.send(direct_messages.Hello(direct_messages.VERSION, b"n" * 16))
     challenge = channel.receive(direct_messages.Challenge)
-    encoded = direct_messages.encode(ready_for(new_keys(1), BLOCK_BYTES + 1)) if what == "another size" else b"\xc1"
     proof = direct_messages.proof_of("s", "receiver", b"n" * 16, challenge.nonce, encoded)
     channel.send(direct_messages.Notice(encoded, proof))
+
+
+def test_a_question_that_cannot_be_read_is_not_answered(donor):
+    connection, channel = connect(donor)
+    ask(channel, b"\xc1")
     with pytest.raises(OSError, match="broke off"):
         channel.receive(direct_messages.Beat)
     connection.close()
+
+
+def test_another_version_is_refused_with_its_reason(donor, caplog):
+    connection, channel = connect(donor)
+    channel.send(direct_messages.Hello(99, b"n" * 16))
+    reason = r"version of the protocol is '2' in the prefill engine and '99' in the decode engine"
+    with pytest.raises(direct_messages.RefusalError, match=reason):
+        channel.receive(direct_messages.Challenge)
+    assert re.search(reason, caplog.text)
+    connection.close()
+
+
+OTHER_KV = [
+    (
+        {"kv": "int8 in blocks of 4"},
+        0,
+        "kv is 'bfloat16 in blocks of 4' in the prefill engine and 'int8 in blocks of 4'",
+    ),
+    ({"kv": "bfloat16 in blocks of 8"}, 0, "kv is .* and 'bfloat16 in blocks of 8' in the decode engine"),
+    ({"weights": "float32"}, 0, "weights is 'bfloat16' in the prefill engine and 'float32' in the decode engine"),
+    ({"model": "another"}, 0, "model is 'unknown' in the prefill engine and 'another' in the decode engine"),
+    ({}, 1, "size of a block is '3000 bytes' in the prefill engine and '3001 bytes' in the decode engine"),
+]
+
+
+@pytest.mark.parametrize(("other", "more_bytes", "reason"), OTHER_KV)
+def test_a_decode_engine_whose_kv_differs_is_refused_and_both_logs_tell_why(
+    donor, monkeypatch, caplog, other, more_bytes, reason
+):
+    receiver = DirectReceiver(
+        BLOCK_BYTES + more_bytes, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT | other
+    )
+    monkeypatch.setattr(receiver._client, "get", lambda *_: Areas())
+    for _ in range(3):
+        keys = expected(receiver, "r", f"127.0.0.1:{donor.port}")
+        assert receiver.load(keys, room(keys)) == 0
+    told = [record for record in caplog.records if re.search(reason, record.getMessage())]
+    assert sorted(record.name.rpartition("_")[2] for record in told) == ["donor", "receiver"], "each tells it once"
+    assert {record.levelname for record in told} == {"WARNING"}
+    receiver.close()
+
+
+def test_a_reason_in_a_log_is_printable_and_short():
+    ours, theirs = socket.socketpair()
+    Channel(theirs).send(direct_messages.Refused("a\n\x1b[31m" + "b" * 10_000))
+    with pytest.raises(direct_messages.RefusalError) as refusal:
+        Channel(ours).receive(direct_messages.Challenge)
+    text = str(refusal.value)
+    assert text.isprintable()
+    assert len(text) < 600
+    ours.close()
+    theirs.close()
+
+
+class Areas:
+    """A client of Mooncake without a process: so many areas, each for one block."""
+
+    session, is_alive = "127.0.0.1:1", True
+
+    def __init__(self, count=1):
+        self._free = threading.Semaphore(count)
+
+    @contextmanager
+    def area(self, timeout_s):
+        if not self._free.acquire(timeout=timeout_s):
+            raise mooncake_client.BusyError("no area is free")
+        try:
+            yield SimpleNamespace(objects=[None], address=0, rest=lambda: None, ping=lambda: True)
+        finally:
+            self._free.release()
 
 
 def test_so_many_may_ask_at_once(donor, monkeypatch):
@@ -611,6 +726,171 @@ def test_ended_transfers_are_remembered_up_to_a_bound(donor, monkeypatch):
     assert not donor._open
 
 
+# --- what does not go on ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def silent_source(num_asks):
+    """Run a prefill engine that answers no question.
+
+    Yields its address, a list that grows by each question, an event that is set at so many, and the connections.
+    """
+    asked, are_all_in, held = [], threading.Event(), []
+
+    def listen(listener):
+        with suppress(OSError):
+            while True:
+                held.append(listener.accept()[0])
+                asked.append(None)
+                if len(asked) == num_asks:
+                    are_all_in.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=listen, args=(listener,))
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", asked, are_all_in, held
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    for connection in held:
+        connection.close()
+
+
+def expected(receiver, name, source, count=2):
+    """Return the keys of a new request whose blocks come from a source."""
+    params = KVTransferParams("t", source=source)
+    request = Request(name, list(range(SIZE * count + 1)), SamplingParams(), kv_transfer_params=params)
+    request.block_hashes = new_keys(count)
+    assert receiver.expect(request)
+    return request.block_hashes
+
+
+@pytest.mark.parametrize("end", ["silent", "gone"])
+def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(monkeypatch, end):
+    """One failure is enough for all of them: each request after the first sixteen asks nobody."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    monkeypatch.setattr(Channel.receive, "__defaults__", (60.0 if end == "gone" else 1.0,))
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    client, counts = Areas(RECEIVER_AREAS), []
+    monkeypatch.setattr(receiver._client, "get", lambda *_: client)
+
+    def load(keys):
+        counts.append(receiver.load(keys, room(keys)))
+
+    with silent_source(RECEIVER_AREAS) as (source, asked, are_all_in, held):
+        keys_of = [expected(receiver, str(index), source) for index in range(3 * RECEIVER_AREAS)]
+        threads = [threading.Thread(target=load, args=(keys,), daemon=True) for keys in keys_of]
+        for thread in threads:
+            thread.start()
+        assert are_all_in.wait(20)
+        if end == "gone":
+            for connection in held:
+                connection.close()
+        for thread in threads:
+            thread.join(20)
+        assert counts == [0] * len(keys_of)
+        assert len(asked) == RECEIVER_AREAS
+        assert receiver.num_matched(keys_of[-1]) == 0, "nor is what has not been ordered yet"
+    receiver.close()
+
+
+def test_requests_that_wait_for_their_turn_do_not_ask_a_source_that_has_failed_meanwhile(monkeypatch):
+    """A queue that is asked for a few at a time must not wait for one failure after another."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    params = KVTransferParams("t", source="127.0.0.1:1")
+    prompt = list(range(2 * SIZE + 1))
+    waiting, later = (Request(name, prompt, SamplingParams(), kv_transfer_params=params) for name in ("a", "b"))
+    for request in (waiting, later):
+        request.block_hashes = new_keys(2)
+    receiver.request_added(waiting)
+    receiver._note_fault("127.0.0.1:1", "it is silent")
+    receiver.request_added(later)
+    for request in (waiting, later):
+        assert receiver.expect(request)
+    assert receiver.num_matched(waiting.block_hashes) == 0
+    assert receiver.num_matched(later.block_hashes) == 2
+    for request in (waiting, later):
+        receiver.request_finished(request)
+    assert not receiver._added_at
+    receiver.close()
+
+
+def asking(donor, keys):
+    """Ask a donor for blocks that it has; return the connection, and the channel on which it answers."""
+    connection, channel = connect(donor)
+    assert donor.save(keys, contents(keys)) == len(keys)
+    ask(channel, direct_messages.encode(ready_for(keys)))
+    return connection, channel
+
+
+def hear_beats(channel, count):
+    for _ in range(count):
+        channel.receive(direct_messages.Beat)
+
+
+class Busy:
+    """A client of Mooncake that has no free area."""
+
+    @contextmanager
+    def area(self, _timeout_s):
+        raise mooncake_client.BusyError("no area is free")
+        yield
+
+
+@pytest.mark.parametrize("client", [None, Busy()], ids=["not started", "stopped"])
+def test_beats_end_when_blocks_are_ready_and_none_is_written(donor, monkeypatch, caplog, client):
+    monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
+    monkeypatch.setattr(direct_donor, "_STALLED_S", 0.2)
+    monkeypatch.setattr(donor._client, "get", lambda *_: time.sleep(0.01) or client)
+    connection, channel = asking(donor, new_keys(2))
+    with pytest.raises(direct_messages.RefusalError, match=r"has written nothing for 0\.2 s"):
+        hear_beats(channel, 1000)
+    assert "has written nothing" in caplog.text
+    connection.close()
+
+
+def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
+    monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
+    monkeypatch.setattr(direct_donor, "_STALLED_S", 0.2)
+
+    class Writing(Busy):
+        def area(self, timeout_s):
+            donor._written_at = time.monotonic()  # as another connection has done
+            return super().area(timeout_s)
+
+    monkeypatch.setattr(donor._client, "get", lambda *_: Writing())
+    connection, channel = asking(donor, new_keys(1))
+    hear_beats(channel, 30)
+    connection.close()
+
+
+def test_beats_go_on_while_a_prompt_is_computed(donor, monkeypatch):
+    monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
+    monkeypatch.setattr(direct_donor, "_STALLED_S", 0.1)
+    params = KVTransferParams("t", is_prefill=True)
+    donor.request_added(Request("p", [1], SamplingParams(), kv_transfer_params=params))
+    connection, channel = connect(donor)
+    ask(channel, direct_messages.encode(ready_for(new_keys(1))))
+    hear_beats(channel, 20)
+    connection.close()
+
+
+def test_a_ping_that_is_not_answered_keeps_its_area_from_being_used(monkeypatch):
+    monkeypatch.setattr(mooncake_client, "PING_S", 0.05)
+    ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
+    area = mooncake_client.Area(ours, memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES)
+    assert not area.ping()
+    assert json.loads(theirs.recv_bytes()) == ["ping", []]
+    assert not area.is_free(time.monotonic())
+    theirs.send_bytes(b"[]")
+    monkeypatch.setattr(mooncake_client, "REST_S", 0.0)
+    assert area.is_free(time.monotonic())
+    theirs.send_bytes(b"[]")
+    assert area.ping()
+    theirs.close()
+    assert not area.ping()
+
+
 # --- as a store -------------------------------------------------------------------------------------------------------
 
 
@@ -655,7 +935,7 @@ def test_what_is_being_read_makes_no_way(donor):
 
 def test_a_decode_engine_keeps_nothing(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
     keys = new_keys(2)
     assert receiver.lacks(keys) == set()
     assert receiver.save(keys, contents(keys)) == 0
@@ -710,8 +990,7 @@ def test_others_are_told_the_address_by_which_they_come(monkeypatch):
 
 def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
-    monkeypatch.setattr("octavo.kv_transfer.direct.find_spec", lambda _: True)
-    options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": ""}
+    options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": "", "kv_format": KV_FORMAT}
     assert create_connector(KVTransferConfig(), **options) is None
     donor = create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=BLOCK_BYTES), **options)
     receiver = create_connector(KVTransferConfig(role="decode", direct=True), **options)
@@ -722,9 +1001,6 @@ def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
     receiver.close()
     with pytest.raises(ConfigError, match="kv_direct_bytes is 10, but a block takes 3000"):
         create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=10), **options)
-    monkeypatch.setattr("octavo.kv_transfer.direct.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"octavo\[mooncake\]"):
-        create_connector(KVTransferConfig(role="decode", direct=True), **options)
 
 
 def test_messages_are_what_they_say():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kv_transfer.disk_blocks import BLOCK_BYTES, content_of, key_of, keys_from, load, save
 
 from octavo.errors import ConfigError
+from octavo.kv_transfer import disk_directory
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.disk_file import (
     CorruptFileError,
@@ -284,6 +286,50 @@ def test_another_whole_file_in_a_files_place_is_a_miss(directory):
     assert sorted([load(store, keys_from(0, 2)), load(store, keys_from(2, 2))]) == [0, 2]
 
 
+@pytest.fixture
+def duplicates(directory):
+    """A store with two files of the same three blocks, their keys, and the file that it reads first."""
+    keys = keys_from(0, 3)
+    first, second = store_in(directory), store_in(directory)
+    save(first, keys)
+    [old] = files(directory)
+    listed(second)._directory.index.drop(old.name)  # as if both had saved at once
+    second._directory.look = lambda: None
+    save(second, keys)
+    assert len(files(directory)) == 2
+    store = store_in(directory)
+    [first_read] = store._directory.index.files_of(keys)[1]
+    return store, keys, directory / first_read
+
+
+@pytest.mark.parametrize("at", [0, 30, -1])
+def test_a_good_duplicate_is_read_in_place_of_a_corrupt_file(duplicates, at):
+    store, keys, first_read = duplicates
+    tamper(first_read, at)
+    assert load(store, keys) == 3
+    assert (store.num_matched(keys), store.lacks(keys)) == (3, set())
+    assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 3)
+
+
+def test_a_good_duplicate_is_found_when_the_corrupt_file_is_seen_at_the_start(duplicates, directory):
+    _, keys, first_read = duplicates
+    tamper(first_read, 30)
+    assert load(store_in(directory), keys) == 3
+
+
+def test_a_duplicate_stays_when_the_other_file_is_deleted(duplicates):
+    store, keys, first_read = duplicates
+    first_read.unlink()
+    assert load(store, keys) == 3
+    assert store.lacks(keys) == set()
+
+
+def test_forget_deletes_duplicates(duplicates, directory):
+    store, keys, _ = duplicates
+    store.forget(keys[1:2])
+    assert (store.lacks(keys), files(directory)) == (set(keys), [])
+
+
 def test_what_was_set_aside_makes_way_first(directory):
     store = store_in(directory, 2 * ONE)
     save(store, [key_of(0)])
@@ -379,3 +425,61 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(directory):
         assert living.exists()
     assert store_in(directory, 2 * ONE).stats().num_bytes == ONE
     assert not living.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ELOOP, errno.ENXIO])
+def test_a_temporary_file_that_cannot_be_opened_does_not_stop_saving(directory, monkeypatch, number):
+    directory.mkdir()
+    shut = directory / f"{'a' * 32}.tmp"
+    shut.write_bytes(bytes(100))
+    system_open = os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path) == str(shut):
+            raise OSError(number, os.strerror(number))
+        return system_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = store_in(directory)
+    assert save(store, keys_from(0, 2)) == load(store, keys_from(0, 2)) == 2
+    assert store.stats().error == ""
+    assert shut.exists() == (number not in {errno.EACCES, errno.EPERM, errno.EIO})
+
+
+def test_a_temporary_file_of_another_user_that_cannot_be_opened_stays(directory, monkeypatch):
+    directory.mkdir()
+    shut = directory / f"{'a' * 32}.tmp"
+    shut.write_bytes(bytes(100))
+    monkeypatch.setattr(disk_directory, "is_ours", lambda found: found.st_size != 100)
+    system_open = os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path) == str(shut):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return system_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = store_in(directory, ONE)
+    assert save(store, [key_of(0)]) == 1, "it takes none of our room"
+    assert shut.exists()
+
+
+@pytest.mark.parametrize("num_stuck", [1, 3])
+def test_a_file_that_cannot_be_deleted_does_not_stop_saving(directory, monkeypatch, num_stuck):
+    monkeypatch.setattr(disk_directory, "_MAX_STUCK", 2)
+    store = store_in(directory, 4 * ONE)
+    stuck = []
+    for number in range(4):
+        save(store, [key_of(number)])
+        stuck += [path for path in files(directory) if path not in stuck and number < num_stuck]
+    unlink = Path.unlink
+
+    def refuse(path, **options):
+        if path in stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert save(store, [key_of(4)]) == (1 if num_stuck == 1 else 0)
+    assert store.lacks(keys_from(0, num_stuck)) == set()
+    assert bool(store.stats().error) == (num_stuck == 3)

@@ -93,7 +93,7 @@ def test_a_write_that_makes_no_way_is_an_error(directory, monkeypatch):
 
 def test_a_directory_that_is_not_told_to_the_disk_is_an_error(directory, monkeypatch):
     store = store_in(directory)
-    monkeypatch.setattr(store._directory, "_sync", fail(errno.EIO))
+    monkeypatch.setattr(disk_directory, "sync_directory", fail(errno.EIO))
     save(store, [key_of(0)])
     assert (store.stats().num_errors, load(store, [key_of(0)])) == (1, 1)
 

@@ -85,11 +85,11 @@ def test_killed_at_each_point_of_a_save(tmp_path, stop):
             "os.pwritev = lambda fd, views, at: (pwritev(fd, [views[0][:9000]], at), os.kill(os.getpid(), 9))"
         ),
         "synced": "os.fsync = lambda *_: os.kill(os.getpid(), 9)",
-        "renamed": "store._directory._sync = lambda: os.kill(os.getpid(), 9)",
+        "renamed": "disk_directory.sync_directory = lambda _: os.kill(os.getpid(), 9)",
     }
     script = (
         "import os, sys\nfrom pathlib import Path\nfrom kv_transfer.disk_blocks import *\n"
-        "from octavo.kv_transfer.disk import DiskStore\n"
+        "from octavo.kv_transfer import disk_directory\nfrom octavo.kv_transfer.disk import DiskStore\n"
         f"store = DiskStore(Path(sys.argv[1]), BLOCK_BYTES, {MAX_BYTES})\nsave(store, keys_from(0, 2))\n"
         f"{calls[stop]}\nsave(store, keys_from(2, 30 if {stop == 'half written'} else 2))\n"
     )

@@ -213,6 +213,65 @@ def test_figures_say_that_a_call_hangs(made):
     assert guard.figures.is_usable == 1
 
 
+def test_the_figure_says_usable_only_after_a_call_that_succeeded():
+    clock, is_there = Clock(), []
+
+    def open_store():
+        if not is_there:
+            raise StoreError("no master")
+        return Failing()
+
+    guard = GuardedStore("far", BLOCK_BYTES, open_store, clock=clock)
+    assert guard.is_usable  # it may be asked
+    assert guard.figures.is_usable == 0
+    guard.open()
+    for _ in range(3):
+        clock.now += LONGEST_PAUSE_S
+        assert guard.is_usable
+        assert guard.figures.is_usable == 0, "a pause that is over is no proof"
+        guard.num_matched(KEYS)
+    is_there.append(True)
+    clock.now += LONGEST_PAUSE_S
+    guard.num_matched(KEYS)
+    assert guard.figures.is_usable == 1
+    guard.close()
+    assert guard.figures.is_usable == 0
+
+
+def test_an_idle_store_is_checked_and_a_busy_one_is_not(made):
+    clock, store, guard = made
+    clock.now += 4.9
+    guard.check(5.0)
+    assert store.calls == 0
+    clock.now += 0.1
+    store.error = StoreError("the master is gone")
+    guard.check(5.0)
+    assert (store.calls, guard.figures.is_usable) == (1, 0)
+    clock.now += FIRST_PAUSE_S / 2
+    guard.check(0.0)
+    assert store.calls == 1, "it is left alone for a pause"
+    store.error = None
+    clock.now += 5.0
+    guard.check(5.0)
+    assert (store.calls, guard.figures.is_usable) == (2, 1)
+    guard.num_matched(KEYS)
+    clock.now += 4.0
+    guard.check(5.0)
+    assert store.calls == 3
+
+
+def test_checks_end_when_the_store_is_closed_or_dropped(made):
+    for ends in (lambda guard: guard.close(), lambda _: None):
+        guard = GuardedStore("test", BLOCK_BYTES, Failing)
+        before = set(threading.enumerate())
+        guard.check_when_idle(0.001)
+        [thread] = set(threading.enumerate()) - before
+        ends(guard)
+        del guard
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(made):
     _, store, guard = made
     counts = iter([2, 2, 5, 0, 6])

@@ -94,6 +94,22 @@ def test_a_block_that_does_not_come_ends_a_load(store, pool, code):
     assert store.stats().num_errors == (code == -800)
 
 
+@pytest.mark.parametrize(("lent_bytes", "preferred"), [(0, ""), (4096, "here:1")])
+def test_blocks_go_to_the_memory_that_this_engine_lends(pool, lent_bytes, preferred):
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER, segment_bytes=lent_bytes)
+    store.save(KEYS, BLOCKS)
+    assert (pool / "preferred.segment").read_text() == preferred
+    store.close()
+
+
+@pytest.mark.parametrize("code", [-900, -901])
+def test_a_question_about_no_key_fails_without_a_master(store, pool, code):
+    assert store.num_matched([]) == 0
+    (pool / "has.codes").write_text(json.dumps([code]))
+    with pytest.raises(StoreError, match="mooncake_master does not answer"):
+        store.num_matched([])
+
+
 def test_a_full_pool_keeps_what_it_has(store, pool):
     (pool / "put.codes").write_text("[0, 0, -200, 0, -200]")
     assert store.save(KEYS, BLOCKS) == 2
@@ -320,17 +336,10 @@ def test_other_protocols_and_sizes_are_refused():
         KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
 
 
-def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool, monkeypatch):
-    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: True)
+def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool):
     assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
     store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)
     store.open()
     assert store.save(KEYS, BLOCKS) == len(KEYS)
-    assert len(list(pool.iterdir())) == len(KEYS)
+    assert len(list(pool.glob("octavo-kv-*"))) == len(KEYS)
     store.close()
-
-
-def test_a_pool_without_the_package_is_refused(monkeypatch):
-    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'octavo\[mooncake\]'"):
-        create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)

@@ -110,6 +110,17 @@ def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
     assert second.num_loaded_tokens == 16 * NUM_BLOCKS
 
 
+def test_prompts_of_an_engine_are_found_after_another_one_has_left(master, engines):
+    first, second = engines(master), engines(master)
+    others = [f"another {prompt}" for prompt in PROMPTS]
+    first.fill_pool()
+    wait_for(lambda: second.ask(others) and second.tier.stats().num_blocks >= NUM_BLOCKS)
+    first.shutdown()
+    third = engines(master, lent_bytes=0)
+    third.ask(others)
+    assert third.num_loaded_tokens >= 16 * NUM_BLOCKS
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("whom", ["donor", "master"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
@@ -130,5 +141,6 @@ def test_an_engine_serves_without_a_master(master, engines):
     config = KVTransferConfig(mooncake=master.address)
     engine = LLMEngine(cache_config=CacheConfig(num_gpu_blocks=512), kv_transfer_config=config)
     outputs = list(engine.generate_batch(PROMPTS, PARAMS).values())
+    assert engine.stats.kv_stores["mooncake"].is_usable == 0
     engine.shutdown()
     assert told(outputs) == told(alone)

@@ -132,6 +132,34 @@ def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store
     assert load(donor, keys) == BLOCKS[:3]
 
 
+@pytest.mark.parametrize(("num_engines", "end"), [(2, "killed"), (3, "closed")])
+def test_an_engine_that_leaves_takes_along_its_own_blocks_alone(master, open_store, num_engines, end):
+    stores, reader = [open_store(master, LENT_BYTES) for _ in range(num_engines)], open_store(master)
+    keys_of = [[os.urandom(32) for _ in KEYS] for _ in stores]
+    for store, keys in zip(stores, keys_of, strict=True):
+        assert store.save(keys, BLOCKS) == len(keys)
+    assert [reader.num_matched(keys) for keys in keys_of] == [len(KEYS)] * num_engines
+    if end == "closed":
+        stores[0].close()
+    else:
+        stores[0]._client.kill()
+    in_the_end(lambda: reader.num_matched(keys_of[0][:1]) == 0)
+    assert reader.num_matched(keys_of[0]) == 0
+    for keys in keys_of[1:]:
+        assert reader.num_matched(keys) == len(keys)
+        assert load(reader, keys) == BLOCKS
+
+
+def test_blocks_go_to_memory_of_others_when_that_of_their_engine_is_full(master, open_store):
+    small, large, reader = open_store(master, 16 << 20), open_store(master, LENT_BYTES), open_store(master)
+    keys = [os.urandom(32) for _ in range(120)]  # of which it has room for 85
+    assert small.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)]) == 120
+    assert reader.num_matched(keys) == 120
+    large.close()
+    in_the_end(lambda: sum(reader._has(keys)) < 120)
+    assert 60 < sum(reader._has(keys)) < 90
+
+
 def test_more_than_the_pool_takes(open_store, master):
     donor = open_store(master, 16 << 20)
     keys = [os.urandom(32) for _ in range(120)]

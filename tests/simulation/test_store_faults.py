@@ -14,6 +14,7 @@ from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
 NUM_WORLDS = 15  # of each kind
+SEED = "f"  # of worlds that are few, and show each fault
 
 
 def run_worlds() -> int:
@@ -28,7 +29,7 @@ def run_worlds() -> int:
         else:  # few short texts come again and again, and are soon forgotten here
             config = replace(config, num_blocks=12, block_size=2, longest_prompt=8, longest_output=8, num_host_blocks=0)
             config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None)
-        num_loads += run_world(f"store:{index}", config).loads
+        num_loads += run_world(f"{SEED}store:{index}", config).loads
     return num_loads
 
 
@@ -174,7 +175,9 @@ def test_a_fault_of_a_pair_is_seen(fault, monkeypatch):
 
 def run_windows() -> int:
     """Run worlds of models with windows; return how many blocks were loaded without their window parts."""
-    return sum(run_world(f"window:{index}", draw_stored(random.Random(index), 150)).parts_loaded for index in range(10))
+    return sum(
+        run_world(f"{SEED}window:{index}", draw_stored(random.Random(index), 150)).parts_loaded for index in range(10)
+    )
 
 
 def load_parts_into_windows(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from octavo.core.block_hash import hash_block_tokens
 from octavo.core.block_pool import Block
 from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
+from octavo.core.window_blocks import NO_PART
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -258,6 +259,7 @@ class Totals:
     copies: int = 0
     loads: int = 0
     saves: int = 0
+    dropped_saves: int = 0
     withheld: int = 0
     postponed: int = 0
     drafted: int = 0
@@ -927,9 +929,22 @@ class World:
                 totals.offloads += 1
             case events.HostBlockEvicted():
                 totals.host_evictions += 1
+            case events.KVSavesDropped():
+                totals.dropped_saves += 1
+                self._check_dropped(event)
             case events.HostBlocksFound():
                 totals.host_hits += 1
                 self.tracked[event.request_id].features.add("host")
+
+    def _check_dropped(self, event: events.KVSavesDropped) -> None:
+        """Check that no room was left for a block that was not saved."""
+        transfers = self.scheduler.transfers
+        orders = [each.order for each in transfers._pending.values() if each.request is None]
+        num_pinned = sum(len(order.keys) for order in orders)
+        num_in_full = num_pinned - sum(order.window_block_ids.count(NO_PART) for order in orders)
+        is_full = num_pinned >= transfers._most_pinned or num_in_full >= transfers.most_saved_blocks
+        if event.num_blocks < 1 or not is_full:
+            raise SimulationError(f"{event}, though only {num_pinned} blocks are being saved")
 
     def _note_moved(self, event: events.KVLoadEnded | events.KVSaveEnded) -> None:
         if isinstance(event, events.KVSaveEnded):

@@ -251,6 +251,16 @@ class KVTransfers:
         if chosen:
             self._save([request.block_hashes[index] for index in chosen], [table[index] for index in chosen], parts)
 
+    def _tell_dropped(self, request: Request) -> None:
+        """Emit how many blocks the store still wants of a request that can no longer be saved."""
+        first = self._num_offered.get(request.request_id, 0)
+        end = self._manager.prefix_cache.num_committed_blocks(request)
+        if end <= first or end * self._manager.block_size < self._min_tokens:
+            return
+        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
+        if wanted:
+            self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
+
     def _num_with_room(self, num_blocks: int, window_block_ids: list[int]) -> int:
         """Return how many of so many blocks, from the first one on, can be pinned for a save now."""
         room = min(num_blocks, max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
@@ -417,9 +427,13 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order the saves that are left of a request that ended, before its blocks are freed; keep nothing of it."""
+        """Order the last saves of a request that ended, before its blocks are freed, and drop all records of it.
+
+        Blocks that find no room are not saved. An event tells how many.
+        """
         if self.has_store:
             self._offer_all(request)
+            self._tell_dropped(request)
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)

@@ -135,6 +135,13 @@ class KVSaveEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class KVSavesDropped(RequestEvent):
+    """The request ended, and `num_blocks` that the store wants are not saved: too many other saves are under way."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreBlocksEvicted(Event):
     """So many blocks made way for others in a tier of the store; told with the next transfer that ends."""
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class KVStoreFigures:
     """Figures of one store. num_blocks, num_bytes: what it holds, as of its last call.
 
-    num_corrupt: blocks that were not what was saved, and num_errors: calls that failed, since the start. is_usable: 0
-    while it is left alone.
+    num_corrupt: blocks that were not what was saved, and num_errors: calls that failed, since the start. is_usable: 1
+    if the store is open and its last call succeeded; 0 before it is open, after a failed call, and while a call hangs.
     """
 
     num_blocks: int = 0
     num_bytes: int = 0
     num_corrupt: int = 0
     num_errors: int = 0
-    is_usable: int = 1
+    is_usable: int = 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # All are told from the beginning, so that a rate sees the first one.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
+_SAVE_OUTCOMES = ("done", "failed", "expired")
 _TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -95,6 +96,8 @@ class EngineStats:
     num_offloaded_window_blocks had their window parts with them. tiers: what each tier of the KV cache did, by name.
     kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
     kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
+    kv_saves: saves into stores by outcome. kv_dropped_save_blocks: blocks that a store wanted and that were not saved,
+    because too many other saves were under way when their request ended.
     kv_stores: by name; each is written where its store is asked.
     """
 
@@ -125,6 +128,8 @@ class EngineStats:
     kv_load_seconds: float = 0.0
     kv_computing_seconds: float = 0.0
     kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
+    kv_saves: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SAVE_OUTCOMES, 0))
+    kv_dropped_save_blocks: int = 0
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
@@ -227,6 +232,10 @@ class EngineMetrics:
                 if event.computing_s:
                     stats.kv_load_seconds += event.seconds
                     stats.kv_computing_seconds += event.computing_s
+            case events.KVSaveEnded():
+                stats.kv_saves[event.outcome] += 1
+            case events.KVSavesDropped():
+                stats.kv_dropped_save_blocks += event.num_blocks
 
     def _move(self, life: _Life, *, runs: bool) -> None:
         """Count a request among those who run, or those who wait."""

@@ -43,6 +43,7 @@ BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
 PREPARE_S = 10.0  # from its own start
 TURN_S = 60.0
+_SAVING_S = 2.0  # at most, after the order to stop: the process that sent it kills this one after 5 s
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
@@ -167,6 +168,8 @@ class CoreServer:
                 self._report()
             if self._feed is not None and self._feed.is_due:
                 self._show()
+        until = time.monotonic() + _SAVING_S
+        self._core.finish_transfers(lambda: time.monotonic() < until)
 
     def _step(self) -> None:
         stats = self._core.metrics.stats

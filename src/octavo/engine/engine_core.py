@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from octavo.errors import ExecutionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.data.capacity import EngineCapacity
     from octavo.data.metrics import EngineMetrics
@@ -76,6 +78,23 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether another step is needed."""
         return bool(self._undelivered) or self.scheduler.has_work()
+
+    def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+        """Step until the KV of ended requests is saved, if no request is unfinished.
+
+        A save that hangs ends by `kv_transfer_timeout_s`. A failed step ends the wait.
+
+        Args:
+            may_go_on: asked before each step; False ends the wait.
+        """
+        scheduler, stats = self.scheduler, self.metrics.stats
+        news: list[EngineCoreOutput] = []
+        num_failed = stats.num_failed_steps
+        while scheduler.has_work() and not scheduler.get_num_unfinished_requests():
+            if stats.num_failed_steps > num_failed or not may_go_on():
+                break
+            news += self.step()
+        self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
         """Return the endings that an interrupt kept from being told."""

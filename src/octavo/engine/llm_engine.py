@@ -55,6 +55,7 @@ class Engine:
         self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
         self._given_up: set[str] = set()  # of a batch that failed: its requests end unheard
         self._num_generated_ids = 0
+        self._is_shut_down = False
         self._feed: SnapshotFeed | None = None
         self._watch_with: Callable[[Snapshot], None] = lambda _snapshot: None
 
@@ -252,6 +253,9 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
+        Returns after the KV that stores want of these prompts is saved, unless other requests are unfinished: then
+        later steps save it.
+
         on_output sees every output of theirs as it comes. Requests added before by others go on beside these; their
         outputs are put by for the next `step`.
         When one prompt cannot be served none is: the others are aborted and the error is raised.
@@ -270,6 +274,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
+            self.core.finish_transfers()
         except BaseException:  # an interrupt as well: nothing may stay behind
             self.abort_request(results)
             self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
@@ -296,8 +301,16 @@ class Engine:
         return request_id if request_id not in self.output_processor else self._next_request_id()
 
     def shutdown(self) -> None:
-        """Give the executor's memory back; who waits to be taken in hears that it will not be."""
+        """Save the KV that stores still want, and free the executor's memory. A second call changes nothing.
+
+        Requests whose preparation is not over are refused.
+        """
         preparing, self._preparing = self._preparing, {}
         for accept in preparing.values():
             accept(EngineDeadError("the engine was shut down"))
-        self.core.executor.shutdown()
+        is_first, self._is_shut_down = not self._is_shut_down, True
+        try:
+            if is_first:
+                self.core.finish_transfers()
+        finally:
+            self.core.executor.shutdown()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError
 from octavo.kv_transfer.direct import host_bytes as direct_host_bytes
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.guard import GuardedStore
@@ -59,9 +57,7 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:
-    if find_spec("mooncake") is None:
-        raise ConfigError(f"a pool of Mooncake ({master}) needs its client: pip install 'octavo[mooncake]'")
-    return GuardedStore(
+    guard = GuardedStore(
         MooncakeStore.name,
         block_bytes,
         partial(
@@ -72,3 +68,5 @@ def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> Guarde
             segment_bytes=config.mooncake_segment_bytes,
         ),
     )
+    guard.check_when_idle()
+    return guard

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.errors import ConfigError
 from octavo.kv_transfer.direct_segment import DONOR_AREAS, HEADER_BYTES, RECEIVER_AREAS
 from octavo.kv_transfer.mooncake_client import client_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from octavo.config import KVTransferConfig
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
@@ -77,23 +77,22 @@ class NoConnector:
 
 
 def create_connector(
-    config: KVTransferConfig, *, block_bytes: int, block_size: int, secret: str
+    config: KVTransferConfig, *, block_bytes: int, block_size: int, secret: str, kv_format: Mapping[str, str]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers; None where there are none. Raises `ConfigError`.
+    """Return this engine's side of direct transfers; None without `config.direct`. Raises `ConfigError`.
 
-    secret: what both sides have to know.
+    secret: both sides need the same. kv_format: what the KV of this engine depends on besides tokens, by name; an
+    engine in which it differs is refused, and both logs tell why.
     """
     if not config.direct:
         return None
-    if find_spec("mooncake") is None:
-        raise ConfigError("kv_direct needs Mooncake's TransferEngine: pip install 'octavo[mooncake]'")
     from octavo.kv_transfer.direct_donor import DirectDonor  # noqa: PLC0415 - they need msgspec
     from octavo.kv_transfer.direct_receiver import DirectReceiver  # noqa: PLC0415
 
     protocol = config.mooncake_protocol
     if config.role == "prefill":
-        return DirectDonor(block_bytes, config.direct_bytes, protocol=protocol, secret=secret)
-    return DirectReceiver(block_bytes, block_size=block_size, protocol=protocol, secret=secret)
+        return DirectDonor(block_bytes, config.direct_bytes, protocol=protocol, secret=secret, kv_format=kv_format)
+    return DirectReceiver(block_bytes, block_size=block_size, protocol=protocol, secret=secret, kv_format=kv_format)
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:

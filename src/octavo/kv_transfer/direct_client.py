@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # behind a process that could not be started
+_GONE_S = 10.0  # a process that does not answer for so long is replaced; nobody waits for it that long
 _ANYBODY = "192.0.2.1:9"  # an address for documentation (RFC 5737), which is on no network of anybody's
 
 
@@ -28,7 +29,7 @@ class TransferClient:
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
         self._open: Callable[[str], MooncakeClient] = lambda host: MooncakeClient(
-            host=host, protocol=protocol, object_bytes=object_bytes, num_areas=num_areas
+            host=host, protocol=protocol, object_bytes=object_bytes, num_areas=num_areas, gone_s=_GONE_S
         )
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from octavo.data.scheduler_output import TransferDirection
 from octavo.kv_transfer import direct_messages as messages
 from octavo.kv_transfer.direct_client import TransferClient
-from octavo.kv_transfer.direct_messages import Channel
+from octavo.kv_transfer.direct_messages import Channel, RefusalError
 from octavo.kv_transfer.direct_segment import DONOR_AREAS, HEADER_BYTES, Segment
 from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.mooncake_client import BusyError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
-_MAX_CONNECTIONS = 128
+_STALLED_S = 3.0  # blocks that are ready wait so long without any block being written; less than `SILENT_S`
+_MAX_CONNECTIONS = 512
+_MAX_TOLD = 64  # refusals that are remembered, so that the log tells each once
 _MAX_KNOWN = 4096  # transfers that have ended and are remembered
 
 
@@ -38,13 +40,17 @@ class DirectDonor:
     """A `KVStore` of what this engine has for others, which it writes into their memory; see `MooncakeConnector`.
 
     A block that a decode engine is ready for is waited for while its transfer is open here, or while it is being saved:
-    so KV leaves while the rest of the prompt is still being computed. port: where decode engines ask.
+    so KV leaves while the rest of the prompt is still being computed. port: where decode engines ask. kv_format: what
+    its KV depends on besides tokens; a decode engine in which it differs is refused.
     """
 
     name = "direct"
 
-    def __init__(self, block_bytes: int, max_bytes: int, *, protocol: str, secret: str) -> None:
+    def __init__(
+        self, block_bytes: int, max_bytes: int, *, protocol: str, secret: str, kv_format: Mapping[str, str]
+    ) -> None:
         self.block_bytes = block_bytes
+        self._kv_format = kv_format
         self._object_bytes = HEADER_BYTES + block_bytes
         self._secret = secret
         self._segment = Segment(block_bytes, max_bytes)
@@ -55,6 +61,8 @@ class DirectDonor:
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
+        self._written_at = 0.0  # when a block was written last, to whomever
+        self._told: set[tuple[str, str]] = set()  # decode engines that were refused, and why
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
@@ -188,8 +196,11 @@ class DirectDonor:
         try:
             with contextlib.closing(connection):
                 channel = Channel(connection)
-                self._hand_over(channel, self._hear(channel))
-        except (OSError, StoreError) as error:
+                try:
+                    self._hand_over(channel, self._hear(channel))
+                except (RefusalError, StoreError) as error:
+                    self._refuse(channel, str(error))
+        except OSError as error:
             with self._changed:
                 self._num_errors += 1
             logger.debug("KV was not handed over: %s", error)
@@ -199,43 +210,78 @@ class DirectDonor:
             with self._changed:
                 self._connections.discard(connection)
 
+    def _refuse(self, channel: Channel, reason: str) -> None:
+        """Tell a decode engine why it gets nothing more; log each reason once. Raises `OSError`."""
+        refusal = channel.peer_host, reason
+        with self._changed:
+            self._num_errors += 1
+            is_new = refusal not in self._told
+            if len(self._told) >= _MAX_TOLD:
+                self._told.clear()
+            self._told.add(refusal)
+        if is_new:
+            logger.warning("decode engine at %s: no KV is handed over to it: %s", *refusal)
+        channel.send(messages.Refused(reason))
+
     def _hear(self, channel: Channel) -> ReadyToReceive:
-        """Return what a decode engine is ready for, when both know that the other one may be here."""
+        """Return what a decode engine is ready for, after each side has proved that it knows the secret.
+
+        Raises `RefusalError` if its KV is of another kind, and `OSError`.
+        """
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
-            raise ConnectionError(f"a decode engine of another version ({hello.version})")
+            raise RefusalError(messages.differences(_versions(messages.VERSION), _versions(hello.version)))
         nonce = secrets.token_bytes(messages.NONCE_BYTES)
         channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
         notice = channel.receive(messages.Notice)
         if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
-            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # strangers are told nothing
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:
             raise ConnectionError(f"no question: {error}") from error
-        if ready.block_bytes != self.block_bytes:
-            raise ConnectionError(f"blocks there have {ready.block_bytes} bytes, here {self.block_bytes}")
+        differences = messages.differences(
+            {**self._kv_format, "size of a block": f"{self.block_bytes} bytes"},
+            {**ready.kv_format, "size of a block": f"{ready.block_bytes} bytes"},
+        )
+        if differences:
+            raise RefusalError(f"their KV differs: {differences}")
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write block after block, as they come, and tell of them; of who waits for one it is told twice a second."""
-        num_written, asked_at, host = 0, time.monotonic(), channel.own_host
+        """Write blocks as they are computed, and tell of them. A beat twice a second tells that there is progress.
+
+        Raises `StoreError` if blocks are ready and no block of anybody is written for `_STALLED_S`, and `OSError`.
+        """
+        num_written, asked_at = 0, time.monotonic()
+        ready_at: float | None = None  # since when a block is there that is not written
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, asked_at)
             if count is None:
                 break
-            client = self._client.get(host, messages.BEAT_S) if count else None
-            if client is None:
-                channel.send(messages.Beat())
-                continue
-            try:
-                with client.area() as area:
-                    num_written += self._write(area, ready, num_written, count)
-            except BusyError:
-                channel.send(messages.Beat())
-                continue
-            channel.send(messages.Written(num_written))
+            came = self._write_in_turn(channel.own_host, ready, num_written, count) if count else 0
+            num_written += came
+            channel.send(messages.Written(num_written) if came else messages.Beat())
+            now = time.monotonic()
+            ready_at = None if came or not count else ready_at or now
+            if ready_at is not None and now - max(ready_at, self._written_at) > _STALLED_S:
+                raise StoreError(f"the process for direct transfers of KV has written nothing for {_STALLED_S:g} s")
         channel.send(messages.End())
+
+    def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int) -> int:
+        """Write blocks if an area becomes free within `BEAT_S`; return how many. Raises `StoreError`."""
+        began = time.monotonic()
+        client = self._client.get(host, messages.BEAT_S)
+        if client is None:
+            return 0
+        try:
+            with client.area(messages.BEAT_S) as area:
+                num_written = self._write(area, ready, first, count)
+        except BusyError:  # at once, if no area will be free soon
+            time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
+            return 0
+        self._written_at = time.monotonic()
+        return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
         """Return how many blocks, from that one on, are there; 0 where none is yet, None where none will be."""
@@ -274,6 +320,10 @@ class DirectDonor:
             if any(codes):
                 raise StoreError(f"Mooncake could not write into {ready.session} (code {codes[0]})")
         return copied
+
+
+def _versions(version: int) -> dict[str, str]:
+    return {"version of the protocol": str(version)}
 
 
 def _end(connection: socket.socket) -> None:

@@ -15,8 +15,9 @@ import msgspec
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
 BEAT_S = 0.5  # between signs of life of who waits for a prompt to be computed
 SILENT_S = 4.0  # of who sends none
@@ -25,6 +26,7 @@ _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over
 _MAGIC = b"octavoD" + bytes([VERSION])
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 20  # of a message: of 30,000 keys
+_MAX_REASON = 500  # characters of a reason that are logged
 MessageT = TypeVar("MessageT")
 
 
@@ -45,12 +47,14 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
     """Where the blocks of these keys are to be written: one behind the other from `address` on, each behind its header.
 
-    session: the name of that memory. generation: goes into the headers; it is never used again.
+    session: the name of that memory. generation: goes into the headers; it is never used again. kv_format: what the KV
+    of the decode engine depends on besides tokens, by name.
     """
 
     transfer_id: str
     keys: list[bytes]
     block_bytes: int
+    kv_format: dict[str, str]
     session: str
     address: int
     generation: bytes
@@ -70,7 +74,17 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The next block is still being computed."""
+    """The next block is still being computed, or other blocks are written before it."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The prefill engine writes nothing more. reason: for the log of the decode engine."""
+
+    reason: str
+
+
+class RefusalError(ConnectionError):
+    """A prefill engine hands nothing over, for a reason that both logs tell."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +92,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 DecodeError = msgspec.DecodeError
-Message = Hello | Challenge | Notice | Written | Beat | End
+Message = Hello | Challenge | Notice | Written | Beat | Refused | End
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 decode_ready = msgspec.msgpack.Decoder(ReadyToReceive).decode
@@ -95,6 +109,11 @@ class Channel:
         """The address by which the other one reaches this machine."""
         return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
+    @property
+    def peer_host(self) -> str:
+        """The address of the other side."""
+        return str(self._connection.getpeername()[0]).removeprefix("::ffff:")
+
     def send(self, message: Message) -> None:
         """Send one."""
         data = encode(message)
@@ -102,7 +121,7 @@ class Channel:
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[MessageT] | tuple[type[MessageT], ...], timeout_s: float = SILENT_S) -> MessageT:
-        """Return the next one, which has to be of that kind and whole in time."""
+        """Return the next one, which has to be of that kind and whole in time. Raises `RefusalError` for `Refused`."""
         deadline = time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > _MAX_BYTES:
@@ -111,6 +130,8 @@ class Channel:
             message = _decode(self._read(length, deadline))
         except DecodeError as error:
             raise ConnectionError(f"no message: {error}") from error
+        if isinstance(message, Refused):
+            raise RefusalError(f"it hands nothing over: {_printable(message.reason)}")
         if not isinstance(message, kind):
             raise ConnectionError(f"{type(message).__name__} out of turn")
         return message
@@ -124,6 +145,21 @@ class Channel:
                 raise ConnectionError("it broke off")
             parts += part
         return bytes(parts)
+
+
+def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
+    """Return in words what differs between the KV of two engines; "" if nothing does."""
+    names = sorted(of_prefill.keys() | of_decode.keys())
+    return "; ".join(
+        f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
+        f"{of_decode.get(name, 'unknown')!r} in the decode engine"
+        for name in names
+        if of_prefill.get(name) != of_decode.get(name)
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text[:_MAX_REASON])
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:

@@ -22,7 +22,7 @@ from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError, own_address
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
@@ -30,35 +30,45 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
+_BUSY_PAUSE_S = 0.05  # between looks for a free area
+_MAX_SOURCES = 256  # whose last failure is remembered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """What a request gets from a prefill engine. source: HOST:PORT of that one."""
+    """What a request gets from a prefill engine. source: its HOST:PORT. since: when the request came."""
 
     transfer_id: str
     source: str
     keys: frozenset[bytes]
+    since: float
 
 
 class DirectReceiver:
     """A `KVStore` whose blocks are those that prefill engines compute for requests here; see `MooncakeConnector`.
 
     A source that is gone, silent, wrong or lying costs time: what came whole is returned, nothing is raised for it.
+    After a source has failed, nothing of it is asked for that belongs to a request that had come before: a request
+    waits for one failure at most, however many others wait for areas or for their turn before it.
     """
 
     name = "direct"
     port: int | None = None
 
-    def __init__(self, block_bytes: int, *, block_size: int, protocol: str, secret: str) -> None:
+    def __init__(
+        self, block_bytes: int, *, block_size: int, protocol: str, secret: str, kv_format: Mapping[str, str]
+    ) -> None:
         self.block_bytes = block_bytes
+        self._kv_format = dict(kv_format)
         self._block_size = block_size
         self._secret = secret
         self._object_bytes = HEADER_BYTES + block_bytes
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
+        self._added_at: dict[str, float] = {}  # when requests came that another engine computes prompts for
         self._failing: set[str] = set()  # sources whose last word was a fault
+        self._failed_at: dict[str, float] = {}  # when sources failed last
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
@@ -66,11 +76,16 @@ class DirectReceiver:
     # --- what the scheduler tells -------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Nothing to note: it is asked for when it may run."""
+        """Note when a request came; its blocks are asked for when it may run."""
+        if request.expects_kv:
+            with self._lock:
+                self._added_at[request.request_id] = time.monotonic()
 
     def request_finished(self, request: Request) -> None:
         """Expect nothing for it any more."""
         self.forget_expected(request.request_id)
+        with self._lock:
+            self._added_at.pop(request.request_id, None)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Nothing to note: the order comes with the step."""
@@ -87,7 +102,8 @@ class DirectReceiver:
             return False
         keys = request.block_hashes[: request.num_prompt_tokens // self._block_size]
         with self._lock:
-            self._expected[request.request_id] = _Expected(params.transfer_id, params.source, frozenset(keys))
+            since = self._added_at.get(request.request_id, time.monotonic())
+            self._expected[request.request_id] = _Expected(params.transfer_id, params.source, frozenset(keys), since)
         return True
 
     def forget_expected(self, request_id: str) -> None:
@@ -145,9 +161,14 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return where the first of these comes from, and those, from it on, that come from there, too."""
+        """Return where the first of these comes from, and those, from it on, that come from there, too.
+
+        Sources that have failed since they were expected to send these are left out.
+        """
         with self._lock:
-            candidates = [each for each in self._expected.values() if keys and keys[0] in each.keys]
+            candidates = [
+                each for each in self._expected.values() if keys and keys[0] in each.keys and not self._has_failed(each)
+            ]
         best, most = None, 0
         for expected in candidates:
             length = next((index for index, key in enumerate(keys) if key not in expected.keys), len(keys))
@@ -155,12 +176,25 @@ class DirectReceiver:
                 best, most = expected, length
         return best, keys[:most]
 
+    def _has_failed(self, expected: _Expected) -> bool:
+        """Return True if the source has failed since then. The lock is held."""
+        return self._failed_at.get(expected.source, 0.0) >= expected.since
+
     def _is_wanted(self, expected: _Expected) -> bool:
         with self._lock:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
+    def _may_wait(self, expected: _Expected) -> bool:
+        """Return True if blocks may still be waited for that are not being received yet."""
+        with self._lock:
+            has_failed = self._has_failed(expected)
+        return not has_failed and self._is_wanted(expected)
+
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Receive blocks of one source; return how many, from the first one on, came whole."""
+        """Receive blocks of one source; return how many, from the first one on, came whole.
+
+        Raises `StoreError` if this engine itself cannot receive.
+        """
         try:
             host = own_address(expected.source)
         except StoreError as error:
@@ -172,15 +206,16 @@ class DirectReceiver:
         count = 0
         while count < len(keys):
             try:
-                with client.area() as area:
+                with client.area(messages.BEAT_S) as area:
+                    if not self._may_wait(expected):
+                        break
                     size = len(area.objects)
                     part = keys[count : count + size]
                     came = self._receive_part(expected, area, client.session, part, blocks[count : count + size])
-            except BusyError as error:  # others wait for their prompts
-                if not client.is_alive or not self._is_wanted(expected):
-                    self._note_fault(expected.source, str(error))
+            except BusyError:  # other requests wait for their prompts
+                if not client.is_alive or not self._may_wait(expected):
                     break
-                time.sleep(messages.BEAT_S)
+                time.sleep(_BUSY_PAUSE_S)
                 continue
             count += came
             if came < len(part):
@@ -197,7 +232,13 @@ class DirectReceiver:
             with closing(_connect(expected.source)) as connection:
                 channel = Channel(connection)
                 ready = messages.ReadyToReceive(
-                    expected.transfer_id, list(keys), self.block_bytes, session, area.address, generation
+                    expected.transfer_id,
+                    list(keys),
+                    self.block_bytes,
+                    self._kv_format,
+                    session,
+                    area.address,
+                    generation,
                 )
                 self.notify_ready_to_receive(channel, ready)
                 while not is_over and self._is_wanted(expected):
@@ -214,6 +255,8 @@ class DirectReceiver:
                     self._failing.discard(expected.source)
         except OSError as error:
             self._note_fault(expected.source, str(error) or type(error).__name__)
+            if not area.ping():
+                logger.warning("the process for direct transfers of KV does not answer; it is replaced if it stays so")
         finally:
             if not is_over:
                 area.rest()
@@ -237,13 +280,18 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False) -> None:
+        """Count a fault of a source, and log the first of several. After wrong bytes its other transfers go on."""
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
             is_new = source not in self._failing
-            self._failing.add(source)
             if len(self._failing) > RECEIVER_AREAS:  # addresses come with requests
                 self._failing.clear()
+            self._failing.add(source)
+            if not is_corrupt:
+                if len(self._failed_at) > _MAX_SOURCES:
+                    self._failed_at.clear()
+                self._failed_at[source] = time.monotonic()
         if is_new:
             logger.warning("prefill engine %s: %s; what did not come is computed here", source, what)
 

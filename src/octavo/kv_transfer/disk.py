@@ -84,7 +84,10 @@ class DiskStore:
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return how many, from the first one on, are whole."""
+        """Fill blocks in order; return how many, from the first one on, are whole.
+
+        A file that fails leaves the index, so the next try reads another file with the same block, if there is one.
+        """
         done = 0
         while done < len(keys) and not self._is_closed:
             found = self._directory.index.run(keys[done:])
@@ -92,10 +95,7 @@ class DiskStore:
                 break
             file, first, count = found
             with self._reading(self._directory.path):
-                loaded = self._load(file.name, first, keys[done : done + count], blocks[done : done + count])
-            done += loaded
-            if loaded < count:
-                break
+                done += self._load(file.name, first, keys[done : done + count], blocks[done : done + count])
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
@@ -164,8 +164,8 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete the files that hold these, with what else is in them; unknown keys are passed over."""
-        names = {name for key in keys for name in self._directory.index.files_of([key])[1]}
+        """Delete all files that hold these keys, with their other blocks; unknown keys are ignored."""
+        names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):
                 self._directory.remove(sorted(names))

@@ -18,13 +18,12 @@ import logging
 import os
 import re
 import secrets
-import stat
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from octavo.kv_transfer.disk_file import CorruptFileError, OtherFormatError, read_header
+from octavo.kv_transfer.disk_file import CorruptFileError, OtherFormatError, is_ours, read_header, sync_directory
 from octavo.kv_transfer.disk_index import BlockFile, DiskIndex
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ _GENERATION_BYTES = 16
 _RECOUNT_S = 60.0  # what others removed or left behind unseen is found after so long
 _SCAN_SHARE = 0.05  # of one thread's time, at most, is spent on looking for what others wrote
 _SETTLED_NS = 50_000_000  # a change within the file system's clock tick leaves the directory's time as it was
+_MAX_STUCK = 8  # files that may refuse to be deleted before making room fails
 _UNREADABLE_S = 60.0  # after which a file that the disk did not give is tried again
 
 
@@ -138,14 +138,14 @@ class DiskDirectory:
             found = (self.path / name).lstat()
         except FileNotFoundError:
             return 0
-        return found.st_size if _is_ours(found) else 0
+        return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
         """Look at a new file, by its header alone."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):
-                if not _is_ours(found):
+                if not is_ours(found):
                     return
                 keys = () if is_bad else self._keys_of(descriptor, found.st_size)
         except FileNotFoundError:
@@ -262,7 +262,7 @@ class DiskDirectory:
         finally:
             self._own.discard(temporary)
             os.close(descriptor)
-        self._sync()
+        sync_directory(self._root)
 
     def _begin(self, temporary: str, num_bytes: int) -> int:
         """Create a temporary file that takes its room already, and is locked."""
@@ -285,31 +285,31 @@ class DiskDirectory:
                 raise
             return descriptor
 
-    def _sync(self) -> None:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     # --- room, under the lock -----------------------------------------------------------------------------------------
 
     def _make_room(self, num_bytes: int) -> None:
         self._count()
+        num_stuck = 0
         while self.num_bytes + num_bytes > self._max_bytes:
             oldest = self.index.oldest()
             if oldest is None:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are of files that are being written")
-            self._evict(*oldest)
+            try:
+                self._evict(*oldest)
+            except PermissionError:  # perhaps of this file alone
+                num_stuck += 1
+                if num_stuck > _MAX_STUCK:
+                    raise
+                self.index.used(oldest[1], time.time_ns())
 
     def _evict(self, used_ns: int, name: str) -> None:
-        """Delete a file that was used last at this time, unless it has been used since."""
+        """Delete a file that was used last at this time, unless it has been used since. Raises `OSError`."""
         path = self.path / name
         try:
             found = path.lstat()
         except FileNotFoundError:
             found = None
-        if found is None or not _is_ours(found):
+        if found is None or not is_ours(found):
             self.index.drop(name)
             return
         if used_ns and found.st_mtime_ns > used_ns:
@@ -328,21 +328,28 @@ class DiskDirectory:
         self._list(locked=True)
         for name in set(self._writing) - self._own:
             if self._is_dead(name):
-                (self.path / name).unlink(missing_ok=True)
-                del self._writing[name]
+                with suppress(PermissionError):
+                    (self.path / name).unlink(missing_ok=True)
+                    del self._writing[name]
         self._generation = self._read_generation()
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
+        """Return True if no process writes a temporary file of this user any more.
+
+        A file without the right to read it is dead: writers of this user create files that they can open.
+        """
         try:
             with self.open(name) as (descriptor, found):
-                if not _is_ours(found):
+                if not is_ours(found):
                     return False
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except FileNotFoundError:
             return True
+        except OSError as error:  # one file that cannot be opened must not stop all saving
+            return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
 
     def _read_generation(self) -> bytes:
@@ -387,7 +394,3 @@ class DiskDirectory:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:
             return False
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -116,6 +117,20 @@ def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[me
         if block_checksum(header.keys[first + index], block) != header.checksums[first + index]:
             return index
     return len(blocks)
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Return True for a regular file of this process's user."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def sync_directory(path: str) -> None:
+    """Wait until the disk has the names in a directory. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _move_all(

@@ -31,15 +31,15 @@ class DiskIndex:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, BlockFile] = {}
-        self._file_of: dict[bytes, BlockFile] = {}
+        self._holders: dict[bytes, tuple[BlockFile, ...]] = {}  # files with each key, the newest last
         self._used_ns: dict[str, int] = {}  # when each was used last, as far as it was seen
         self._by_age: list[tuple[int, str]] = []  # a heap of these, with files that are gone and what has changed
         self._num_bytes = 0
 
     @property
     def num_blocks(self) -> int:
-        """Different keys."""
-        return len(self._file_of)
+        """Number of different keys."""
+        return len(self._holders)
 
     @property
     def num_bytes(self) -> int:
@@ -60,8 +60,8 @@ class DiskIndex:
             self._drop(file.name)
             self._files[file.name] = file
             self._num_bytes += file.num_bytes
-            for key in file.keys:
-                self._file_of[key] = file  # the newest: an older one with the same makes way before it
+            for key in dict.fromkeys(file.keys):
+                self._holders[key] = (*self._holders.get(key, ()), file)
             self._used_ns[file.name] = used_ns
             heapq.heappush(self._by_age, (used_ns, file.name))
             if len(self._by_age) > 2 * len(self._files) + _MIN_SPARE:
@@ -69,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Forget a file; return what it was."""
+        """Remove a file and return it; None if the name is unknown. Keys that other files hold stay."""
         with self._lock:
             return self._drop(name)
 
@@ -78,9 +78,12 @@ class DiskIndex:
         if file is not None:
             del self._used_ns[name]
             self._num_bytes -= file.num_bytes
-            for key in file.keys:
-                if self._file_of.get(key) is file:
-                    del self._file_of[key]
+            for key in dict.fromkeys(file.keys):
+                others = tuple(each for each in self._holders[key] if each is not file)
+                if others:
+                    self._holders[key] = others
+                else:
+                    del self._holders[key]
         return file
 
     def oldest(self) -> tuple[int, str] | None:
@@ -100,25 +103,35 @@ class DiskIndex:
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the keys that no file holds."""
         with self._lock:
-            return {key for key in keys if key not in self._file_of}
+            return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
         """Return how many of these, from the first one on, files hold, and the names of these files in that order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
-                file = self._file_of.get(key)
-                if file is None:
+                holders = self._holders.get(key)
+                if holders is None:
                     return count, list(names)
-                names[file.name] = None
+                names[holders[-1].name] = None
         return len(keys), list(names)
 
-    def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
-        """Return the file that holds the first of these, its position there, and how many follow it as they do here."""
+    def holders(self, keys: Iterable[bytes]) -> set[str]:
+        """Return the names of all files that hold any of these keys, duplicates included."""
         with self._lock:
-            file = self._file_of.get(keys[0])
-        if file is None:
+            return {file.name for key in keys for file in self._holders.get(key, ())}
+
+    def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
+        """Find the newest file with the first of these keys.
+
+        Returns: the file, the position of that key in it, and how many keys from there on are the same as here. None
+        if no file holds the first key.
+        """
+        with self._lock:
+            holders = self._holders.get(keys[0])
+        if holders is None:
             return None
+        file = holders[-1]
         first = file.keys.index(keys[0])
         count = 1
         while count < len(keys) and file.keys[first + count : first + count + 1] == (keys[count],):

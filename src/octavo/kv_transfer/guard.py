@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 HANGS_AFTER_S = 5.0  # a call that takes longer is not waited for by others
+CHECK_S = 5.0  # between questions to a store that nobody asks anything
 ResultT = TypeVar("ResultT")
 
 
@@ -51,6 +53,8 @@ class GuardedStore:
         self._opening = threading.Lock()
         self._store: KVStore | None = None
         self._calls: dict[int, float] = {}  # those under way, with their beginnings
+        self._asked_at = clock()
+        self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
         self._num_failures = 0  # of calls here; a store counts its own errors as it sees fit
@@ -65,19 +69,34 @@ class GuardedStore:
         """Guard a store that is open."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
+        guard.figures.is_usable = 1
         return guard
 
     @property
     def is_usable(self) -> bool:
-        """Whether it may be asked now."""
+        """Return True if the store may be asked now. After a failure that is no proof that it works again."""
         now = self._clock()
         with self._lock:
-            is_usable = not self._is_closed and now >= self._resumes_at and not self._hangs(now)
-            self.figures.is_usable = int(is_usable)
-        return is_usable
+            hangs = self._hangs(now)
+            self._note_usable(hangs=hangs)
+            return not self._is_closed and now >= self._resumes_at and not hangs
+
+    def _note_usable(self, *, hangs: bool = False) -> None:
+        """Set the figure that tells whether the store works. The lock is held."""
+        self.figures.is_usable = int(self._store is not None and not (self._error or self._is_closed or hangs))
 
     def _hangs(self, now: float) -> bool:
         return not self._may_wait and any(now - start > HANGS_AFTER_S for start in self._calls.values())
+
+    def check_when_idle(self, period_s: float = CHECK_S) -> None:
+        """Ask the store from a thread while nobody else does, until `close`: `figures.is_usable` stays true."""
+        arguments = weakref.ref(self), self._is_over, period_s
+        threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
+
+    def check(self, period_s: float) -> None:
+        """Ask the store about no key, if nothing was asked for so long."""
+        if self._clock() - self._asked_at >= period_s:
+            self._ask(lambda store: store.num_matched([]), 0)
 
     def open(self) -> None:
         """Open it now, if it is not."""
@@ -153,8 +172,10 @@ class GuardedStore:
 
     def close(self) -> None:
         """Close the store; nothing is asked of it any more."""
+        self._is_over.set()
         with self._lock:
             self._is_closed = True
+            self._note_usable()
         if self._store is not None:
             try:
                 self._store.close()
@@ -189,7 +210,7 @@ class GuardedStore:
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
-            self._calls[number] = self._clock()
+            self._calls[number] = self._asked_at = self._clock()
         try:
             yield
         finally:
@@ -216,7 +237,8 @@ class GuardedStore:
             self._num_failures += 1
             self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._resumes_at = self._clock() + self._pause_s
-            self.figures.num_errors, self.figures.is_usable = max(self.figures.num_errors, self._num_failures), 0
+            self.figures.num_errors = max(self.figures.num_errors, self._num_failures)
+            self._note_usable()
         if is_new and isinstance(error, StoreError):
             logger.warning("KV store %s is left alone for a while and tried again: %s", self.name, error)
         elif is_new:
@@ -226,6 +248,15 @@ class GuardedStore:
         with self._lock:
             was_failing = bool(self._error)
             self._error, self._pause_s, self._resumes_at = "", 0.0, 0.0
-            self.figures.is_usable = 1
+            self._note_usable()
         if was_failing:
             logger.info("KV store %s works again", self.name)
+
+
+def _check(guard: weakref.ref[GuardedStore], is_over: threading.Event, period_s: float) -> None:
+    while not is_over.wait(period_s):
+        store = guard()
+        if store is None:
+            return
+        store.check(period_s)
+        del store

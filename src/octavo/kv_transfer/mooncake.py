@@ -43,6 +43,9 @@ class MooncakeStore:
     Each block is one object, all of one size: behind a block without its window part come zeros. The client is a
     process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
     also asks for a mark of this store, and where that is gone, nothing counts as known any more.
+
+    A block goes into the memory that this engine lends, and into memory of others only if that is full. So an engine
+    that leaves does not take along blocks that another engine computed and had room for.
     """
 
     name = "mooncake"
@@ -79,7 +82,12 @@ class MooncakeStore:
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, the pool has; it leases them for the load that follows."""
+        """Return how many of these, from the first one on, the pool has; it leases them for the load that follows.
+
+        Without a key it only asks whether the master answers. Raises `StoreError`.
+        """
+        if not keys:
+            self._has([])
         count = 0
         while count < len(keys):
             asked = keys[count : count + _MAX_ASKED]

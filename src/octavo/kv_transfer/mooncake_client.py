@@ -25,6 +25,7 @@ OPEN_S = 15.0  # until a client is there, its process's start included
 CALL_S = 4.0  # until a call is answered, or counts as failed
 REST_S = 6.0  # twice what Mooncake lets a transfer stand: for so long it may write an area whose transfer failed
 GONE_S = 30.0  # a process that has not answered for so long is ended
+PING_S = 0.5  # until a ping is answered, which takes a process that runs no time
 CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
 PROCESS_BYTES = 64 << 20  # an interpreter with Mooncake's library and its buffers, beside what is lent and shared
 NUM_AREAS = 4
@@ -119,6 +120,17 @@ class Area:
             self.rest()
         return codes
 
+    def ping(self) -> bool:
+        """Return True if the process answers within `PING_S`. An area whose ping is not answered is not free."""
+        self.is_asked, self.asked_at = True, time.monotonic()
+        try:
+            self.channel.send_bytes(json.dumps(["ping", []]).encode())
+            if self.channel.poll(PING_S):
+                self.answer()
+        except (EOFError, OSError):
+            pass
+        return not self.is_asked
+
     def rest(self) -> None:
         """Give it to nobody for as long as a transfer that failed may still write it."""
         self.rests_until = time.monotonic() + REST_S
@@ -145,7 +157,8 @@ class MooncakeClient:
 
     master: HOST:PORT of mooncake_master, "" without a pool. host: the address by which others reach this process.
     segment_bytes: memory that it lends to the pool. object_bytes: of each object. session: its name for those who write
-    into its areas, of which there are num_areas.
+    into its areas, of which there are num_areas. gone_s: a process that leaves a call unanswered for so long is ended;
+    None: `GONE_S`.
     """
 
     def __init__(
@@ -157,7 +170,9 @@ class MooncakeClient:
         master: str = "",
         segment_bytes: int = 0,
         num_areas: int = NUM_AREAS,
+        gone_s: float | None = None,
     ) -> None:
+        self._gone_s = gone_s
         area_bytes = _area_bytes(object_bytes)
         memory = os.memfd_create("octavo-mooncake")
         pairs = [socket.socketpair() for _ in range(num_areas + 1)]
@@ -223,15 +238,18 @@ class MooncakeClient:
     @property
     def is_alive(self) -> bool:
         """Whether it may be asked. One that has not answered for long is ended."""
-        now = time.monotonic()
-        if any(area.is_asked and now - area.asked_at > GONE_S for area in self._areas):
+        now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
+        if any(area.is_asked and now - area.asked_at > gone_s for area in self._areas):
             self.kill()
         return self._process.poll() is None
 
     @contextmanager
-    def area(self) -> Iterator[Area]:
-        """Hand out an area that nobody else uses. Raises `BusyError` where none is free in time."""
-        area = self._take()
+    def area(self, timeout_s: float | None = None) -> Iterator[Area]:
+        """Hand out an area that nobody else uses. Raises `BusyError` if none is free in time.
+
+        timeout_s: None for `CALL_S`.
+        """
+        area = self._take(CALL_S if timeout_s is None else timeout_s)
         try:
             yield area
         finally:
@@ -239,8 +257,8 @@ class MooncakeClient:
                 (self._idle if area.is_free(time.monotonic()) else self._aside).append(area)
                 self._free.notify()
 
-    def _take(self) -> Area:
-        deadline = time.monotonic() + CALL_S
+    def _take(self, timeout_s: float) -> Area:
+        deadline = time.monotonic() + timeout_s
         with self._free:
             while True:
                 now = time.monotonic()

@@ -43,7 +43,10 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
     Raises `ImportError` where Mooncake cannot be loaded, and `OSError` where it does not connect.
     """
-    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - an optional extra, whose import may fail
+    from mooncake.store import (  # noqa: PLC0415 - an optional extra, whose import may fail
+        MooncakeDistributedStore,
+        ReplicateConfig,
+    )
 
     client = MooncakeDistributedStore()
     code = client.setup(
@@ -55,13 +58,17 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     if num_bytes and (code := client.register_buffer(address, num_bytes)):
         raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")
 
+    own_memory_first = ReplicateConfig()
+    if order.segment_bytes:
+        own_memory_first.preferred_segment = client.get_hostname()
+
     def places(keys: list[str], start: int) -> tuple[list[str], list[int], list[int]]:
         size = order.object_bytes
         return keys, [start + index * size for index in range(len(keys))], [size] * len(keys)
 
     return {
         "get": lambda keys, start: client.batch_get_into(*places(keys, start)),
-        "put": lambda keys, start: client.batch_put_from(*places(keys, start)),
+        "put": lambda keys, start: client.batch_put_from(*places(keys, start), own_memory_first),
         "has": lambda keys, _: client.batch_is_exist(keys),
         "remove": lambda keys, _: client.batch_remove(keys, True),  # leased ones as well
         "close": lambda _, __: [client.close()],
@@ -69,7 +76,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Begin to listen; return the call that writes objects into the memory of another one, and its own name for that.
+    """Begin to listen; return its calls, one of which writes objects into the memory of another, and its name.
 
     Raises `ImportError` and `OSError` as `open_client` does.
     """
@@ -86,7 +93,11 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
         session, target, count = arguments
         return [engine.transfer_sync_write(session, start, target, count * order.object_bytes)]
 
-    return {"write": write, "close": lambda _, __: []}, f"{order.host}:{engine.get_rpc_port()}"
+    return {
+        "write": write,
+        "ping": lambda _, __: [],
+        "close": lambda _, __: [],
+    }, f"{order.host}:{engine.get_rpc_port()}"
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:

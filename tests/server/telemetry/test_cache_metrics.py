@@ -14,7 +14,7 @@ from octavo.data.kv_store_figures import KVStoreFigures
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineStats
 from octavo.server.telemetry.dashboard.tiers import tier_rows
-from octavo.server.telemetry.metrics import _tiers
+from octavo.server.telemetry.metrics import _stores, _tiers
 
 
 def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
@@ -103,3 +103,16 @@ def test_the_page_lists_rates_and_what_a_store_holds() -> None:
     names = [row["name"] for row in tier_rows(EngineStats(), capacity(5))]
     assert names == ["device", "host"]
     assert tier_rows(EngineStats(), capacity())[0]["hit_rate"] is None
+
+
+def test_saves_are_told_by_outcome() -> None:
+    stats = EngineStats()
+    stats.kv_saves["expired"] = 3
+    told = {
+        (sample.name, sample.labels["outcome"]): sample.value
+        for family in _stores(stats, ["model"])
+        for sample in family.samples
+        if "outcome" in sample.labels
+    }
+    assert told["octavo:kv_saves_total", "expired"] == 3
+    assert told["octavo:kv_saves_total", "done"] == told["octavo:kv_loads_total", "cancelled"] == 0

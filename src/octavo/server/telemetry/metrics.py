@@ -59,6 +59,11 @@ _COUNTERS = (
     ("kv_load_seconds", "kv_load_seconds", "What requests waited for that, where it is known what computing takes."),
     ("kv_computing_seconds", "kv_load_computing_seconds", "What computing would have taken of these loads."),
     (
+        "kv_dropped_save_blocks",
+        "kv_dropped_save_blocks",
+        "Blocks that a store wanted and did not get: too many other saves were under way when their request ended.",
+    ),
+    (
         "num_quarantined_blocks",
         "quarantined_blocks",
         "KV blocks that are not used any more, as their books were wrong.",
@@ -245,11 +250,15 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
 
 
 def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
-    """What became of loads, and how each store outside fares."""
-    loads = CounterMetricFamily("octavo:kv_loads", "Loads from stores, by outcome.", labels=["model_name", "outcome"])
-    for outcome, count in stats.kv_loads.items():
-        loads.add_metric([*model, outcome], count)
-    yield loads
+    """Yield loads and saves by outcome, and the figures of each store."""
+    transfers = (("loads", "Loads from", stats.kv_loads), ("saves", "Saves into", stats.kv_saves))
+    for name, what, by_outcome in transfers:
+        ended = CounterMetricFamily(
+            f"octavo:kv_{name}", f"{what} stores, by outcome.", labels=["model_name", "outcome"]
+        )
+        for outcome, count in by_outcome.items():
+            ended.add_metric([*model, outcome], count)
+        yield ended
     labels = ["model_name", "store"]
     for attribute, name, text in _STORE_GAUGES:
         gauge = GaugeMetricFamily(f"octavo:kv_store_{name}", text, labels=labels)

@@ -1,6 +1,7 @@
 """Mooncake as tests need it: a pool that is a folder, OCTAVO_FAKE_POOL, and that does what files beside it say.
 
-CALL.codes: codes instead of those of a call. CALL.hangs: the call waits until the file is gone.
+preferred.segment: the segment that the last call preferred. CALL.codes: codes instead of those of a call.
+CALL.hangs: the call waits until the file is gone.
 """
 
 import ctypes
@@ -8,6 +9,10 @@ import json
 import os
 import time
 from pathlib import Path
+
+
+class ReplicateConfig:
+    preferred_segment = ""
 
 
 class MooncakeDistributedStore:
@@ -26,7 +31,11 @@ class MooncakeDistributedStore:
     def register_buffer(self, *_):
         return self._told("register", 0)
 
-    def batch_put_from(self, keys, addresses, sizes):
+    def get_hostname(self):
+        return "here:1"
+
+    def batch_put_from(self, keys, addresses, sizes, config):
+        (self.pool / "preferred.segment").write_text(config.preferred_segment)
         codes = self._told("put", [0] * len(keys))
         for key, address, size, code in zip(keys, addresses, sizes, codes, strict=False):
             if not code and not (self.pool / key).exists():

@@ -1,0 +1,74 @@
+"""An engine that needs Mooncake does not start where its libraries do not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from mooncake_master import needs_mooncake
+
+from octavo.build import build_core
+from octavo.config import EngineConfig, KVTransferConfig
+from octavo.errors import ConfigError
+from octavo.kv_transfer.mooncake_library import check_mooncake
+
+DIRECT = KVTransferConfig(role="decode", direct=True)
+POOL = KVTransferConfig(mooncake="127.0.0.1:1")
+NO_FILE = "cannot open shared object file: No such file or directory"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a package mooncake whose modules run the given code."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(code):
+        package = tmp_path / "mooncake"
+        package.mkdir()
+        for name in ("__init__", "engine", "store"):
+            (package / f"{name}.py").write_text("" if name == "__init__" else code)
+
+    return write
+
+
+@pytest.mark.parametrize(("config", "field"), [(DIRECT, "kv_direct"), (POOL, "kv_mooncake")])
+def test_missing_system_library_is_refused_before_the_model_is_loaded(install, config, field):
+    install(f"raise ImportError('libibverbs.so.1: {NO_FILE}')")
+    with pytest.raises(ConfigError, match=rf"{field} needs Mooncake.*libibverbs\.so\.1.*apt-get install libibverbs1"):
+        build_core(EngineConfig(kv_transfer=config))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (f"raise ImportError('libcudart.so.12: {NO_FILE}')", r"the system package that has libcudart\.so\.12$"),
+        ("raise ModuleNotFoundError(\"No module named 'mooncake'\")", r"pip install 'octavo\[mooncake\]'"),
+        ("raise ImportError('undefined symbol')", r"undefined symbol.*to see why"),
+        ("import os; os.kill(os.getpid(), 11)", r"exit status -11"),
+    ],
+)
+def test_refusal_says_what_to_do(install, code, message):
+    install(code)
+    with pytest.raises(ConfigError, match=message):
+        check_mooncake(DIRECT)
+
+
+def test_library_that_does_not_load_in_time_is_refused(install, monkeypatch):
+    install("import time; time.sleep(60)")
+    monkeypatch.setattr("octavo.kv_transfer.mooncake_library._LOAD_S", 0.2)
+    with pytest.raises(ConfigError, match=r"mooncake\.engine did not load within 0\.2 s"):
+        check_mooncake(DIRECT)
+
+
+def test_nothing_is_loaded_for_other_stores(monkeypatch, tmp_path):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    check_mooncake(KVTransferConfig())
+    check_mooncake(KVTransferConfig(disk_dir=tmp_path))
+
+
+@needs_mooncake
+def test_real_libraries_load_in_a_child_process_alone():
+    check_mooncake(DIRECT)
+    check_mooncake(POOL)
+    assert "mooncake.engine" not in sys.modules
