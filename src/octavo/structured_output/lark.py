@@ -7,13 +7,21 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.structured_output.json_schema import NAMED_SCHEMAS, refuse_large_objects
+from octavo.structured_output.schema_faults import FIELD
+from octavo.structured_output.schema_rewriting import rewritten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
 # small models fill an answer with it until they have no tokens left.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Options of `oneOf` that may overlap are read as those of `anyOf`: an automaton cannot count the options that match.
+JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": True,
+}
 # A text that it foresees llguidance else offers in the tokens that the tokenizer makes of it: of "<think>" in a schema
 # the added token, which it then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -27,13 +35,13 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are.
+    """Return the name of a schema's JSON in a grammar of Lark's notation, spelled as `json` structures are.
 
-    Raises `RequestError` for what is too large.
+    Raises `RequestError` for a schema that is too large.
     """
-    refuse_large_objects(schema, "a function's parameters or the answer's schema", None)
     fields = json.loads(schema) if isinstance(schema, str) else schema
-    return "%json " + json.dumps({**_bare(fields), "x-guidance": JSON_OPTIONS})
+    refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
+    return "%json " + json.dumps({**_bare(rewritten(fields)), "x-guidance": JSON_OPTIONS})
 
 
 def _bare(schema: Any) -> Any:

@@ -259,7 +259,9 @@ def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
     assert has_no_row.allowed()[EOS]
 
 
-@pytest.mark.parametrize("parameters", [{"properties": {}}, {"description": "anything"}, {}])
+@pytest.mark.parametrize(
+    "parameters", [{"properties": {"days": {}}, "additionalProperties": True}, {"description": "anything"}, {}]
+)
 def test_arguments_are_an_object_whatever_a_schema_leaves_out(grammars: Grammars, parameters: dict[str, Any]) -> None:
     function, _ = read_function({"name": "weather", "parameters": parameters}, "tools[0]")
     structure = StructuredOutputsParams(grammar=HermesFormat(grammars.spell).forced([function], only_one=True))

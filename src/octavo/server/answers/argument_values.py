@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
+from octavo.structured_output.schema_faults import FIELD
 
 _TYPES: dict[type, str] = {
     type(None): "null",
@@ -136,6 +137,8 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
+    if FIELD in root:  # errors of the compiler name it
+        whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"a part of a schema has {len(text)} characters with what it refers to")

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as a client describes it. parameters: a JSON schema. strict: its calls must keep to that."""
+    """A tool as a client describes it.
+
+    parameters: a JSON schema. strict: the tool's calls must fit it. field: of the request, that has the schema.
+    """
 
     name: str
     parameters: dict[str, Any]
     strict: bool = False
+    field: str = "tools"
 
 
 class ToolFormat:
