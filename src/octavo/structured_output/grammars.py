@@ -274,7 +274,8 @@ class GrammarCompiler:
         opens = wanted.free_from and self._spelled(wanted.free_from)
         added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(first)}
         between = sorted(each for each in added if each < self._vocab_size)
-        return free_start(wanted.starts_after, ends, opens, between)
+        is_exact = wanted.kind in {"choice", "regex", "grammar"}
+        return free_start(wanted.starts_after, ends, opens, between, is_exact=is_exact)
 
     def _first_piece(self, text: str) -> str:
         """Return a text that is a token, or what looks like one at its beginning."""

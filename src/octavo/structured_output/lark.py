@@ -81,14 +81,18 @@ def text_up_to(
     return f"{head}: {text}{more} {token}\n{text}: {_ANY} & ~/(.|\\n)*{pattern(marker)}(.|\\n)*/"
 
 
-def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int]) -> str:
-    """Return the rules of an answer that is free up to a marker: `@answer` stands behind it.
+def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
+    """Return the rules of an answer that is free up to and with a marker and ends with the structure, `@answer`.
 
-    opens: how a grammar names what begins the free part, where the answer may have none.
+    opens: the grammar's name of the text that begins the free part; None if every answer has a free part. is_exact: an
+    answer without a free part is the structure alone. Otherwise blanks may stand before it: JSON allows them.
     """
-    begin = "free" if opens is None else f"(SPACE {opens} free)?"
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
-    return f"start: {begin} SPACE @answer\n{rules}\n{_SPACE}"
+    if opens is None:
+        start = "free SPACE @answer"
+    else:
+        start = f"SPACE {opens} free SPACE @answer | {'' if is_exact else 'SPACE '}@answer"
+    return f"start: {start}\n{rules}\n{_SPACE}"
 
 
 def pattern(text: str) -> str:

@@ -231,6 +231,19 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
             assert grammars.accepts(structure, "\n" * count + '{"city": "Rome"}') is (count < 5)
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"grammar": 'root ::= "yes" | "no"'}], ids=str
+)
+def test_an_answer_without_reasoning_is_the_structure_alone(grammars: Grammars, wanted: dict[str, Any]) -> None:
+    """A client looks the content up in its choices."""
+    structure = StructuredOutputsParams(**wanted, starts_after="</think>", free_from="<think>")
+    assert grammars.accepts(structure, "yes")
+    assert grammars.accepts(structure, "<think>Hm.</think>\n\nno")  # the blanks belong to the reasoning
+    assert grammars.accepts(structure, "\n<think>Hm.</think>no")
+    for wrong in ("\nyes", "    no", " yes", "\n\n"):
+        assert not grammars.accepts(structure, wrong), wrong
+
+
 @each_family
 def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]) -> None:
     structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
