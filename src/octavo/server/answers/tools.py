@@ -98,6 +98,16 @@ class Toolbox:
         is_limited = len(allowed) < len(functions)
         return cls(allowed, given, is_limited, choice.mode == "required", choice.named, only_one, format)
 
+    def told(
+        self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return the messages and the tools that the chat template is given. tool_format: the model's."""
+        if tool_format is None:
+            return [*messages], None
+        options = {"is_required": self.is_required, "only_one": self.only_one}
+        told = tool_format.told(messages, self.given, **options)
+        return told, None if tool_format.describes_tools else [*self.given] or None
+
     def parser(self) -> AnswerParser:
         """Return what reads an answer."""
         if self.format is None:
@@ -129,6 +139,8 @@ class Toolbox:
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
+            return _bounded(self.functions)
+        if self.format is not None and self.format.needs_grammar:
             return _bounded(self.functions)
         if self.is_limited or any(function.strict for function in self.functions):
             return _bounded([each if each.strict else replace(each, parameters=_ANY) for each in self.functions])
