@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from octavo.server.answers.argument_values import LookaheadError
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_format import Function
 from octavo.structured_output.lark import lark_json
@@ -127,6 +128,10 @@ class Toolbox:
         try:
             grammar = self._grammar(self.format, functions, content)
             return StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
+        except LookaheadError as error:
+            written = json.dumps(error.pattern)
+            field = next((each.field for each in functions if written in json.dumps(each.parameters)), "tools")
+            raise RequestError(f"{field}: {error}", parameter=field) from None
         except (RequestError, ValueError, TypeError, RecursionError):
             message = (
                 "the parameters of the tools, or the schema beside them, are no JSON schemas, too deep, or longer than "
