@@ -262,9 +262,9 @@ MODELS = {
     "mistral": ("json", *WITH_TOOLS),
     "mistral, markers special": WITH_TOOLS,
     "mistral with names": WITH_TOOLS,
-    "phi35": tuple(JSON_SCHEMAS),
+    "phi35": (*JSON_SCHEMAS, *WITH_TOOLS),  # its template shows no tools, and so does the next one's
     "deepseek-r1-distill": ("json",),
-    "smollm2": tuple(JSON_SCHEMAS),
+    "smollm2": (*JSON_SCHEMAS, *WITH_TOOLS),
 }
 
 
