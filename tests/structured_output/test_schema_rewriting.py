@@ -246,3 +246,14 @@ def test_closed_schemas_accept_only_what_the_open_ones_do() -> None:
         for value in ({"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "z": 1}, {"a": 1, "b": 1, "c": 1}):
             if jsonschema.Draft202012Validator(rewritten(schema)).is_valid(value):
                 assert jsonschema.Draft202012Validator(schema).is_valid(value) or "oneOf" in schema
+
+
+def test_merges_that_grow_without_bound_are_refused(grammars: Grammars) -> None:
+    names = {f"p{number}": {} for number in range(1000)}
+    options = [{"required": [f"p{number}"]} for number in range(1000)]
+    chain: dict[str, Any] = {f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, A]} for number in range(300)}
+    for schema in ({"properties": names, "anyOf": options}, {"$defs": chain, "$ref": "#/$defs/d0"}):
+        with pytest.raises(RequestError, match=r"json: allOf, anyOf, .* merge more than 50000 properties"):
+            grammars.compile(StructuredOutputsParams(json=schema))
+    few = {"properties": dict(list(names.items())[:30]), "anyOf": options[:30]}
+    assert accepted(grammars, few, {"p3": 1}, {"c": 1}) == [{"p3": 1}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+from octavo.errors import RequestError
 from octavo.structured_output.references import resolve
 
 # Keywords that say which properties an object has.
@@ -29,13 +30,33 @@ OBJECT_KEYWORDS = frozenset(
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
+MAX_MERGED = 50_000  # names and schemas that the merges of one schema take together: some 20 ms
+
+
+class MergeBudget:
+    """Counts the work of merging: options times properties, or references times what they name, grow fast."""
+
+    def __init__(self) -> None:
+        self._left = MAX_MERGED
+
+    def take(self, amount: int) -> None:
+        """Count some work. Raises `RequestError` beyond the limit."""
+        self._left -= amount
+        if self._left < 0:
+            raise RequestError(
+                f"allOf, anyOf, oneOf and $ref of the schema merge more than {MAX_MERGED} properties and schemas in "
+                "all; write fewer options, or shorter ones"
+            )
+
+
 class Merged:
     """What several schemas that hold for one object say together.
 
     names: of its properties. least: how many it has at least. is_decided: a schema says which others there may be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MergeBudget) -> None:
+        self._budget = budget
         self.names: dict[str, None] = {}
         self.least = 0
         self.has_properties = False
@@ -44,6 +65,7 @@ class Merged:
 
     def copy(self) -> Merged:
         """Return another one that grows alone."""
+        self._budget.take(len(self.names) + 1)
         other = copy(self)
         other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001 - its own
         return other
@@ -64,11 +86,14 @@ class Merged:
                 left += part[key] if isinstance(part.get(key), list) else ()
 
     def _add_own(self, schema: dict[str, Any]) -> None:
+        self._budget.take(len(schema))
         properties, required, least = (schema.get(key) for key in ("properties", "required", "minProperties"))
         if isinstance(properties, dict):
+            self._budget.take(len(properties))
             self.has_properties = True
             self.names |= dict.fromkeys(properties)
         if isinstance(required, list):
+            self._budget.take(len(required))
             self.names |= dict.fromkeys(name for name in required if isinstance(name, str))
         if isinstance(least, int):
             self.least = max(self.least, least)
@@ -87,6 +112,7 @@ class Merged:
         """Return a merge with what closes it as a further member."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
+        self._budget.take(len(self.names))
         closing = {"properties": {name: {} for name in self.names}, "additionalProperties": False}
         given = schema.get("allOf")
         found = {**schema, "allOf": [*(given if isinstance(given, list) else ()), closing]}
@@ -96,7 +122,7 @@ class Merged:
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
     """Return an object's schema closed, if it may be closed. found: the schema with its properties rewritten."""
-    merged = Merged()
+    merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):
         return found

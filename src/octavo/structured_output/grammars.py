@@ -25,7 +25,7 @@ from octavo.runtime.turns import Turns
 from octavo.structured_output.gbnf import is_gbnf, to_lark
 from octavo.structured_output.json_schema import refuse_large_objects
 from octavo.structured_output.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
-from octavo.structured_output.schema_faults import find_fault, find_fault_in_grammar, reason_of
+from octavo.structured_output.schema_faults import LENIENT, find_fault, find_fault_in_grammar, reason_of
 from octavo.structured_output.schema_rewriting import rewritten
 
 if TYPE_CHECKING:
@@ -343,10 +343,11 @@ def _llguidance() -> Any:
 
 def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
+    if wanted.json is not None:
+        refuse_large_objects(wanted.json, wanted.kind, _PARAMETER)
     try:
         match wanted.kind:
             case "json":
-                refuse_large_objects(wanted.json or "", wanted.kind, _PARAMETER)
                 schema = json.loads(str(wanted.json))
                 text = json.dumps(rewritten(schema)) if isinstance(schema, dict) else wanted.json
                 return str(matcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
@@ -359,7 +360,7 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
             case _:
                 text = str(wanted.grammar)
                 return str(llguidance.grammar_from("lark", to_lark(text) if is_gbnf(text) else text))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, RequestError) as error:
         raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
 
 
@@ -370,7 +371,8 @@ def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> Gramma
     """
 
     def check(schema: dict[str, Any]) -> str | None:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
+        options = {**JSON_OPTIONS, "lenient": LENIENT in schema}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
         return str(messages[0]) if is_error else None
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.structured_output.json_schema import NAMED_SCHEMAS, refuse_large_objects
-from octavo.structured_output.schema_faults import FIELD
+from octavo.structured_output.schema_faults import FIELD, LENIENT
 from octavo.structured_output.schema_rewriting import rewritten
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def lark_json(schema: str | dict[str, Any]) -> str:
     """
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
-    return "%json " + json.dumps({**_bare(rewritten(fields)), "x-guidance": JSON_OPTIONS})
+    options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
+    return "%json " + json.dumps({**_bare(rewritten(fields)), "x-guidance": options})
 
 
 def _bare(schema: Any) -> Any:

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 # A keyword of a schema in a grammar: the field of the request that the schema comes from. llguidance ignores it.
 FIELD = "x-octavo-field"
+# And another: keywords that llguidance does not support are ignored, not refused.
+LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 21  # of schemas that are compiled to find the part: some 0.2 s
+_MAX_TRIED_CHARS = 1 << 19  # of schemas that are compiled to find the part
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 
@@ -45,7 +47,7 @@ def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | N
     message = check(schema)
     if message is None:
         return None
-    definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+    definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
     part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
     while True:
         for child_place, child in _children(part, place, schema):

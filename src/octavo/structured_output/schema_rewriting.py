@@ -10,8 +10,8 @@ import functools
 import logging
 from typing import Any
 
-from octavo.structured_output.closed_objects import OBJECT_KEYWORDS, Merged, closed
-from octavo.structured_output.json_schema import DEFINITIONS, NAMED_SCHEMAS
+from octavo.structured_output.closed_objects import OBJECT_KEYWORDS, MergeBudget, Merged, closed
+from octavo.structured_output.json_schema import DEFINITIONS, MAX_OPTIONAL_PROPERTIES, NAMED_SCHEMAS
 from octavo.structured_output.lookahead import without_lookahead
 from octavo.structured_output.references import resolve
 
@@ -36,7 +36,7 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     * An unknown `format` is dropped, and the log names it once.
     * `pattern` that looks ahead becomes several patterns, and `propertyNames` a pattern of properties, if they can.
 
-    Raises `RecursionError` for one that is nested too deep.
+    Raises `RecursionError` for one that is nested too deep, `RequestError` for one whose merges are too large.
     """
     return _Rewriter(schema).whole()
 
@@ -52,6 +52,7 @@ class _Rewriter:
         self._root = root
         self._names: dict[tuple[int, bool], str] = {}  # of definitions that are added, by target and whether it is open
         self._left: list[tuple[str, Any, bool]] = []
+        self._budget = MergeBudget()
 
     def whole(self) -> dict[str, Any]:
         """Return the whole schema."""
@@ -80,7 +81,7 @@ class _Rewriter:
             if applied[0] != "allOf" or (isinstance(members, list) and len(members) == 1):
                 return self._rewritten(schema, is_open=False)
         branches = [key for key in _BRANCHES if key in applied]
-        base = Merged()
+        base = Merged(self._budget)
         base.add({key: value for key, value in schema.items() if branches != [key]}, self._root)
         found = self._rewritten(schema, is_open=True)
         if not isinstance(found, dict):
@@ -176,7 +177,11 @@ def _mend_names(schema: dict[str, Any]) -> None:
         return
     value = schema.get("additionalProperties", True)
     listed, pattern = [names["const"]] if "const" in names else names.get("enum"), names.get("pattern")
-    if isinstance(listed, list) and not names.keys() - {"type", "enum", "const"}:
+    if (
+        isinstance(listed, list)
+        and len(listed) <= MAX_OPTIONAL_PROPERTIES
+        and not names.keys() - {"type", "enum", "const"}
+    ):
         schema["properties"] = {name: value for name in listed if isinstance(name, str)}
     elif isinstance(pattern, str) and not names.keys() - {"type", "pattern"}:
         schema["patternProperties"] = {pattern: value}

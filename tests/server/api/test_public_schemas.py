@@ -170,3 +170,19 @@ def test_a_tag_cannot_look_ahead() -> None:
         error = response.json()["error"]
         assert error["param"] == "tools[1].function.parameters"
         assert error["message"].startswith("tools[1].function.parameters: the pattern `^(?!")
+
+
+def test_a_template_without_tools_takes_tools_that_a_grammar_cannot_express() -> None:
+    """There each answer has a grammar: one that a client did not ask for refuses nothing."""
+    schema = PUBLIC_SCHEMAS["pydantic: a set"].schema
+    with (
+        run_server(_Compiling(), engine_options={"chat_template": FakeChatTemplate()}) as server,
+        server.http() as http,
+    ):
+        body = {"messages": MESSAGES, "tools": _chat_tools(schema)}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in _chat_tools(schema)]
+        for stricter in ({"tools": strict}, {"tool_choice": "required"}):
+            response = http.post("/v1/chat/completions", json={**body, **stricter})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "tools[1].function.parameters"

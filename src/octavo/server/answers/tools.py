@@ -13,7 +13,7 @@ from octavo.server.answers.argument_values import LookaheadError
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_format import Function
 from octavo.structured_output.lark import lark_json
-from octavo.structured_output.schema_faults import FIELD
+from octavo.structured_output.schema_faults import FIELD, LENIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ class Toolbox:
         if content is not None:
             return _bounded(self.functions)
         if self.format is not None and self.format.needs_grammar:
-            return _bounded(self.functions)
+            return _bounded([each if each.strict else _lenient(each) for each in self.functions])
         if self.is_limited or any(function.strict for function in self.functions):
             return _bounded([each if each.strict else replace(each, parameters=_ANY) for each in self.functions])
         return ()
@@ -165,6 +165,11 @@ class Toolbox:
 NO_TOOLS = Toolbox()
 
 
+def _lenient(function: Function) -> Function:
+    """Return a function whose arguments need not keep to what a grammar cannot express."""
+    return replace(function, parameters={**function.parameters, LENIENT: True})
+
+
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
     """Return functions whose parameters say which field of the request they come from, for errors of the compiler.
 
@@ -181,12 +186,12 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
         except (ValueError, TypeError, RecursionError):
             message = f"{each.field} is no JSON schema, or is nested too deep"
             raise RequestError(message, parameter=each.field) from None
-    if num_chars > MAX_GRAMMAR_CHARS:
-        message = (
-            f"the parameters of the tools have {num_chars} characters without descriptions; the limit is "
-            f"{MAX_GRAMMAR_CHARS}: give fewer tools, or allow fewer by tool_choice"
-        )
-        raise RequestError(message, parameter="tools")
+        if num_chars > MAX_GRAMMAR_CHARS:
+            message = (
+                f"the parameters of the tools have more than {MAX_GRAMMAR_CHARS} characters without descriptions, "
+                "the limit of a grammar: give fewer tools, or allow fewer by tool_choice"
+            )
+            raise RequestError(message, parameter="tools")
     return marked
 
 
