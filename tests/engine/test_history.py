@@ -219,3 +219,20 @@ def test_nothing_is_changed_in_place() -> None:
     for template in (IDS, SINGLE, SYSTEM_FIRST, ALTERNATING):
         render(template, *messages)
     assert json.dumps(messages) == before
+
+
+def test_a_message_of_many_calls_takes_linear_time() -> None:
+    count = 20_000  # pairs of each with each would take minutes
+    calls = [call(f"call_{number}") for number in range(count)]
+    results = [result(f"call_{number}", str(number)) for number in reversed(range(count))]
+    told = with_single_calls(with_short_ids([calling(*calls), *results]))
+    assert [message["content"] for message in told if message["role"] == "tool"] == [str(n) for n in range(count)]
+
+
+@pytest.mark.parametrize("odd", [7, ["a"], {"a": 1}])
+def test_odd_ids_are_matched_all_the_same(odd: Any) -> None:
+    chat = [{**calling(call("x"), call("y"))}, result("y"), {**result("x"), "tool_call_id": odd}]
+    chat[0]["tool_calls"][0]["id"] = odd
+    told = with_short_ids(chat)
+    assert told[2]["tool_call_id"] == told[0]["tool_calls"][0]["id"] != told[1]["tool_call_id"]
+    assert [each["role"] for each in with_single_calls(chat)] == ["assistant", "tool", "assistant", "tool"]

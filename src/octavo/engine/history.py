@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import string
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _ShortIds:
 
 
 def _hashed(text: str) -> str:
-    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), "big")
     chars = []
     for _ in range(_ID_CHARS):
         number, digit = divmod(number, len(_DIGITS))
@@ -87,12 +88,13 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
         if len(calls) < 2:
             found += [message, *results]
             continue
-        places = _matched(calls, results)
+        of_calls: dict[int | None, list[Message]] = {}
+        for result, place in zip(results, _matched(calls, results), strict=True):
+            of_calls.setdefault(place, []).append(result)
         for place, call in enumerate(calls):
             said = message if not place else {"role": message["role"], "content": None}
-            found.append({**said, "tool_calls": [call]})
-            found += [result for result, matched in zip(results, places, strict=True) if matched == place]
-        found += [result for result, matched in zip(results, places, strict=True) if matched is None]
+            found += [{**said, "tool_calls": [call]}, *of_calls.get(place, ())]
+        found += of_calls.get(None, ())
     return found
 
 
@@ -135,15 +137,18 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of the call of each result: by its id, or else, if it has none, the first call without one."""
-    left, places = [*range(len(calls))], list[int | None]()
+    """Return the place of the call of each result: by the id, or the first call left for a result without an id."""
+    of_ids: dict[str, deque[int]] = {}
+    for place, call in enumerate(calls):
+        of_ids.setdefault(str(call.get("id")), deque()).append(place)
+    in_order, taken, places = deque(range(len(calls))), set[int](), list[int | None]()
     for result in results:
         wanted = result.get("tool_call_id")
-        by_id = (place for place in left if wanted is not None and calls[place].get("id") == wanted)
-        place = next(by_id, None)
-        if place is None and wanted is None and left:
-            place = left[0]
-        if place is not None:
-            left.remove(place)
-        places.append(place)
+        left = in_order if wanted is None else of_ids.get(str(wanted), deque())
+        while left and left[0] in taken:
+            left.popleft()
+        match = left.popleft() if left else None
+        if match is not None:
+            taken.add(match)
+        places.append(match)
     return places

@@ -116,12 +116,18 @@ class TemplateTraits:
         content is text, text parts or nothing at all; arguments of calls are objects.
         """
         told = self._told(chat)
-        strict = begun_by_user(_with_calls_joined(told))
-        plain = with_systems_as_users(strict, keeps_first=self.system != "never")
-        tellings = [told, self._joined(told), self._joined(strict), self._joined(plain)]
-        for index, telling in enumerate(tellings):
-            if not index or telling != tellings[index - 1]:
+        before: list[Message] | None = None
+        for telling in self._tellings(told):
+            if telling != before:
                 yield [self._adapted(message) for message in telling]
+            before = telling
+
+    def _tellings(self, told: list[Message]) -> Iterator[list[Message]]:
+        yield told
+        yield self._joined(told)
+        strict = begun_by_user(_with_calls_joined(told))
+        yield self._joined(strict)
+        yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
 
     def _told(self, chat: Sequence[Message]) -> list[Message]:
         """Return the history without what the template is known to refuse or to lose."""

@@ -151,6 +151,8 @@ def test_history_is_told_in_text() -> None:
     assert messages[2]["tool_calls"] == calls
     untold = GenericFormat().told(messages[1:], [], is_required=False, only_one=True)
     assert untold == told[1:]  # without tools in the request the history stays readable
+    odd = {"role": "tool", "tool_call_id": ["call_1"], "content": "x"}
+    assert GenericFormat().told([odd], [], is_required=False, only_one=True)[0]["role"] == "user"
     assert GenericFormat().told(messages[1:], TOOLS, is_required=True, only_one=True)[0]["role"] == "system"
 
 

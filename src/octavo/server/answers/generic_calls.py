@@ -67,7 +67,7 @@ class GenericFormat(ToolFormat):
 
         tools: as templates read them.
         """
-        names: dict[Any, str] = {}
+        names: dict[str, str] = {}
         history = [_told(message, names) for message in messages]
         if not tools:
             return history
@@ -104,10 +104,10 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
     )
 
 
-def _told(message: dict[str, Any], names: dict[Any, str]) -> dict[str, Any]:
+def _told(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return a message without calls and results, which its text has. Mutated: names, of the calls by their ids."""
     if message["role"] == "tool":
-        name = message.get("name") or names.get(message.get("tool_call_id"))
+        name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
         return {"role": "user", "content": json_text({_RESULT: result})}
     calls = message.get("tool_calls")
@@ -116,7 +116,7 @@ def _told(message: dict[str, Any], names: dict[Any, str]) -> dict[str, Any]:
     written = []
     for call in calls:
         function = call["function"]
-        names[call.get("id")] = function["name"]
+        names[str(call.get("id"))] = function["name"]
         written.append((function["name"], function["arguments"]))
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": _with_text(message.get("content"), GenericFormat().write(written))}
