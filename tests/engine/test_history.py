@@ -192,6 +192,7 @@ def test_alternation_is_made_where_a_template_demands_it() -> None:
     assert late == "<user>hi<assistant>well<user>late\n\nhi"
     begun = render(ALTERNATING, ANSWER, USER)
     assert begun == "<user><assistant>well<user>hi"
+    assert render(ALTERNATING, SYSTEM, ANSWER, USER) == "<system>rules<user><assistant>well<user>hi"
     said_first = re.sub(
         r"\{.*?\}", "", render(ALTERNATING, USER, ANSWER, calling(call("a")), result("a"), ANSWER, USER)
     )

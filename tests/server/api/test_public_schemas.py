@@ -62,6 +62,11 @@ WAYS: Ways = {
         lambda schema: {"tools": _chat_tools(schema), "tool_choice": "required"},
         "tools[1].function.parameters",
     ),
+    "chat, structured_outputs beside tools": (
+        "/v1/chat/completions",
+        lambda schema: {"tools": _chat_tools({}), "structured_outputs": {"json": schema}},
+        "structured_outputs",
+    ),
     "chat, the format beside tools": (
         "/v1/chat/completions",
         lambda schema: {
