@@ -268,3 +268,16 @@ def test_merges_that_grow_without_bound_are_refused(grammars: Grammars) -> None:
             grammars.compile(StructuredOutputsParams(json=schema))
     few = {"properties": dict(list(names.items())[:30]), "anyOf": options[:30]}
     assert accepted(grammars, few, {"p3": 1}, {"c": 1}) == [{"p3": 1}]
+
+
+@pytest.mark.parametrize("field", [7, ["a"], "own"])
+def test_a_field_that_a_client_writes_does_no_harm(grammars: Grammars, field: Any) -> None:
+    with pytest.raises(RequestError, match=r": #: Invalid type: str") as caught:
+        grammars.compile(StructuredOutputsParams(json={"type": "str", "x-octavo-field": field}))
+    assert caught.value.parameter == (field if field == "own" else "structured_outputs")
+
+
+def test_a_search_for_a_fault_in_a_large_schema_ends(grammars: Grammars) -> None:
+    properties = {f"p{number}": {"enum": ["x" * 20, number]} for number in range(400)} | {"last": {"type": "str"}}
+    with pytest.raises(RequestError, match=r"^json: #"):
+        grammars.compile(StructuredOutputsParams(json={"properties": properties, "$defs": {"large": properties}}))

@@ -24,6 +24,7 @@ _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propert
 _MAX_TRIED_CHARS = 1 << 19  # of schemas that are compiled to find the part
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
+_MAX_FIELD_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,22 @@ def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | N
     if message is None:
         return None
     definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
+    field = schema.get(FIELD)
+    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # a client may write one, too
     part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
-    while True:
+    while left >= 0:
         for child_place, child in _children(part, place, schema):
             whole = {**definitions, **child}
             left -= len(json.dumps(whole))
-            if child_place not in seen and left >= 0 and (found := check(whole)) is not None:
+            if left < 0:
+                break
+            if child_place not in seen and (found := check(whole)) is not None:
                 part, place, message = child, child_place, found
                 seen.add(place)
                 break
         else:
-            return SchemaFault(place, _explained(message, part), schema.get(FIELD))
+            break
+    return SchemaFault(place, _explained(message, part), field)
 
 
 def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
