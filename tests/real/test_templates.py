@@ -146,13 +146,30 @@ def said(messages: Messages) -> list[str]:
         content = message["content"] or ""
         texts += [part["text"] for part in content] if isinstance(content, list) else [content]
         texts += [name for each in message.get("tool_calls", ()) for name in (each["function"]["name"], "city")]
+        texts += [zone for zone in ("CET",) for each in message.get("tool_calls", ()) if zone in str(each)]
     return texts
 
 
+def one_call_at_a_time(messages: Messages) -> Messages:
+    """Return the same history with each call before its result; what was said stays with the first one."""
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    told: Messages = []
+    for message in messages:
+        for index, each in enumerate(message.get("tool_calls", ())):
+            said_first = message if not index else {"role": "assistant", "content": None}
+            told += [{**said_first, "tool_calls": [each]}, results[each["id"]]]
+        if message["role"] != "tool" and "tool_calls" not in message:
+            told.append(message)
+    return told
+
+
 def of_transformers(source: str, messages: Messages, options: dict[str, Any]) -> str | None:
-    """Return the rendering of the first of the best spellings; None where all are refused."""
+    """Return the rendering of the first of the best spellings; None if all are refused.
+
+    A history that is refused, or not shown, is spelled with one call at a time.
+    """
     best, best_faults = None, None
-    for spelled in spellings(messages):
+    for spelled in itertools.chain(spellings(messages), spellings(one_call_at_a_time(messages))):
         try:
             ((text,), _) = transformers.utils.chat_template_utils.render_jinja_template(
                 [spelled], chat_template=source, add_generation_prompt=True, **SPECIAL, **options
@@ -294,3 +311,73 @@ def test_prompts_are_the_same_by_every_api(
     of_ollama = read_ollamas(as_ollama(messages))
     prompts = [prompt_of(compiled(name), read_messages(with_ids_of(messages, of_ollama)), options) for name in names]
     assert [prompt_of(compiled(name), of_ollama, options) for name in names] == prompts
+
+
+LONG = {"call00001": "call_abcdefghijklmnop01", "call00002": "toolu_01ABCDEFGH"}
+LATE = {"role": "system", "content": "Speak up."}
+DEMANDING: dict[str, Messages] = {
+    "ids of other servers": [
+        USER,
+        {**ANSWER, "content": None, "tool_calls": [{**WEATHER, "id": LONG["call00001"]}]},
+        {**SUNNY, "tool_call_id": LONG["call00001"]},
+        ANSWER,
+        FURTHER,
+    ],
+    "parallel calls with such ids": [
+        USER,
+        {**ANSWER, "content": None, "tool_calls": [{**each, "id": LONG[each["id"]]} for each in (WEATHER, TIME)]},
+        {**SUNNY, "tool_call_id": LONG["call00001"]},
+        {**NOON, "tool_call_id": LONG["call00002"]},
+    ],
+    "a late system message": [SYSTEM, USER, ANSWER, LATE, FURTHER],
+    "a last system message": [USER, ANSWER, FURTHER, LATE],
+    "two system messages": [SYSTEM, LATE, USER],
+    "a system message after a result": [
+        USER,
+        {**ANSWER, "content": None, "tool_calls": [WEATHER]},
+        SUNNY,
+        LATE,
+        FURTHER,
+    ],
+    "two users' turns": [USER, FURTHER],
+    "an assistant's greeting": [SYSTEM, ANSWER, USER],
+    "two assistants' turns": [USER, ANSWER, {**ANSWER, "content": "Indeed."}, FURTHER],
+}
+# They refuse or lose every call of a history, the greeting or all that is said; the server tells calls in text to some.
+NO_CALLS = {
+    "HuggingFaceTB-SmolLM3-3B",
+    "Kimi-K2-Instruct",  # changes a list, which the sandbox forbids, as that of transformers does
+    "Kimi-K2-Thinking",
+    "LFM2-8B-A1B",
+    "LFM2.5-Instruct",
+    "google-gemma-2-2b-it",
+    "ibm-granite-granite-3.3-2B-Instruct",
+    "llama-cpp-rwkv-world",
+    "microsoft-Phi-3.5-mini-instruct",
+}
+REFUSE_ALL = {"fireworks-ai-llama-3-firefunction-v2", "llama-cpp-deepseek-r1"}
+
+
+@pytest.mark.parametrize("kind", DEMANDING)
+def test_histories_of_other_servers_are_shown_whole(
+    kind: str,
+    real_templates: dict[str, str],
+    compiled: Callable[[str], ChatTemplate],
+    sampled: Callable[[list[str]], list[str]],
+) -> None:
+    messages = DEMANDING[kind]
+    has_calls = any("tool_calls" in message for message in messages)
+    wrong = {}
+    for name in sampled(
+        [name for name in real_templates if name not in REFUSE_ALL | (NO_CALLS if has_calls else set())]
+    ):
+        try:
+            text = compiled(name).render(read_messages(messages), tools=TOOLS)
+        except RequestError as error:
+            wrong[name] = str(error)
+            continue
+        texts = [str(message["content"]) for message in messages if message["role"] != "tool" and message["content"]]
+        texts += [city for city in ("knots", "CET") if any(city in str(message) for message in messages)]
+        if missing := [each for each in texts if each not in text]:
+            wrong[name] = f"{missing} of {text}"
+    assert not wrong, "\n\n".join(f"=== {name}\n{what}" for name, what in wrong.items())

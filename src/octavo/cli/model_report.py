@@ -186,6 +186,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
     """Say what there is that makes text of tokens, and prompts of conversations."""
+    from octavo.server.answers.answer_form import untold
     from octavo.server.answers.known_formats import find_tool_format
     from octavo.server.answers.reasoning_forms import find_reasoning_form
     from octavo.server.answers.template_probe import TemplateProbe
@@ -203,9 +204,10 @@ def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[st
     probe, sources = TemplateProbe.of(template.render), [*template.templates.values()]
     tools = find_tool_format("auto", sources, probe.call, lambda _: None)
     reasoning = find_reasoning_form("auto", [*sources, *probe.texts])
-    untold = "" if tools is None or probe.shows_tools else "; the chat template tells the model of no tools"
     return found | {
         "chat template": ", ".join(sorted(template.templates)),
-        "tool calls": "in no format that octavo reads" if tools is None else tools.name + untold,
+        "tool calls": "in no format that octavo reads"
+        if tools is None
+        else tools.name + untold(tools, shows_tools=probe.shows_tools),
         "reasoning": "none that is split off" if reasoning is None else reasoning.name,
     }

@@ -14,6 +14,7 @@ from octavo.sampling_params import POOLING
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
+    "generic",
     "hermes",
     "mistral",
     "qwen3_coder",

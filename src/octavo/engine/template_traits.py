@@ -6,6 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from octavo.engine.history import (
+    begun_by_user,
+    with_one_system_message,
+    with_short_ids,
+    with_single_calls,
+    with_systems_as_users,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -13,12 +21,15 @@ if TYPE_CHECKING:
     Render = Callable[[list[Message]], str | None]
 
 EmptyContent = Literal["null", "empty", "absent"]
+SystemPlaces = Literal["anywhere", "first", "never"]
 
 _SEPARATOR = "\n\n"  # between what were messages of their own
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
 _CALL_ID = "call00001"  # nine letters and digits: some templates check that
+_OTHER_ID = "call00002"
+_LONG_ID = "call_octavo_of_another_server"
 _TOOL_NAME = "lookup"
 TOOL = {
     "type": "function",
@@ -32,14 +43,17 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How one template wants its messages.
+    """The forms of messages that one template demands.
 
     part_roles: roles whose content it reads part by part; others get the texts of parts joined by a line's end.
     only_part_roles: those of them whose content it reads in no other way.
-    null_content, empty_content: how a call's message says that it has no text, where the client said null, and "".
+    null_content, empty_content: how a call's message says that it has no text, if the client said null, and "".
     takes_text_arguments: a call's arguments are wanted as JSON in a string, not as an object.
-    joins_turns: it refuses two turns of one role behind each other, so they become one.
-    joins_results: it refuses a user's turn behind a tool's result, so its text goes on with the result.
+    joins_turns: it refuses two turns of one role in a row, so they become one.
+    joins_results: it refuses a user's turn after a tool's result, so the user's text is added to the result.
+    wants_short_ids: it refuses ids of calls that are not nine letters and digits.
+    wants_single_calls: it refuses or loses all but one of the calls of a message.
+    system: the system messages that it shows: "anywhere"; "first", one at the beginning; "never".
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -49,6 +63,9 @@ class TemplateTraits:
     takes_text_arguments: bool = False
     joins_turns: bool = False
     joins_results: bool = False
+    wants_short_ids: bool = False
+    wants_single_calls: bool = False
+    system: SystemPlaces = "anywhere"
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
@@ -88,17 +105,39 @@ class TemplateTraits:
             takes_text,
             joins_turns=wants_joined([], _USER),
             joins_results=wants_joined(head, _message("tool", "Result")),
+            wants_short_ids=_wants_short_ids(render, null_content, as_text=takes_text),
+            wants_single_calls=_wants_single_calls(render, null_content, as_text=takes_text),
+            system=_find_system_places(render),
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages as the template wants them; then, for where it refuses those, with turns joined.
+        """Yield messages as the template wants them; then, in case it refuses those, with turns joined that alternate.
 
         content is text, text parts or nothing at all; arguments of calls are objects.
         """
-        yield [self._adapted(message) for message in chat]
-        joined = self._joined(chat)
-        if len(joined) < len(chat):
-            yield [self._adapted(message) for message in joined]
+        told = self._told(chat)
+        before: list[Message] | None = None
+        for telling in self._tellings(told):
+            if telling != before:
+                yield [self._adapted(message) for message in telling]
+            before = telling
+
+    def _tellings(self, told: list[Message]) -> Iterator[list[Message]]:
+        yield told
+        yield self._joined(told)
+        strict = begun_by_user(_with_calls_joined(told))
+        yield self._joined(strict)
+        yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
+
+    def _told(self, chat: Sequence[Message]) -> list[Message]:
+        """Return the history without what the template is known to refuse or to lose."""
+        told = [*chat]
+        if self.system != "anywhere":
+            told = with_one_system_message(told, _join)
+            told = with_systems_as_users(told, keeps_first=self.system == "first")
+        if self.wants_short_ids:
+            told = with_short_ids(told)
+        return with_single_calls(told) if self.wants_single_calls else told
 
     def _joined(self, chat: Sequence[Message]) -> list[Message]:
         runs: list[list[Message]] = []
@@ -153,6 +192,42 @@ def _find_call_form(
     return best
 
 
+def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
+    def shows(call_id: str) -> bool:
+        calling = _calling(content, as_text=as_text)
+        calling["tool_calls"] = [{**calling["tool_calls"][0], "id": call_id}]
+        result = {**_message("tool", _SECOND), "tool_call_id": call_id}
+        return _shows(render([_USER, calling, result]), _SECOND)
+
+    return not shows(_LONG_ID) and shows(_CALL_ID)
+
+
+def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
+    """Return True if two calls, told one after the other, are shown, and told in one message are not."""
+    calling = _calling(content, as_text=as_text)
+    other = _calling(content, as_text=as_text, arguments={_SECOND: 2})
+    other["tool_calls"][0]["id"] = _OTHER_ID
+    both = {**calling, "tool_calls": [*calling["tool_calls"], *other["tool_calls"]]}
+    results = _message("tool", "Result"), {**_message("tool", "Result"), "tool_call_id": _OTHER_ID}
+    if _shows(render([_USER, both, *results]), _FIRST, _SECOND):
+        return False
+    return _shows(render([_USER, calling, results[0], other, results[1]]), _FIRST, _SECOND)
+
+
+def _find_system_places(render: Render) -> SystemPlaces:
+    """Return which system messages are shown, as far as others can be told as a user's turn."""
+    answer = {"role": "assistant", "content": "Answer"}
+    first, second = _message("system", _FIRST), _message("system", _SECOND)
+    text = render([first, _USER, answer, second, _USER])
+    if _shows(text, _FIRST) and _shows(text, _SECOND):
+        return "anywhere"
+    if _shows(render([first, _USER]), _FIRST):
+        as_user = _message("user", f"{_SECOND}{_SEPARATOR}Question")
+        return "first" if _shows(render([first, _USER, answer, as_user]), _FIRST, _SECOND) else "anywhere"
+    is_refused = render([first, _USER]) is None and render([_USER]) is not None
+    return "never" if is_refused else "anywhere"
+
+
 def _shows(text: str | None, *marks: str) -> bool:
     """Whether a text holds all marks in their order, and not the extra field of parts: those it printed, not read."""
     if text is None or _EXTRA in text:
@@ -171,8 +246,8 @@ def _message(role: str, content: str | list[Message]) -> Message:
     return {**message, "tool_call_id": _CALL_ID, "name": _TOOL_NAME} if role == "tool" else message
 
 
-def _calling(content: EmptyContent, *, as_text: bool) -> Message:
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL_NAME, "arguments": dict(_ARGUMENTS)}}
+def _calling(content: EmptyContent, *, as_text: bool, arguments: dict[str, Any] = _ARGUMENTS) -> Message:
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL_NAME, "arguments": dict(arguments)}}
     message = {"role": "assistant", "content": "", "tool_calls": [_with_text_arguments(call) if as_text else call]}
     _set_empty(message, content)
     return message
@@ -191,6 +266,18 @@ def _with_text_arguments(call: Any) -> Any:
         return call
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_calls_joined(chat: Sequence[Message]) -> list[Message]:
+    """Return messages in which an assistant's turn without calls and the one with calls that follows it are one."""
+    found: list[Message] = []
+    for message in chat:
+        before = found[-1] if found else {"role": ""}
+        if "tool_calls" in message and before["role"] == message["role"] and "tool_calls" not in before:
+            found[-1] = {**_join([before, message]), "tool_calls": message["tool_calls"]}
+        else:
+            found.append(message)
+    return found
 
 
 def _join(run: list[Message]) -> Message:

@@ -25,6 +25,8 @@ from octavo.runtime.turns import Turns
 from octavo.structured_output.gbnf import is_gbnf, to_lark
 from octavo.structured_output.json_schema import refuse_large_objects
 from octavo.structured_output.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
+from octavo.structured_output.schema_faults import LENIENT, find_fault, find_fault_in_grammar, reason_of
+from octavo.structured_output.schema_rewriting import rewritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +54,7 @@ _LIMITS = {
     "max_grammar_size": 200_000,
 }
 _MARKS = re.compile(r"(<[^<>\s]+>)")  # what tokens in a text look like
+_MAX_ERROR_CHARS = 500
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -235,7 +238,7 @@ class GrammarCompiler:
             if not matcher.is_error():
                 matcher.compute_bitmask()  # here, and not in a step: what is found at the beginning, copies know
             if matcher.is_error():
-                raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
+                raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
             with self._lock:
                 self._known[key] = compiled
@@ -271,7 +274,8 @@ class GrammarCompiler:
         opens = wanted.free_from and self._spelled(wanted.free_from)
         added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(first)}
         between = sorted(each for each in added if each < self._vocab_size)
-        return free_start(wanted.starts_after, ends, opens, between)
+        is_exact = wanted.kind in {"choice", "regex", "grammar"}
+        return free_start(wanted.starts_after, ends, opens, between, is_exact=is_exact)
 
     def _first_piece(self, text: str) -> str:
         """Return a text that is a token, or what looks like one at its beginning."""
@@ -339,11 +343,14 @@ def _llguidance() -> Any:
 
 def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
+    if wanted.json is not None:
+        refuse_large_objects(wanted.json, wanted.kind, _PARAMETER)
     try:
         match wanted.kind:
             case "json":
-                refuse_large_objects(wanted.json or "", wanted.kind, _PARAMETER)
-                return str(matcher.grammar_from_json_schema(wanted.json, overrides=JSON_OPTIONS))
+                schema = json.loads(str(wanted.json))
+                text = json.dumps(rewritten(schema)) if isinstance(schema, dict) else wanted.json
+                return str(matcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
             case "json_object":
                 return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=JSON_OPTIONS))
             case "regex":
@@ -353,9 +360,33 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
             case _:
                 text = str(wanted.grammar)
                 return str(llguidance.grammar_from("lark", to_lark(text) if is_gbnf(text) else text))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, RequestError) as error:
         raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
 
 
+def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> GrammarError:
+    """Return the error of a grammar that was not compiled: it names the part of a schema that is at fault, if one is.
+
+    structure: the grammar as llguidance reads it.
+    """
+
+    def check(schema: dict[str, Any]) -> str | None:
+        options = {**JSON_OPTIONS, "lenient": LENIENT in schema}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+        return str(messages[0]) if is_error else None
+
+    parts = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]
+    for part in parts:
+        schema: Any = part.get("json_schema")
+        lark = str(part.get("lark_grammar") or "")
+        fault = find_fault_in_grammar(lark, check) if schema is None else find_fault(schema, check)
+        if fault is not None:
+            return GrammarError(
+                f"{fault.field or kind}: {fault}"[:_MAX_ERROR_CHARS], parameter=fault.field or _PARAMETER
+            )
+    return GrammarError(f"{kind}: {_first_line(message)}", parameter=_PARAMETER)
+
+
 def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
+    return reason_of(message)[:300]

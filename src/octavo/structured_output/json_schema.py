@@ -9,7 +9,8 @@ from octavo.errors import RequestError
 
 MAX_OPTIONAL_PROPERTIES = 2000  # of one object; llguidance keeps four states for each, in every step that may name one
 _VALUES = {"const", "enum", "default", "examples"}
-NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+DEFINITIONS = frozenset(("$defs", "definitions"))
+NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINITIONS}
 
 
 def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:

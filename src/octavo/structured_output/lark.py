@@ -7,13 +7,21 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.structured_output.json_schema import NAMED_SCHEMAS, refuse_large_objects
+from octavo.structured_output.schema_faults import FIELD, LENIENT
+from octavo.structured_output.schema_rewriting import rewritten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
 # small models fill an answer with it until they have no tokens left.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# Options of `oneOf` that may overlap are read as those of `anyOf`: an automaton cannot count the options that match.
+JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": True,
+}
 # A text that it foresees llguidance else offers in the tokens that the tokenizer makes of it: of "<think>" in a schema
 # the added token, which it then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -27,13 +35,14 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are.
+    """Return the name of a schema's JSON in a grammar of Lark's notation, spelled as `json` structures are.
 
-    Raises `RequestError` for what is too large.
+    Raises `RequestError` for a schema that is too large.
     """
-    refuse_large_objects(schema, "a function's parameters or the answer's schema", None)
     fields = json.loads(schema) if isinstance(schema, str) else schema
-    return "%json " + json.dumps({**_bare(fields), "x-guidance": JSON_OPTIONS})
+    refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
+    options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
+    return "%json " + json.dumps({**_bare(rewritten(fields)), "x-guidance": options})
 
 
 def _bare(schema: Any) -> Any:
@@ -73,14 +82,18 @@ def text_up_to(
     return f"{head}: {text}{more} {token}\n{text}: {_ANY} & ~/(.|\\n)*{pattern(marker)}(.|\\n)*/"
 
 
-def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int]) -> str:
-    """Return the rules of an answer that is free up to a marker: `@answer` stands behind it.
+def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
+    """Return the rules of an answer that is free up to and with a marker and ends with the structure, `@answer`.
 
-    opens: how a grammar names what begins the free part, where the answer may have none.
+    opens: the grammar's name of the text that begins the free part; None if every answer has a free part. is_exact: an
+    answer without a free part is the structure alone. Otherwise blanks may stand before it: JSON allows them.
     """
-    begin = "free" if opens is None else f"(SPACE {opens} free)?"
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
-    return f"start: {begin} SPACE @answer\n{rules}\n{_SPACE}"
+    if opens is None:
+        start = "free SPACE @answer"
+    else:
+        start = f"SPACE {opens} free SPACE @answer | {'' if is_exact else 'SPACE '}@answer"
+    return f"start: {start}\n{rules}\n{_SPACE}"
 
 
 def pattern(text: str) -> str:

@@ -108,7 +108,7 @@ def test_parameters_that_are_too_long_are_refused_before_parts_repeat_them(famil
 
     assert structure(20) is not None
     written[0] = 0
-    with pytest.raises(RequestError, match="longer than 65536 characters"):
+    with pytest.raises(RequestError, match="more than 65536 characters"):
         structure(1900)
     assert written == [0]
 

@@ -231,6 +231,19 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
             assert grammars.accepts(structure, "\n" * count + '{"city": "Rome"}') is (count < 5)
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"grammar": 'root ::= "yes" | "no"'}], ids=str
+)
+def test_an_answer_without_reasoning_is_the_structure_alone(grammars: Grammars, wanted: dict[str, Any]) -> None:
+    """A client looks the content up in its choices."""
+    structure = StructuredOutputsParams(**wanted, starts_after="</think>", free_from="<think>")
+    assert grammars.accepts(structure, "yes")
+    assert grammars.accepts(structure, "<think>Hm.</think>\n\nno")  # the blanks belong to the reasoning
+    assert grammars.accepts(structure, "\n<think>Hm.</think>no")
+    for wrong in ("\nyes", "    no", " yes", "\n\n"):
+        assert not grammars.accepts(structure, wrong), wrong
+
+
 @each_family
 def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]) -> None:
     structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
@@ -259,7 +272,9 @@ def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
     assert has_no_row.allowed()[EOS]
 
 
-@pytest.mark.parametrize("parameters", [{"properties": {}}, {"description": "anything"}, {}])
+@pytest.mark.parametrize(
+    "parameters", [{"properties": {"days": {}}, "additionalProperties": True}, {"description": "anything"}, {}]
+)
 def test_arguments_are_an_object_whatever_a_schema_leaves_out(grammars: Grammars, parameters: dict[str, Any]) -> None:
     function, _ = read_function({"name": "weather", "parameters": parameters}, "tools[0]")
     structure = StructuredOutputsParams(grammar=HermesFormat(grammars.spell).forced([function], only_one=True))

@@ -12,6 +12,7 @@ from sdks import openai
 
 from octavo.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.server.answers.answer_form import AnswerStyle
+from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
@@ -279,8 +280,8 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
         assert response.json()["error"]["param"] == parameter
 
 
-def test_a_model_without_a_known_form_of_calls_says_so(shared: Running) -> None:
-    with shared.http() as http:
+def test_tools_are_refused_without_a_form_of_calls() -> None:
+    with run_server(tool_call_parser="none") as running, running.http() as http:
         response = http.post("/v1/chat/completions", json={**GOOD, "tools": [NOW]})
         assert response.status_code == 400
         assert "--tool-call-parser" in response.json()["error"]["message"]
@@ -299,7 +300,7 @@ def test_the_form_is_found_in_the_template() -> None:
     assert isinstance(find("<tool_call> <function= <parameter=").tools, Qwen3CoderFormat)
     assert isinstance(find("<tool_call> <function=", "hermes").tools, HermesFormat)
     assert find("<tool_call>", "none").tools is None
-    assert find("").tools is None
+    assert isinstance(find("").tools, GenericFormat)
     assert isinstance(find("", "llama3_json").tools, LlamaFormat)
     assert find("</think>").has_reasoning
     assert not find("</think>", reasoning="none").has_reasoning
@@ -384,5 +385,5 @@ def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None
 
 
 def test_the_options_name_what_there_is() -> None:
-    assert ("auto", "none", *dict.fromkeys(each.name for each in FORMATS)) == TOOL_CALL_PARSERS
+    assert ("auto", "none", "generic", *dict.fromkeys(each.name for each in FORMATS)) == TOOL_CALL_PARSERS
     assert ("auto", "none", *(each.name for each in REASONING_FORMS)) == REASONING_PARSERS

@@ -319,8 +319,6 @@ def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
         with pytest.raises(ollama.ResponseError, match="'fake' does not support thinking") as error:
             refused()
         assert error.value.status_code == 400
-    with pytest.raises(ollama.ResponseError, match="tool calls"):
-        plain.chat("fake", MESSAGES, tools=[NOW])
     with pytest.raises(ollama.ResponseError, match="prompt is too long"):
         plain.generate("fake", "x" * 3000)
 

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from octavo.server.answers.tools import Toolbox
 
 
+def untold(tools: ToolFormat, *, shows_tools: bool) -> str:
+    """Return a remark on a chat template that tells the model of no tools or shows no form of calls; else ""."""
+    if tools.describes_tools:
+        return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
+    return "" if shows_tools else " (the chat template tells the model of no tools)"
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerStyle:
     """How a model writes what is not plain content: calls of tools, and reasoning.
@@ -45,7 +52,7 @@ class AnswerStyle:
     def summary(self) -> str:
         """Say it in a line."""
         calls = "not known" if self.tools is None else self.tools.name
-        blind = "" if self.tools is None or self.shows_tools else " (the chat template tells the model of no tools)"
+        blind = "" if self.tools is None else untold(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
 
     @property

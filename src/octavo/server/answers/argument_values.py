@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
+from octavo.structured_output.lookahead import without_lookahead
+from octavo.structured_output.schema_faults import FIELD
 
 _TYPES: dict[type, str] = {
     type(None): "null",
@@ -19,6 +21,7 @@ _TYPES: dict[type, str] = {
     list: "array",
     dict: "object",
 }
+_MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 _ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
@@ -111,10 +114,22 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+class LookaheadError(RequestError):
+    """A pattern looks ahead, and the form of the calls has no other spelling of it."""
+
+    def __init__(self, pattern: str) -> None:
+        shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
+        super().__init__(f"{shown}, and this model's form of calls cannot check that: write it without")
+        self.pattern = pattern
+
+
 def text_pattern(schema: dict[str, Any]) -> str:
-    """Return a regular expression of the strings of a schema."""
+    """Return a regular expression of the strings of a schema. Raises `LookaheadError`."""
     wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
     if isinstance(wanted, str):
+        rewriting = without_lookahead(wanted)
+        if rewriting is None or len(rewriting) > 1:
+            raise LookaheadError(wanted)
         is_anchored = _ANCHOR.search(wanted) is not None
         before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
         inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
@@ -136,6 +151,8 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
+    if FIELD in root:  # errors of the compiler name it
+        whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"a part of a schema has {len(text)} characters with what it refers to")

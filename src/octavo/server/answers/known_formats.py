@@ -19,6 +19,7 @@ from octavo.server.answers import (
     template_probe,
     tool_formats,
 )
+from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.tool_format import Function
 
 if TYPE_CHECKING:
@@ -94,17 +95,20 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, spell: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format of that name; for "auto" the one that chat templates show; None where there is none.
+    """Return the format of a name; for "auto" the one that chat templates show, or the generic one if they show none.
 
-    written: how the templates write `template_probe.CALL`. Of several formats of one name it is that one which they
-    show, else the first.
+    written: how the templates write `template_probe.CALL`. Of several formats of one name the one that they show is
+    returned, or the first. None is returned for "none", and for "auto" without a chat template.
     """
     if wanted == "none":
         return None
+    if wanted == GenericFormat.name:
+        return GenericFormat(spell)
     named = [each for each in FORMATS if wanted in {"auto", each.name}]
     shown = _shown(named, written, "\n".join(templates))
-    found = shown or (None if wanted == "auto" else named[0])
-    return None if found is None else found(spell)
+    if shown is not None or wanted != "auto":
+        return (shown or named[0])(spell)
+    return GenericFormat(spell) if templates else None
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:

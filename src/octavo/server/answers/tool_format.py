@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as a client describes it. parameters: a JSON schema. strict: its calls must keep to that."""
+    """A tool as a client describes it.
+
+    parameters: a JSON schema. strict: the tool's calls must fit it. field: of the request, that has the schema.
+    """
 
     name: str
     parameters: dict[str, Any]
     strict: bool = False
+    field: str = "tools"
 
 
 class ToolFormat:
@@ -33,6 +37,8 @@ class ToolFormat:
     frames_content: content stands between marks, too: its parser reads answers without tools as well.
     reads_reasoning: it tells the reasoning apart, too.
     reserved_names: what stands for something else where the name of a tool does.
+    needs_grammar: without a grammar its models write no calls.
+    describes_tools: chat templates of its models know no tools, so `told` puts tools, calls and results into text.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
@@ -42,6 +48,8 @@ class ToolFormat:
     takes_one: ClassVar[bool] = False
     frames_content: ClassVar[bool] = False
     reads_reasoning: ClassVar[bool] = False
+    needs_grammar: ClassVar[bool] = False
+    describes_tools: ClassVar[bool] = False
     reserved_names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
@@ -58,6 +66,17 @@ class ToolFormat:
     def new_call_id(self) -> str:
         """Name a call."""
         return f"call_{new_id()[:24]}"
+
+    def told(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],  # noqa: ARG002 - the seam's
+        *,
+        is_required: bool,  # noqa: ARG002 - the seam's
+        only_one: bool,  # noqa: ARG002 - the seam's
+    ) -> list[dict[str, Any]]:
+        """Return the messages that the chat template is given."""
+        return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return how the family writes calls, each a name and its arguments."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from octavo.server.answers.argument_values import LookaheadError
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_format import Function
 from octavo.structured_output.lark import lark_json
+from octavo.structured_output.schema_faults import FIELD, LENIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,6 +99,16 @@ class Toolbox:
         is_limited = len(allowed) < len(functions)
         return cls(allowed, given, is_limited, choice.mode == "required", choice.named, only_one, format)
 
+    def told(
+        self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Return the messages and the tools that the chat template is given. tool_format: the model's."""
+        if tool_format is None:
+            return [*messages], None
+        options = {"is_required": self.is_required, "only_one": self.only_one}
+        told = tool_format.told(messages, self.given, **options)
+        return told, None if tool_format.describes_tools else [*self.given] or None
+
     def parser(self) -> AnswerParser:
         """Return what reads an answer."""
         if self.format is None:
@@ -109,9 +122,16 @@ class Toolbox:
         if content is not None and content.json is None and content.json_object is None:
             raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
         starts_after = None if content is None else content.starts_after
+        functions = self._in_grammar(content)
+        if not functions:
+            return None
         try:
-            grammar = self._grammar(self.format, content)
-            return None if grammar is None else StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
+            grammar = self._grammar(self.format, functions, content)
+            return StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
+        except LookaheadError as error:
+            written = json.dumps(error.pattern)
+            field = next((each.field for each in functions if written in json.dumps(each.parameters)), "tools")
+            raise RequestError(f"{field}: {error}", parameter=field) from None
         except (RequestError, ValueError, TypeError, RecursionError):
             message = (
                 "the parameters of the tools, or the schema beside them, are no JSON schemas, too deep, or longer than "
@@ -119,31 +139,60 @@ class Toolbox:
             )
             raise RequestError(message, parameter="tools") from None
 
-    def _grammar(self, tool_format: ToolFormat, content: StructuredOutputsParams | None) -> str | None:
+    def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
+        """Return the functions that a grammar is made of; none if the answer needs no grammar."""
         if self.is_required:
-            wanted = [each for each in self.functions if self.named in {None, each.name}]
-            return tool_format.forced(_bounded(wanted), only_one=self.only_one or self.named is not None)
+            return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
-            schema = str(content.json or '{"type": "object"}')
-            return tool_format.or_content(_bounded(self.functions), schema, only_one=self.only_one)
+            return _bounded(self.functions)
+        if self.format is not None and self.format.needs_grammar:
+            return _bounded([each if each.strict else _lenient(each) for each in self.functions])
         if self.is_limited or any(function.strict for function in self.functions):
-            functions = [each if each.strict else replace(each, parameters=_ANY) for each in self.functions]
-            return tool_format.optional(_bounded(functions), only_one=self.only_one)
-        return None
+            return _bounded([each if each.strict else replace(each, parameters=_ANY) for each in self.functions])
+        return ()
+
+    def _grammar(
+        self, tool_format: ToolFormat, functions: Sequence[Function], content: StructuredOutputsParams | None
+    ) -> str:
+        if self.is_required:
+            return tool_format.forced(functions, only_one=self.only_one or self.named is not None)
+        if content is not None:
+            schema = {**json.loads(str(content.json or '{"type": "object"}')), FIELD: "structured_outputs"}
+            return tool_format.or_content(functions, json.dumps(schema), only_one=self.only_one)
+        return tool_format.optional(functions, only_one=self.only_one)
 
 
 NO_TOOLS = Toolbox()
 
 
-def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return functions of whose parameters a grammar can be made: some repeat what several parts refer to.
+def _lenient(function: Function) -> Function:
+    """Return a function whose arguments need not keep to what a grammar cannot express."""
+    return replace(function, parameters={**function.parameters, LENIENT: True})
 
-    Raises `RequestError` where the parameters alone are too long for one.
+
+def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
+    """Return functions whose parameters say which field of the request they come from, for errors of the compiler.
+
+    Raises `RequestError` if a schema is malformed, or if the schemas are too long for a grammar: a format may repeat
+    the parts that several others refer to.
     """
-    num_chars = sum(len(lark_json(each.parameters)) for each in functions)
-    if num_chars > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"the parameters of the tools have {num_chars} characters", parameter="tools")
-    return functions
+    marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
+    num_chars = 0
+    for each in marked:
+        try:
+            num_chars += len(lark_json(each.parameters))
+        except RequestError as error:
+            raise RequestError(str(error), parameter=each.field) from None
+        except (ValueError, TypeError, RecursionError):
+            message = f"{each.field} is no JSON schema, or is nested too deep"
+            raise RequestError(message, parameter=each.field) from None
+        if num_chars > MAX_GRAMMAR_CHARS:
+            message = (
+                f"the parameters of the tools have more than {MAX_GRAMMAR_CHARS} characters without descriptions, "
+                "the limit of a grammar: give fewer tools, or allow fewer by tool_choice"
+            )
+            raise RequestError(message, parameter="tools")
+    return marked
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
@@ -162,7 +211,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
         parameter = f"{place}.{parameters_name}"
         raise RequestError(f"{parameter} must be a JSON schema of an object", parameter=parameter)
     schema = _NO_PARAMETERS if parameters is None else {"type": "object", **given}
-    return Function(name, schema, fields.get("strict") is True), description or ""
+    return Function(name, schema, fields.get("strict") is True, f"{place}.{parameters_name}"), description or ""
 
 
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:

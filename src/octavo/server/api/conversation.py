@@ -200,8 +200,8 @@ async def render(
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
     def work() -> dict[str, Any]:
-        tools = list(conversation.toolbox.given) or None
-        text = inputs.chat_text(conversation.messages, tools=tools, **conversation.options)
+        messages, tools = conversation.toolbox.told(conversation.messages, service.answer_style.tools)
+        text = inputs.chat_text(messages, tools=tools, **conversation.options)
         if truncation.num_tokens is None:
             token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
         else:

@@ -104,8 +104,9 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | Tokeni
     if request.prompt is not None:
         token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
-        toolbox = read_chat_tools(request.tools, request.tool_choice, None, service.answer_style.tools)
-        given, messages = list(toolbox.given) or None, read_messages(request.messages)
+        tool_format = service.answer_style.tools
+        toolbox = read_chat_tools(request.tools, request.tool_choice, None, tool_format)
+        messages, given = toolbox.told(read_messages(request.messages), tool_format)
         options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
         token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
     spell = inputs.tokenizer.token

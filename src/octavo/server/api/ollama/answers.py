@@ -81,7 +81,14 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
     """Check a request's fields; return what it tells its job beside its prompt and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
-    return {"model": name, "stream": is_stream, "form": LINES, "cache_salt": request.cache_salt}
+    spelled = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
+    return {
+        "model": name,
+        "stream": is_stream,
+        "form": LINES,
+        "cache_salt": request.cache_salt,
+        "spelled": spelled,
+    }
 
 
 def _loaded(service: Service, told: Answer) -> Response:

@@ -76,7 +76,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     params, conversation = await look_at(http_request, read)
     options = openai_options(request, "messages")
     options["spelled"]["logprobs"] = options["spelled"].get("top_logprobs", "top_logprobs")
-    if conversation.toolbox.format is not None and request.response_format is None:
+    if conversation.toolbox.format is not None and params.structured_outputs is None:
         options["spelled"]["structured_outputs"] = "tools"
     reply = partial(ChatReply, service, request)
     return await answer_conversation(

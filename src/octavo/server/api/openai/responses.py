@@ -128,7 +128,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
             _read_conversation(request, service.answer_style.tools),
         ),
     )
-    is_plain = conversation.toolbox.format is None or request.text
+    is_plain = conversation.toolbox.format is None or params.structured_outputs is not None
     reply = partial(ResponseReply, service.engine.output_processor, request)
     options: dict[str, Any] = {
         "stream": bool(request.stream),

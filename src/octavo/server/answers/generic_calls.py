@@ -1,0 +1,235 @@
+"""Calls of models whose chat template knows no tools.
+
+A system message describes the tools, and a grammar makes every answer an object: `{"tool_call": {...}}`, or
+`{"response": "..."}` for the user. The history is told in the same way. llama.cpp does the same for such models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from octavo.server.answers.call_parser import MalformedError, ToolParser
+from octavo.server.answers.parts import Part
+from octavo.server.answers.tool_format import ToolFormat, json_text, object_rules
+from octavo.structured_output.lark import lark_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.server.answers.call_parser import Wait
+    from octavo.server.answers.tool_format import Function
+
+_CALL, _CALLS, _RESPONSE, _RESULT = "tool_call", "tool_calls", "response", "tool_response"
+_STOPS = re.compile(r'["\\]')
+_ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
+_MAX_ESCAPE_CHARS = 12  # of a pair of surrogates
+_SYSTEM_ROLES = {"system", "developer"}
+
+
+class GenericFormat(ToolFormat):
+    """Objects that the answer consists of. Several calls stand in a list, if the client asks for several."""
+
+    name = "generic"
+    markers = ()
+    takes_one = True
+    needs_grammar = True
+    describes_tools = True
+
+    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
+        """Return what reads the object."""
+        return _GenericParser(frozenset(each.name for each in functions), only_one=only_one)
+
+    def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        """Return the object."""
+        written = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
+
+    def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """Return the grammar of an object with a call, or with a list of calls."""
+        return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
+
+    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """Return the grammar of an object with calls or a text for the user."""
+        return self.or_content(functions, '{"type": "string"}', only_one=only_one)
+
+    def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
+        """Return the grammar of an object with calls or with JSON of a schema."""
+        start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
+        return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
+
+    def told(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
+    ) -> list[dict[str, Any]]:
+        """Return messages that any template can show: calls and their results are text, a system message has the tools.
+
+        tools: as templates read them.
+        """
+        names: dict[str, str] = {}
+        history = [_told(message, names) for message in messages]
+        if not tools:
+            return history
+        about = _description(tools, is_required=is_required, only_one=only_one)
+        if history[0]["role"] in _SYSTEM_ROLES:
+            first, *rest = history
+            return [{**first, "content": _with_text(first.get("content"), about)}, *rest]
+        return [{"role": "system", "content": about}, *history]
+
+
+def _calls(only_one: bool) -> str:
+    """Return how a grammar names an object with calls."""
+    one, several = _member(_CALL, "call"), _member(_CALLS, '"[" call (COMMA call)* "]"')
+    return one if only_one else f"({one} | {several})"
+
+
+def _member(key: str, rule: str) -> str:
+    """Return how a grammar names an object of one member."""
+    return f'"{{" {json.dumps(json.dumps(key))} COLON {rule} "}}"'
+
+
+def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool) -> str:
+    """Return what the model is told of the tools and of the form of its answer."""
+    listed = "\n".join(json_text(tool["function"]) for tool in tools)
+    call = '{"name": "the name of a tool", "arguments": {...}}'
+    forms = [f'{{"{_CALL}": {call}}} to call a tool']
+    if not only_one:
+        forms.append(f'{{"{_CALLS}": [{call}, ...]}} to call several')
+    if not is_required:
+        forms.append(f'{{"{_RESPONSE}": "your reply"}} to reply to the user without a tool')
+    return (
+        f"You can call these tools, each described by a JSON schema of its arguments:\n{listed}\n\n"
+        f"Answer with one JSON object and nothing else: {', or '.join(forms)}."
+    )
+
+
+def _told(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return a message without calls and results, which its text has. Mutated: names, of the calls by their ids."""
+    if message["role"] == "tool":
+        name = message.get("name") or names.get(str(message.get("tool_call_id")))
+        result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
+        return {"role": "user", "content": json_text({_RESULT: result})}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = []
+    for call in calls:
+        function = call["function"]
+        names[str(call.get("id"))] = function["name"]
+        written.append((function["name"], function["arguments"]))
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": _with_text(message.get("content"), GenericFormat().write(written))}
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _with_text(content: Any, text: str) -> str:
+    return "\n\n".join(filter(None, (_text(content), text)))
+
+
+class _GenericParser(ToolParser):
+    """Reads the object. The text for the user is told as it comes; an answer that is no such object is content."""
+
+    _is_content = False  # what `_value` reads
+
+    def _read(self) -> Wait[None]:
+        try:
+            is_read = yield from self._object()
+        except MalformedError:
+            is_read = self._is_cut_here()
+        if not is_read:
+            yield from self._rest_is_content()
+        while True:  # what closes the object
+            self._position = len(self._text)
+            self._drop()
+            if self._is_over:
+                return
+            yield
+
+    def _object(self) -> Wait[bool]:
+        """Read the object; False if it is another one. Raises `MalformedError`."""
+        match (yield from self._key()):
+            case "response":
+                yield from self._response()
+                return True
+            case "tool_call":
+                return (yield from self._call())
+            case "tool_calls":
+                return (yield from self._list())
+            case _:
+                return False
+
+    def _key(self) -> Wait[str]:
+        """Return the name of the first member, and go to its value. Raises `MalformedError`."""
+        if (yield from self._skip_space()) != "{":
+            raise MalformedError
+        self._position += 1
+        yield from self._skip_space()
+        key = yield from self._string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        yield from self._skip_space()
+        return key
+
+    def _list(self) -> Wait[bool]:
+        yield from self._expect("[")
+        while True:
+            yield from self._skip_space()
+            if not (yield from self._call()):
+                return False
+            if (yield from self._skip_space()) != ",":
+                return True
+            self._position += 1
+
+    def _response(self) -> Wait[None]:
+        """Tell the text for the user, or JSON that stands in its place, as it comes."""
+        if (yield from self._peek()) == '"':
+            self._position += 1
+            self._drop()
+            yield from self._string_content()
+            return
+        self._drop()
+        self._is_content = True
+        with contextlib.suppress(MalformedError):  # the answer was cut off: what there is was told
+            yield from self._value()
+        self._tell_content()
+        self._is_content = False
+
+    def _flush(self) -> None:
+        if self._is_content:
+            self._tell_content()
+        super()._flush()
+
+    def _string_content(self) -> Wait[None]:
+        while True:
+            stop = _STOPS.search(self._text)
+            self._position = len(self._text) if stop is None else stop.start()
+            self._tell_content()
+            if stop is not None and stop.group() == '"':
+                return
+            if stop is not None:
+                found = _ESCAPE.match(self._text)
+                may_go_on = len(self._text) < _MAX_ESCAPE_CHARS and (self._is_cut or not self._is_over)
+                if found is not None and not (may_go_on and _is_half(found[0])):
+                    self._tell_escape(found[0])
+                    continue
+            if self._is_over:
+                return
+            yield
+
+    def _tell_escape(self, escape: str) -> None:
+        char = json.loads(f'"{escape}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self._parts.append(Part("content", char, start=self._num_told))
+        self._position = len(escape)
+        self._drop()
+
+
+def _is_half(escape: str) -> bool:
+    """Return True if an escape is the first of two surrogates."""
+    return len(escape) == 6 and escape[2:4].lower() in {"d8", "d9", "da", "db"}

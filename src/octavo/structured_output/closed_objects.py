@@ -1,0 +1,134 @@
+"""Close objects whose schema names properties and does not say whether there are others.
+
+JSON Schema leaves such an object open, and a small model then invents properties without end. llama.cpp and xgrammar
+close it, as the tools that write such schemas expect. A schema is closed as a whole: the properties that `$ref` and
+`allOf` add belong to it, and each option of `anyOf` and `oneOf` is closed together with the properties next to it.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.structured_output.references import resolve
+
+# Keywords that say which properties an object has.
+OBJECT_KEYWORDS = frozenset(
+    (
+        "additionalProperties",
+        "maxProperties",
+        "minProperties",
+        "patternProperties",
+        "properties",
+        "propertyNames",
+        "required",
+        "unevaluatedProperties",
+    )
+)
+# Keywords with which a schema decides itself which other properties there may be, or which whole objects.
+_DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
+
+
+MAX_MERGED = 50_000  # names and schemas that the merges of one schema take together: some 20 ms
+
+
+class MergeBudget:
+    """Counts the work of merging: options times properties, or references times what they name, grow fast."""
+
+    def __init__(self) -> None:
+        self._left = MAX_MERGED
+
+    def take(self, amount: int) -> None:
+        """Count some work. Raises `RequestError` beyond the limit."""
+        self._left -= amount
+        if self._left < 0:
+            raise RequestError(
+                f"allOf, anyOf, oneOf and $ref of the schema merge more than {MAX_MERGED} properties and schemas in "
+                "all; write fewer options, or shorter ones"
+            )
+
+
+class Merged:
+    """What several schemas that hold for one object say together.
+
+    names: of its properties. least: how many it has at least. is_decided: a schema says which others there may be.
+    """
+
+    def __init__(self, budget: MergeBudget) -> None:
+        self._budget = budget
+        self.names: dict[str, None] = {}
+        self.least = 0
+        self.has_properties = False
+        self.is_decided = False
+        self._referred: set[str] = set()
+
+    def copy(self) -> Merged:
+        """Return another one that grows alone."""
+        self._budget.take(len(self.names) + 1)
+        other = copy(self)
+        other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001 - its own
+        return other
+
+    def add(self, schema: Any, root: dict[str, Any]) -> None:
+        """Add a schema, with all that it refers to and its options. root: where references point."""
+        left = [schema]
+        while left:
+            part = left.pop()
+            if not isinstance(part, dict):
+                continue
+            self._add_own(part)
+            reference = part.get("$ref")
+            if isinstance(reference, str) and reference not in self._referred:  # once: they may point at each other
+                self._referred.add(reference)
+                left.append(resolve(reference, root))
+            for key in ("allOf", "anyOf", "oneOf"):
+                left += part[key] if isinstance(part.get(key), list) else ()
+
+    def _add_own(self, schema: dict[str, Any]) -> None:
+        self._budget.take(len(schema))
+        properties, required, least = (schema.get(key) for key in ("properties", "required", "minProperties"))
+        if isinstance(properties, dict):
+            self._budget.take(len(properties))
+            self.has_properties = True
+            self.names |= dict.fromkeys(properties)
+        if isinstance(required, list):
+            self._budget.take(len(required))
+            self.names |= dict.fromkeys(name for name in required if isinstance(name, str))
+        if isinstance(least, int):
+            self.least = max(self.least, least)
+        closes = schema.get("unevaluatedProperties") is False
+        self.has_properties = self.has_properties or closes
+        self.is_decided = (
+            self.is_decided or bool(_DECIDING & schema.keys()) or ("unevaluatedProperties" in schema and not closes)
+        )
+
+    @property
+    def is_closable(self) -> bool:
+        """Return True if the object may have the named properties alone, and can."""
+        return self.has_properties and not self.is_decided and self.least <= len(self.names)
+
+    def close(self, schema: Any) -> Any:
+        """Return a merge with what closes it as a further member."""
+        if not self.is_closable or not isinstance(schema, dict):
+            return schema
+        self._budget.take(len(self.names))
+        closing = {"properties": {name: {} for name in self.names}, "additionalProperties": False}
+        given = schema.get("allOf")
+        found = {**schema, "allOf": [*(given if isinstance(given, list) else ()), closing]}
+        found.pop("unevaluatedProperties", None)
+        return found
+
+
+def closed(schema: dict[str, Any], found: Any) -> Any:
+    """Return an object's schema closed, if it may be closed. found: the schema with its properties rewritten."""
+    merged = Merged(MergeBudget())
+    merged.add(schema, schema)
+    if not merged.is_closable or not isinstance(found, dict):
+        return found
+    properties = found.get("properties")
+    named = properties if isinstance(properties, dict) else {}
+    missing: dict[str, Any] = {name: {} for name in merged.names if name not in named}
+    result = {**found, "properties": {**named, **missing}, "additionalProperties": False}
+    result.pop("unevaluatedProperties", None)
+    return result

@@ -1,0 +1,114 @@
+"""Find the part of a JSON schema that llguidance refuses: its own errors do not say where in the schema that is."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.structured_output.json_schema import DEFINITIONS
+from octavo.structured_output.references import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# A keyword of a schema in a grammar: the field of the request that the schema comes from. llguidance ignores it.
+FIELD = "x-octavo-field"
+# And another: keywords that llguidance does not support are ignored, not refused.
+LENIENT = "x-octavo-lenient"
+_SCHEMA = re.compile(r"%json (?=\{)")
+_NAMED = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
+_MAX_TRIED_CHARS = 1 << 19  # of schemas that are compiled to find the part
+_UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_MAX_PATTERN_CHARS = 200
+_MAX_FIELD_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFault:
+    """The part of a schema that cannot be compiled. field: of the request, if the schema says it."""
+
+    place: str
+    message: str
+    field: str | None = None
+
+    def __str__(self) -> str:
+        """Return the place and the message."""
+        return f"{self.place}: {self.message}"
+
+
+def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
+    """Return the fault of the smallest part of a schema that fails alone; None if the schema does not.
+
+    check: compiles a schema and returns the error.
+    """
+    message = check(schema)
+    if message is None:
+        return None
+    definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
+    field = schema.get(FIELD)
+    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # a client may write one, too
+    part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
+    while left >= 0:
+        for child_place, child in _children(part, place, schema):
+            whole = {**definitions, **child}
+            left -= len(json.dumps(whole))
+            if left < 0:
+                break
+            if child_place not in seen and (found := check(whole)) is not None:
+                part, place, message = child, child_place, found
+                seen.add(place)
+                break
+        else:
+            break
+    return SchemaFault(place, _explained(message, part), field)
+
+
+def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
+    """Return the fault of the first schema in a grammar of Lark's notation that fails alone."""
+    decoder = json.JSONDecoder()
+    for found in _SCHEMA.finditer(grammar):
+        try:
+            schema, _ = decoder.raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # a client's own grammar, for the compiler to refuse
+        if (fault := find_fault(schema, check)) is not None:
+            return fault
+    return None
+
+
+def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas within a schema and the one that it refers to, each with its place."""
+    for key in _NAMED:
+        if isinstance(named := schema.get(key), dict):
+            for name, each in named.items():
+                if isinstance(each, dict):
+                    yield f"{place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", each
+    for key in _LISTS:
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f"{place}/{key}/{index}", each) for index, each in enumerate(listed) if isinstance(each, dict))
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            yield f"{place}/{key}", schema[key]
+    if isinstance(reference := schema.get("$ref"), str) and isinstance(named := resolve(reference, root), dict):
+        yield reference, named
+
+
+def _explained(message: str, schema: dict[str, Any]) -> str:
+    """Return an error of llguidance in the words of this server."""
+    if found := _UNSUPPORTED.fullmatch(message):
+        return f"the keywords {found[1]} are not supported"
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and "regex" in message:
+        return f"the pattern `{pattern[:_MAX_PATTERN_CHARS]}` cannot be used: {reason_of(message)}"
+    return reason_of(message)
+
+
+def reason_of(message: str) -> str:
+    """Return what an error of llguidance says in one line: of a regular expression why it cannot be read."""
+    head, _, rest = message.strip().partition("\n")
+    reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
+    return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

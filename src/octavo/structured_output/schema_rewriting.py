@@ -1,0 +1,216 @@
+"""Rewrite a client's JSON schema into one that llguidance compiles and that says what the client expects.
+
+What is rewritten only narrows what a schema allows, but for formats that nobody checks and for `oneOf`, whose options
+may overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from octavo.structured_output.closed_objects import OBJECT_KEYWORDS, MergeBudget, Merged, closed
+from octavo.structured_output.json_schema import DEFINITIONS, MAX_OPTIONAL_PROPERTIES, NAMED_SCHEMAS
+from octavo.structured_output.lookahead import without_lookahead
+from octavo.structured_output.references import resolve
+
+logger = logging.getLogger(__name__)
+# The formats that llguidance knows.
+FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
+)
+_MAX_NAMED = 100  # formats that the log of a process names
+_MAX_NAME_CHARS = 64
+_ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
+_SEVERAL = ("items", "prefixItems")
+_BRANCHES = ("anyOf", "oneOf")
+_KNOWN_DIALECTS = "json-schema.org/"
+
+
+def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema that a grammar is made of. The argument is not changed.
+
+    * An object with `properties` and without `additionalProperties` is closed, after `$ref`, `allOf` and `anyOf` have
+      been merged; one with `patternProperties` is not, nor one that must have more properties than it names.
+    * An unknown `format` is dropped, and the log names it once.
+    * `pattern` that looks ahead becomes several patterns, and `propertyNames` a pattern of properties, if they can.
+
+    Raises `RecursionError` for one that is nested too deep, `RequestError` for one whose merges are too large.
+    """
+    return _Rewriter(schema).whole()
+
+
+class _Rewriter:
+    """Walks through one schema.
+
+    A schema of a whole value is closed. A member of a merge (`allOf`, a `$ref` with keywords next to it) stays open,
+    and the merge is closed: `_closed` and `_open` return the two forms.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._names: dict[tuple[int, bool], str] = {}  # of definitions that are added, by target and whether it is open
+        self._left: list[tuple[str, Any, bool]] = []
+        self._budget = MergeBudget()
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole schema."""
+        found = self._closed(self._root)
+        if not isinstance(found, dict):
+            found = {"not": {}}  # nothing can be written: llguidance says so
+        added = {}
+        while self._left:
+            name, target, is_open = self._left.pop()
+            added[name] = self._open(target) if is_open else self._closed(target)
+        if added:
+            given = found.get("$defs")
+            found = {**found, "$defs": {**(given if isinstance(given, dict) else {}), **added}}
+        return found
+
+    def _closed(self, schema: Any) -> Any:
+        """Return the form of a schema of a whole value."""
+        schema = _mended(schema) if isinstance(schema, dict) else schema
+        if not isinstance(schema, dict):
+            return schema
+        applied = [key for key in ("$ref", "allOf", *_BRANCHES) if key in schema]
+        if not applied:
+            return closed(schema, self._open(schema))
+        if len(applied) == 1 and not OBJECT_KEYWORDS & schema.keys():
+            members = schema[applied[0]]
+            if applied[0] != "allOf" or (isinstance(members, list) and len(members) == 1):
+                return self._rewritten(schema, is_open=False)
+        branches = [key for key in _BRANCHES if key in applied]
+        base = Merged(self._budget)
+        base.add({key: value for key, value in schema.items() if branches != [key]}, self._root)
+        found = self._rewritten(schema, is_open=True)
+        if not isinstance(found, dict):
+            return found
+        options = schema[branches[0]] if len(branches) == 1 else None
+        if not isinstance(options, list):
+            return base.close(found)
+        merges = [base.copy() for _ in options]
+        for merged, option in zip(merges, options, strict=True):
+            merged.add(option, self._root)
+        found[branches[0]] = [merged.close(option) for merged, option in zip(merges, found[branches[0]], strict=True)]
+        return found
+
+    def _open(self, schema: Any) -> Any:
+        """Return the form of a member of a merge: what is in its properties is closed, but not the object itself."""
+        return self._rewritten(schema, is_open=True)
+
+    def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
+        """Return a schema whose parts are rewritten. is_open: those that hold for the same value stay open."""
+        schema = _mended(schema) if isinstance(schema, dict) else schema
+        if not isinstance(schema, dict):
+            return schema
+        member = self._open if is_open else self._closed
+        found: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in NAMED_SCHEMAS and isinstance(value, dict):
+                found[key] = {name: self._closed(each) for name, each in value.items()}
+            elif key in _SEVERAL and isinstance(value, list):
+                found[key] = [self._closed(each) for each in value]
+            elif key in _ONE:
+                found[key] = self._closed(value)
+            elif key in ("allOf", *_BRANCHES) and isinstance(value, list):
+                found[key] = [member(each) for each in value]
+            elif key == "$ref" and isinstance(value, str):
+                found[key] = self._reference(value, is_open=is_open)
+            else:
+                found[key] = value
+        return _with_patterns(found)
+
+    def _reference(self, reference: str, *, is_open: bool) -> str:
+        """Return a reference to the open or the closed form of what a reference names."""
+        target = resolve(reference, self._root)
+        if not isinstance(target, dict):
+            return reference
+        container, _, name = reference.removeprefix("#/").partition("/")
+        if not is_open and (reference == "#" or (container in DEFINITIONS and "/" not in name)):
+            return reference
+        key = id(target), is_open
+        if key not in self._names:
+            self._names[key] = self._new_name(name.rpartition("/")[2])
+            self._left.append((self._names[key], target, is_open))
+        return f"#/$defs/{self._names[key]}"
+
+    def _new_name(self, wanted: str) -> str:
+        """Return a name for a definition that no other has."""
+        stem = "".join(char for char in wanted if char.isascii() and (char.isalnum() or char in "_-.")) or "root"
+        given = self._root.get("$defs")
+        taken = {*self._names.values(), *(given if isinstance(given, dict) else ())}
+        return next(name for count in range(len(taken) + 1) if (name := f"{stem}.{count}") not in taken)
+
+
+def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
+    """Return a schema without the keywords that llguidance refuses and that say nothing, or that others can say."""
+    found = dict(schema)
+    if found.get("not") in ({}, True) and "not" in found:
+        return False
+    if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
+        _note_format(found.pop("format"))
+    if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
+        del found["$schema"]  # OpenAPI's and others': llguidance refuses what it does not know
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(is_exclusive := found.get(exclusive), bool):  # as OpenAPI 3.0 has it
+            del found[exclusive]
+            if is_exclusive and bound in found:
+                found[exclusive] = found.pop(bound)
+    for key in ("dependencies", "dependentRequired", "dependentSchemas", "uniqueItems"):
+        if key in found and not found[key]:
+            del found[key]
+    if found.get("unevaluatedProperties") in (True, {}) and "unevaluatedProperties" in found:
+        del found["unevaluatedProperties"]
+        found.setdefault("additionalProperties", True)
+    _mend_names(found)
+    return found
+
+
+def _mend_names(schema: dict[str, Any]) -> None:
+    """Let `patternProperties` or `properties` say what `propertyNames` does, if nothing else is said of properties."""
+    names = schema.get("propertyNames")
+    if names in (True, {}, {"type": "string"}):  # all names are strings
+        del schema["propertyNames"]
+        return
+    if not isinstance(names, dict) or schema.get("properties") or schema.get("patternProperties"):
+        return
+    value = schema.get("additionalProperties", True)
+    listed, pattern = [names["const"]] if "const" in names else names.get("enum"), names.get("pattern")
+    if (
+        isinstance(listed, list)
+        and len(listed) <= MAX_OPTIONAL_PROPERTIES
+        and not names.keys() - {"type", "enum", "const"}
+    ):
+        schema["properties"] = {name: value for name in listed if isinstance(name, str)}
+    elif isinstance(pattern, str) and not names.keys() - {"type", "pattern"}:
+        schema["patternProperties"] = {pattern: value}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
+
+
+def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose pattern does not look ahead, if that can be said by others."""
+    pattern = schema.get("pattern")
+    patterns = without_lookahead(pattern) if isinstance(pattern, str) else None
+    if not patterns or (len(patterns) == 1 and patterns[0] == pattern):
+        return schema
+    given = schema.get("allOf")
+    further = [{"pattern": each} for each in patterns[1:]]
+    return {**schema, "pattern": patterns[0], "allOf": [*(given if isinstance(given, list) else ()), *further]}
+
+
+@functools.cache
+def _named_formats() -> set[str]:
+    """Return the formats that the log has named."""
+    return set()
+
+
+def _note_format(name: str) -> None:
+    """Say in the log that a format is not checked, once for each, as far as there is room."""
+    named, shown = _named_formats(), name[:_MAX_NAME_CHARS]
+    if shown not in named and len(named) < _MAX_NAMED:
+        named.add(shown)
+        logger.warning("the format %r of a JSON schema is not known: any string is accepted", shown)
