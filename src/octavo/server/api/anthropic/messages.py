@@ -29,7 +29,7 @@ from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_AL
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
-from octavo.server.errors import spelling
+from octavo.server.errors import ThreadsUnsupportedError, spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ _THINKING = BlockTypes(
 )
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **each(Off(), "chat_template", "compaction", "container", "thread"),
+    **each(Off(), "chat_template", "compaction", "container"),
     **each(Off(), "output_format"),  # an older name of output_config.format
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
@@ -125,7 +125,7 @@ class Message(Struct):
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    _check_fields(service, request)
     tool_format = service.answer_style.tools
     params, conversation = await look_at(
         http_request, lambda: (_params(request, service.default_params), _read_conversation(request, tool_format))
@@ -143,11 +143,19 @@ async def create_message(service: Service, http_request: Request, request: Messa
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    _check_fields(service, request)
     tool_format = service.answer_style.tools
     return await count_prompt(
         service, http_request, lambda: _read_conversation(request, tool_format), lambda count: {"input_tokens": count}
     )
+
+
+def _check_fields(service: Service, request: CountTokensRequest) -> None:
+    """Raise `RequestError` for an unlisted field that would change the answer."""
+    extra = request.model_extra or {}
+    if extra.get("thread") is not None:
+        raise ThreadsUnsupportedError
+    service.extra_fields.check(extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
