@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from octavo.config.environment import explain_undecodable
 from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ class LazyGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. An argument that is not text is refused: it is a path, or holds one."""
+        for argument in args:
+            if problem := explain_undecodable(argument):
+                raise typer.BadParameter(problem)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, _ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return the names in the order of the help."""
