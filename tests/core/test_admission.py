@@ -40,6 +40,21 @@ def test_optimistic_a_prompt_and_one_token_must_fit():
     assert admission.prefill_room == admission.largest_prefill == math.inf
 
 
+@pytest.mark.parametrize("rule", ["optimistic", "reservation"])
+def test_a_pooled_prompt_may_fill_the_cache(rule):
+    """Its output takes no slot."""
+    admission, _ = make(rule, max_num_preemptions=0)
+
+    def pooled(num_prompt):
+        return Request("a", [1] * num_prompt, SamplingParams(max_tokens=1, pooling="mean"))
+
+    admission.check_fits(pooled(16))
+    assert admission.refusal(pooled(16), NO_COMPUTED_BLOCKS, 0) is None
+    assert admission.num_reserved_tokens(pooled(16)) == (16 if rule == "optimistic" else 0)
+    with pytest.raises(PromptTooLongError, match=r"17 tokens.* 16 "):
+        admission.check_fits(pooled(17))
+
+
 def test_optimistic_each_who_runs_keeps_a_block_to_grow():
     admission, _ = make("optimistic")
     request = make_request(9)  # 3 blocks of 4

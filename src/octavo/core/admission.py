@@ -73,11 +73,13 @@ class OptimisticAdmission:
         self._max_preemptions = config.max_num_preemptions
 
     def check_fits(self, request: Request) -> None:
-        """Its prompt and one more token must fit an empty cache."""
+        """Its prompt must fit an empty cache, with one more token unless it is pooled."""
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
-        if num_prompt + 1 > capacity:
+        least = request.sampling_params.least_output_tokens
+        if num_prompt + least > capacity:
+            output = "with one token of output " * least
             raise PromptTooLongError(
-                f"prompt is too long: {num_prompt} tokens > {capacity - 1} maximum; with one token of output it can "
+                f"prompt is too long: {num_prompt} tokens > {capacity - least} maximum; {output}it can "
                 f"never fit the KV cache of {capacity}: give that more memory (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
@@ -94,8 +96,10 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """All it may ever need, for one that was preempted often enough. The newest token needs no room."""
-        return request.max_total_tokens - 1 if request.num_preemptions >= self._max_preemptions else 0
+        """All it may ever need, for one that was preempted often enough. The newest token needs no slot."""
+        if request.num_preemptions < self._max_preemptions:
+            return 0
+        return max(request.max_total_tokens - 1, request.num_tokens)
 
     def admitted(self, request: Request, num_tokens: int) -> None:
         """Nothing is set aside."""

@@ -148,15 +148,16 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Accept a request into the queue.
 
-        Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt and one
-        more token must fit the model's length and an empty cache. Nothing changes then.
+        Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt, and one
+        more token unless it is pooled, must fit the model's length and an empty cache. Nothing changes then.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
-        PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len)
+        least = request.sampling_params.least_output_tokens
+        PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
         # The newest token needs no slot until it is fed back: one more than the capacity can be produced.
         asked, request.max_total_tokens = request.max_total_tokens, longest

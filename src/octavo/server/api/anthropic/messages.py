@@ -63,7 +63,7 @@ _THINKING = BlockTypes(
 )
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **each(Off(), "chat_template", "compaction", "container"),
+    **each(Off(), "chat_template", "compaction", "container", "thread"),
     **each(Off(), "output_format"),  # an older name of output_config.format
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
