@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
-from octavo.server.answers.tools import Choice, Toolbox, read_function
+from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
@@ -205,8 +205,8 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     described = []
     for index, tool in enumerate(request.tools or []):
         place = f"tools[{index}]"
-        if isinstance(tool, dict) and tool.get("type", "custom") != "custom":
-            raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
+        if isinstance(tool, dict) and tool.get("type") is not None:
+            check_tool_type(tool, place, "custom", '{"name": ..., "input_schema": ...}')
         described.append(read_function(tool, place, "input_schema"))
     wanted = request.tool_choice or {"type": "auto"}
     match wanted:
