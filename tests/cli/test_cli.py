@@ -786,6 +786,7 @@ def test_scheduling_options_reach_the_configuration() -> None:
         scheduling_policy=SchedulingPolicy.FAIR,
         swap_space_bytes=parse_size("2G"),
         max_num_waiting=7,
+        admission="reservation",
         max_batch_total_tokens=100,
         record=Path("run.journal"),
     ).config()

@@ -32,16 +32,6 @@ class Admission(Protocol):
         """Begin a step; a reason means that nobody is admitted in it."""
         ...
 
-    @property
-    def prefill_room(self) -> float:
-        """Tokens that newcomers may still get in this step."""
-        ...
-
-    @property
-    def largest_prefill(self) -> float:
-        """Tokens that newcomers may get in an empty step."""
-        ...
-
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
         """Return why a request cannot start now, or None."""
         ...
@@ -50,8 +40,8 @@ class Admission(Protocol):
         """Tokens to make room for at once when it starts, 0 for no more than it is given."""
         ...
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
-        """Take note that it started with so many tokens."""
+    def admitted(self, request: Request) -> None:
+        """Take note that it started."""
         ...
 
     def left(self, request: Request) -> None:
@@ -65,8 +55,6 @@ class OptimisticAdmission:
     Each running request is left a block to grow into, or the newcomer would be the first to be evicted. One that was
     preempted often enough starts only with all it may ever need, and is then nobody's victim.
     """
-
-    prefill_room = largest_prefill = math.inf
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         self._manager = kv_cache_manager
@@ -101,7 +89,7 @@ class OptimisticAdmission:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
+    def admitted(self, request: Request) -> None:
         """Nothing is set aside."""
 
     def left(self, request: Request) -> None:
@@ -122,7 +110,6 @@ class ReservationAdmission:
         self._reserved: dict[str, tuple[int, int, int]] = {}  # tokens, blocks, window blocks
         self.num_reserved_total = 0
         self._num_blocks = self._num_window_blocks = 0
-        self._num_prefilled = 0
         self._steps_since_admission = 0
 
     @property
@@ -130,17 +117,6 @@ class ReservationAdmission:
         """The limit on prompt + max_tokens of all running requests."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
-
-    @property
-    def largest_prefill(self) -> float:
-        """`max_batch_prefill_tokens`."""
-        limit = self._config.max_batch_prefill_tokens
-        return math.inf if limit is None else limit
-
-    @property
-    def prefill_room(self) -> float:
-        """What this step's newcomers left of `max_batch_prefill_tokens`."""
-        return self.largest_prefill - self._num_prefilled
 
     def check_fits(self, request: Request) -> None:
         """Its prompt and max_tokens must fit the limit and an empty cache."""
@@ -154,7 +130,6 @@ class ReservationAdmission:
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Let a few gather before the running are held up for them, but not for long."""
-        self._num_prefilled = 0
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
@@ -183,13 +158,12 @@ class ReservationAdmission:
         del request
         return 0
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
+    def admitted(self, request: Request) -> None:
         """Reserve."""
         share = self._reserved[request.request_id] = self._share(request)
         self.num_reserved_total += share[0]
         self._num_blocks += share[1]
         self._num_window_blocks += share[2]
-        self._num_prefilled += num_tokens
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:
