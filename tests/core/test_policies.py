@@ -72,6 +72,18 @@ def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
     assert core.finished == dict.fromkeys("abc", "length")
 
 
+def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(make_core):
+    """Its KV is found again, so that it decodes; the prompt of another request has the whole room."""
+    core = make_core(max_batch_prefill_tokens=4)
+    first = core.add("a", 8, max_tokens=9)
+    while first.sequence.num_output_tokens < 5:  # 12 tokens of KV: 3 whole blocks
+        core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    core.add("b", 9, max_tokens=1)
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("max_batch_total_tokens", 4096), ("waiting_served_ratio", 1.2), ("max_waiting_tokens", 3)]
 )
@@ -180,7 +192,7 @@ def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_co
     """They may hold what it waits for; they were kept from ending, and all waited for ever."""
     core = make_core()
     stalled, holder, last = (core.add(name, 9) for name in ("stalled", "holder", "last"))
-    plan, admitted = StepPlan(16), []
+    plan, admitted = StepPlan(16, 16), []
 
     def grow(plan, requests):
         for request in requests:

@@ -208,7 +208,8 @@ class Scheduler:
         self._emitter.now = self._clock()
         self._expire()
         self._admitter.resume_deferred()
-        plan = StepPlan(self.config.max_num_batched_tokens, self.config.max_batch_prefill_tokens)
+        whole_budget = self.config.max_num_batched_tokens
+        plan = StepPlan(whole_budget, self.config.max_batch_prefill_tokens or whole_budget)
         if not self._in_flight.steps:
             self._preempt_as_told(plan)
             output = self._decide(plan, list(self.running))
@@ -280,14 +281,15 @@ class Scheduler:
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give each running request its next tokens; keep one token of the budget for each request after it."""
-        num_after, running, has_room_limit = len(requests), RequestStatus.RUNNING, plan.prompt_room is not None
+        num_after, running = len(requests), RequestStatus.RUNNING
+        are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         for request in requests:
             num_after -= 1
             if request.status is not running or plan.budget <= 0:
                 continue  # it fell victim to one before it, or gave way
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
-            is_limited = has_room_limit and not sequence.num_output_tokens
+            is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
             else:
@@ -301,7 +303,7 @@ class Scheduler:
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
-        while plan.within_room(1, of_prompt=of_prompt):
+        while plan.within_room(num_remaining, of_prompt=of_prompt):
             count = fitting = num_remaining
             budget = max(plan.budget - num_after, 1)
             if count > 1:

@@ -15,7 +15,7 @@ class StepPlan:
     """What a step computes, while it is decided. Budget is in tokens.
 
     num_tokens: how many tokens each request gets, in the order in which they were scheduled.
-    prompt_room: tokens of prompts that the step may still take (`max_batch_prefill_tokens`); None for no such limit.
+    prompt_room: tokens of prompts that the step may still take (`max_batch_prefill_tokens`).
     of_prompts: the requests whose tokens were taken of it.
     surcharge: what prompts took of the budget beyond their number of tokens.
     is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
@@ -24,7 +24,7 @@ class StepPlan:
     """
 
     whole_budget: int
-    prompt_room: int | None = None
+    prompt_room: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)
@@ -50,13 +50,13 @@ class StepPlan:
 
     def within_room(self, count: int, *, of_prompt: bool) -> int:
         """Return how many of `count` tokens the step may take, so that those of prompts keep to their limit."""
-        return count if self.prompt_room is None or not of_prompt else min(count, self.prompt_room)
+        return min(count, self.prompt_room) if of_prompt else count
 
     def give(
         self, request: Request, count: int, block_ids: list[int], surcharge: int = 0, *, of_prompt: bool = False
     ) -> None:
         """Schedule `count` tokens. of_prompt: they are of a prompt, or are computed again after a preemption."""
-        if of_prompt and self.prompt_room is not None:
+        if of_prompt:
             self.prompt_room -= count
             self.of_prompts.add(request.request_id)
         self.num_tokens[request.request_id] = count
@@ -70,8 +70,7 @@ class StepPlan:
         """Return a victim's budget to the step."""
         count = self.num_tokens.pop(request.request_id, 0)
         self.budget += count
-        if self.prompt_room is not None and request.request_id in self.of_prompts:
-            self.of_prompts.remove(request.request_id)
+        if request.request_id in self.of_prompts:
             self.prompt_room += count
         self.budget += self.surcharge.pop(request.request_id, 0)
         self.new_block_ids.pop(request.request_id, None)
