@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type_hints
@@ -64,8 +65,11 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. An argument that is not text is refused: it is a path, or holds one."""
-        for argument in args:
+        """Parse the command line. Where the locale is not UTF-8, an argument that is not text in it is refused.
+
+        It may be a path, a prompt or a name; in UTF-8 each of them is checked where it is read.
+        """
+        for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):
                 raise typer.BadParameter(problem)
         return super().parse_args(ctx, args)
