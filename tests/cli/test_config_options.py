@@ -53,9 +53,9 @@ NEEDED = {  # what else has to be said
     "direct": ["--role", "decode"],
     "direct_bytes": ["--role", "prefill", "--kv-direct"],
     "group_size": ["--quantization", "int4"],
-    **dict.fromkeys(
-        ("max_batch_total_tokens", "waiting_served_ratio", "max_waiting_tokens"), ["--admission", "reservation"]
-    ),
+    "max_batch_total_tokens": ["--admission", "reservation"],
+    "waiting_served_ratio": ["--admission", "reservation"],
+    "max_waiting_tokens": ["--admission", "reservation"],
     "max_num_seqs": ["--max-num-batched-tokens", "1000"],
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
