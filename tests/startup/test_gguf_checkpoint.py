@@ -185,10 +185,22 @@ def test_a_missing_piece_is_counted(path, tmp_path):
         open_checkpoint(tmp_path / "m.gguf.part1of3")
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "partof.gguf", "m-00001-of-00002.gguf", "model.gguf.backup", "x.bin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.gguf", "partof.gguf", "m-00001-of-00002.gguf", "model.gguf.backup", "x.bin"),
+        *("m.gguf.partial", "m.gguf.parts", "m.gguf.gz", "m.gguf.xz"),
+    ],
+)
 def test_other_names_are_no_pieces(name, path, tmp_path):
     path.rename(tmp_path / name)
     assert open_checkpoint(tmp_path / name).path == tmp_path / name
+
+
+def test_pieces_next_to_another_model_are_nobodys_concern(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "folder")
+    (tmp_path / "folder" / "m.gguf.part1of2").write_bytes(b"x")
+    assert open_checkpoint(tmp_path / "folder").path == tmp_path / "folder"
 
 
 def test_a_path_that_is_not_text_in_this_locale_is_refused_with_the_remedy(monkeypatch):

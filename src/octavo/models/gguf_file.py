@@ -35,7 +35,9 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 _MAX_SPLITS = 1 << 12
 # A file that was cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
-    r"(?P<whole>.+\.gguf)(?:[.-](?:part|split|chunk)[-_.]?(?P<number>\w+?)(?:[-_.]?of[-_.]?(?P<count>\d+))?|\.(?P<suffix>\d{1,3}|[a-z]{1,2}))"
+    r"(?P<whole>.+\.gguf)"
+    r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"
+    r"|\.(?P<suffix>\d{1,3}|[a-y]|[ab][a-y]))"
 )
 
 
@@ -284,7 +286,8 @@ def check_piece(path: Path) -> None:
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():
-        names = [] if any(path.glob("*.gguf")) else [each.name for each in path.glob("*.gguf?*")]
+        is_model = (path / "config.json").exists() or any(path.glob("*.gguf"))
+        names = [] if is_model else [each.name for each in path.glob("*.gguf?*")]
         wholes = sorted({match["whole"] for name in names if (match := _PIECE_NAME.fullmatch(name))})
     else:
         wholes = [found["whole"]] if found and path.is_file() else [] if path.exists() else [path.name]
@@ -307,7 +310,7 @@ def check_piece(path: Path) -> None:
 
 def _piece_order(piece: re.Match[str]) -> tuple[int, int, str]:
     """Sort pieces by their number, or by their letters."""
-    number = piece["number"] or piece["suffix"]
+    number = piece["number"] or piece["letters"] or piece["suffix"]
     return (0, int(number), "") if number.isdecimal() else (1, len(number), number)
 
 
