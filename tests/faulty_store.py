@@ -79,14 +79,15 @@ class FaultyStore(MemoryStore):
         """Do something to a record in the pool, as others might."""
         pool = self.pool
         with pool._lock:
-            node_id = pool._node_of.get(key)
-            if node_id is None:
+            records = [pool._nodes[node_id][key] for node_id in pool._holders.get(key, ())]
+            if not records:
                 return
-            record = pool._nodes[node_id][key]
-            data = bytearray(record.kv_data)
+            data = bytearray(records[0].kv_data)
             others = [each for node in pool._nodes.values() for each in node.values() if each.block_hash != key]
             if kind == "lost":
-                del pool._nodes[node_id][key], pool._node_of[key]
+                for record in records:
+                    del pool._nodes[record.node_id][key]
+                del pool._holders[key]
                 return
             if kind in {"tampered", "wrong checksum"} and len(data) <= 32:
                 return  # it was truncated before
@@ -104,7 +105,8 @@ class FaultyStore(MemoryStore):
                 data[:] = self.rng.choice(others).kv_data
             else:
                 return
-            record.kv_data = bytes(data)
+            for record in records:
+                record.kv_data = bytes(data)
             self.num_spoilt += 1
 
 

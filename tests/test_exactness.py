@@ -68,7 +68,11 @@ SCHEDULES = [
     Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1),)),
     Schedule("costly", budget=64, options=(("max_num_mixed_prefill_tokens", 3), ("attention_cost_tokens", 500.0))),
     Schedule("timed", budget=64, options=(("mixed_step_ms", 5.0),)),
-    Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
+    Schedule(
+        "reservation",
+        block_size=2,
+        options=(("admission", "reservation"), ("max_batch_total_tokens", 900), ("max_batch_prefill_tokens", 37)),
+    ),
     Schedule("prefill_first", options=(("batching", "prefill_first"),)),
     Schedule("ahead", options=(("async_scheduling", True),)),
     Schedule("ahead_chunks_of_7", threshold=7, options=(("async_scheduling", True),)),

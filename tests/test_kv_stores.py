@@ -208,7 +208,7 @@ def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alo
     answers(first, requests)
     settle(first)
     if name == "save":
-        pool.remove(list(pool._node_of))
+        pool.remove(list(pool._holders))
 
     class Hanging(HangingStore):
         def _wait(self, called):

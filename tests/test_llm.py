@@ -21,12 +21,14 @@ from octavo import (
     CacheConfig,
     ConfigError,
     EngineConfig,
+    KVTransferConfig,
     LLMEngine,
     ModelConfig,
     ModelError,
     RequestError,
     SamplingParams,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from octavo.compatibility import ACCEPTED_ARGUMENTS
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -226,6 +228,27 @@ def test_vllms_other_arguments(checkpoint):
             ConfigError,
             "prompt_lookup_max is a field of method ngram",
         ),
+        (
+            {"model": "/no/such/path", "kv_transfer_config": {"disk": "x"}},
+            ConfigError,
+            "a field of kv_transfer_config must be one of",
+        ),
+        ({"model": "/no/such/path", "kv_transfer_config": "disk"}, ConfigError, "a KVTransferConfig or a mapping"),
+        (
+            {"model": "/no/such/path", "kv_transfer_config": KVTransferConfig(), "kv_disk_dir": "x"},
+            ConfigError,
+            "kv_transfer_config and kv_disk_dir exclude each other",
+        ),
+        (
+            {"model": "/no/such/path", "kv_mooncake": "nowhere"},
+            ConfigError,
+            "mooncake_master, HOST:PORT, got 'nowhere'",
+        ),
+        (
+            {"model": "/no/such/path", "max_batch_total_tokens": 100},
+            ConfigError,
+            "max_batch_total_tokens = 100 has no effect with admission = optimistic",
+        ),
     ],
 )
 def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, words):
@@ -276,6 +299,41 @@ def test_a_prompt_that_can_never_fit_the_cache(checkpoint):
     (output,) = llm.generate({"prompt_token_ids": [5] * 31}, params, use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     assert len(output.outputs[0].token_ids) == 2
+
+
+def test_stores_are_configured_by_one_object_or_a_mapping(checkpoint, tmp_path):
+    given = {"disk_dir": str(tmp_path / "kv"), "disk_bytes": 1 << 28, "num_threads": 1}
+    expected = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28, num_threads=1)
+    assert KVTransferConfig.parse(given) == KVTransferConfig.parse(expected) == expected
+    own = {"disk_dir": tmp_path / "kv", "disk_bytes": 1 << 28, "mooncake": None}
+    assert KVTransferConfig.parse(None, **own) == KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = []
+    for config in (given, expected):
+        llm = LLM(str(checkpoint), kv_transfer_config=config, speculative_config=SpeculativeConfig(method="none"))
+        assert llm.llm_engine.capacity.speculative_method == "none"
+        answers.append(llm.generate("hello " * 20, params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.llm_engine.shutdown()
+    assert answers[0] == answers[1]
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_sampling_params_and_params_are_two_names_of_one_argument(checkpoint):
+    engine = LLMEngine(ModelConfig(model=str(checkpoint)))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
+    answers = [
+        engine.generate("a", sampling_params=params),
+        engine.generate("a", params=params),
+        engine.generate("a", params),
+        *engine.generate_batch(["a"], sampling_params=params).values(),
+        *engine.generate_batch(["a"], params=[params]).values(),
+        *engine.generate_batch(["a"], [params]).values(),
+    ]
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+    assert len(answers[0].outputs[0].token_ids) == 3
+    for generate, prompt in ((engine.generate, "a"), (engine.generate_batch, ["a"])):
+        with pytest.raises(RequestError, match="two names of one argument"):
+            generate(prompt, params, params=params)
 
 
 def test_llm_engine_as_written(checkpoint):

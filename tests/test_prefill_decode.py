@@ -109,10 +109,10 @@ def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
     pool = GlobalKVPool(5000)
     publish, let_go = pool.publish, threading.Event()
 
-    def publish_late(*args):
+    def publish_late(*args, **more):
         let_go.wait(20)
         time.sleep(0.01)
-        return publish(*args)
+        return publish(*args, **more)
 
     monkeypatch.setattr(pool, "publish", publish_late)
     first, second = engine_over(node(pool, "a"), checkpoint), engine_over(node(pool, "b"), checkpoint)

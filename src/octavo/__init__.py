@@ -9,7 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
+    from octavo.config import (
+        CacheConfig,
+        DeviceConfig,
+        EngineConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SchedulingPolicy,
+        SpeculativeConfig,
+    )
     from octavo.errors import (
         ConfigError,
         EngineDeadError,
@@ -30,9 +39,11 @@ _HOMES = {
         "CacheConfig",
         "DeviceConfig",
         "EngineConfig",
+        "KVTransferConfig",
         "ModelConfig",
         "SchedulerConfig",
         "SchedulingPolicy",
+        "SpeculativeConfig",
     ),
     "octavo.errors": (
         "ConfigError",
@@ -60,6 +71,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "ExecutionError",
+    "KVTransferConfig",
     "LLMEngine",
     "Logprob",
     "ModelConfig",
@@ -71,6 +83,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SchedulingPolicy",
+    "SpeculativeConfig",
     "StructuredOutputsParams",
     "__version__",
 ]

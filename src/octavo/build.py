@@ -15,7 +15,6 @@ from octavo import __version__
 from octavo.config import (
     DEFAULT_MIXED_STEP_MS,
     WEIGHT_BITS,
-    AdmissionRule,
     BatchingMode,
     EngineConfig,
     cache_directory,
@@ -378,12 +377,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
-    """Lower what admission by reservation may set aside to what is there, and say so.
-
-    num_kv_tokens: tokens that the KV cache holds.
-    """
-    if config.admission is not AdmissionRule.RESERVATION:
-        return config
+    """Lower TGI's limits to what the engine has, and log it. num_kv_tokens: tokens that the KV cache holds."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache holds no more"),
         "max_batch_prefill_tokens": (config.max_num_batched_tokens, "a step takes no more (max_num_batched_tokens)"),

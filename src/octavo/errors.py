@@ -49,13 +49,17 @@ class PromptTooLongError(RequestError):
     """
 
     @classmethod
-    def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True) -> None:
-        """Raise it for a prompt that leaves no room for a token of output. is_all: whether these are its tokens."""
-        if num_tokens >= max_model_len:
-            rest = "" if is_all else " (counted so far)"
+    def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
+        """Raise it for a prompt that leaves no room for the output.
+
+        is_all: whether these are all of its tokens. least_output_tokens: as in `SamplingParams`.
+        """
+        most = max_model_len - least_output_tokens
+        if num_tokens > most:
+            rest, output = "" if is_all else " (counted so far)", ", and the output needs one" * least_output_tokens
             raise cls(
-                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{rest}; this model's maximum "
-                f"context length is {max_model_len} tokens (max_model_len), and the output needs one",
+                f"prompt is too long: {num_tokens} tokens > {most} maximum{rest}; this model's maximum "
+                f"context length is {max_model_len} tokens (max_model_len){output}",
                 parameter="prompt",
             )
 

@@ -173,7 +173,9 @@ class LLM:
         enforce_eager: bool = False,
         kv_disk_dir: str | None = None,
         kv_disk_bytes: int | None = None,
-        speculative_config: Mapping[str, Any] | None = None,
+        kv_mooncake: str | None = None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         scheduler_options = {"mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
@@ -226,8 +228,11 @@ class LLM:
                     **device_options,
                 ),
                 speculative_config=SpeculativeConfig.parse(speculative_config),
-                kv_transfer_config=KVTransferConfig(
-                    disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir), disk_bytes=kv_disk_bytes
+                kv_transfer_config=KVTransferConfig.parse(
+                    kv_transfer_config,
+                    disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir),
+                    disk_bytes=kv_disk_bytes,
+                    mooncake=kv_mooncake,
                 ),
                 progress=progress,
             )

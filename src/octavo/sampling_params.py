@@ -254,6 +254,11 @@ class SamplingParams:
         return self.stop
 
     @property
+    def least_output_tokens(self) -> int:
+        """Tokens of output that must fit after a prompt: one, or none if the prompt is pooled into a vector."""
+        return 0 if self.pooling is not None else 1
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken."""
         return self.temperature == 0.0

@@ -314,6 +314,20 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecut
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("arguments", [["models", "{}"], ["serve", "--kv-disk-dir", "{}"], ["generate", "--prompt={}"]])
+def test_an_argument_that_is_not_text_in_this_locale_is_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python sees a name of UTF-8 where the locale is ASCII."""
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    name = "/models/Mödell".encode().decode("ascii", "surrogateescape")
+    result = runner.invoke(app, [each.format(name) for each in arguments])
+    assert result.exit_code == 2
+    told = " ".join(result.output.split())
+    assert "not text in ascii, the encoding of this locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1" in told
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -774,6 +788,7 @@ def test_scheduling_options_reach_the_configuration() -> None:
         scheduling_policy=SchedulingPolicy.FAIR,
         swap_space_bytes=parse_size("2G"),
         max_num_waiting=7,
+        admission="reservation",
         max_batch_total_tokens=100,
         record=Path("run.journal"),
     ).config()

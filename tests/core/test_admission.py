@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from octavo.config import SchedulerConfig
@@ -37,7 +35,21 @@ def test_optimistic_a_prompt_and_one_token_must_fit():
         admission.check_fits(make_request(16))
     assert caught.value.parameter == "prompt"
     assert admission.open_step(0, 9) is None
-    assert admission.prefill_room == admission.largest_prefill == math.inf
+
+
+@pytest.mark.parametrize("rule", ["optimistic", "reservation"])
+def test_a_pooled_prompt_may_fill_the_cache(rule):
+    """Its output takes no slot."""
+    admission, _ = make(rule, max_num_preemptions=0)
+
+    def pooled(num_prompt):
+        return Request("a", [1] * num_prompt, SamplingParams(max_tokens=1, pooling="mean"))
+
+    admission.check_fits(pooled(16))
+    assert admission.refusal(pooled(16), NO_COMPUTED_BLOCKS, 0) is None
+    assert admission.num_reserved_tokens(pooled(16)) == (16 if rule == "optimistic" else 0)
+    with pytest.raises(PromptTooLongError, match=r"17 tokens.* 16 "):
+        admission.check_fits(pooled(17))
 
 
 def test_optimistic_each_who_runs_keeps_a_block_to_grow():
@@ -76,7 +88,7 @@ def test_reservation_counts_tokens_and_whole_blocks():
     requests = [make_request(1, name=name) for name in "abc"]  # 5 tokens in 2 blocks each
     for number, request in enumerate(requests[:2]):
         assert admission.refusal(request, NO_COMPUTED_BLOCKS, 0) is None
-        admission.admitted(request, 1)
+        admission.admitted(request)
         assert admission.num_reserved_total == 5 * (number + 1)
     assert admission.refusal(requests[2], NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION  # 6 blocks of 4
     assert admission.num_reserved_tokens(requests[0]) == 0
@@ -91,30 +103,18 @@ def test_reservation_counts_tokens_and_whole_blocks():
 
 def test_reservation_keeps_its_limit_of_tokens_to_the_last_one():
     admission, _ = make("reservation", num_blocks=99, max_batch_total_tokens=20)
-    admission.admitted(make_request(6, name="a"), 6)
+    admission.admitted(make_request(6, name="a"))
     assert admission.refusal(make_request(6, name="b"), NO_COMPUTED_BLOCKS, 0) is None
     assert admission.refusal(make_request(7, name="b"), NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION
-
-
-def test_reservation_newcomers_share_what_a_step_may_prefill():
-    admission, _ = make("reservation", num_blocks=99, max_batch_prefill_tokens=10)
-    assert admission.largest_prefill == admission.prefill_room == 10
-    admission.admitted(make_request(6, name="a"), 6)
-    admission.admitted(make_request(3, name="b"), 3)
-    assert admission.prefill_room == 1
-    admission.open_step(2, 0)
-    assert (admission.largest_prefill, admission.prefill_room) == (10, 10)
-    unlimited, _ = make("reservation")
-    assert unlimited.largest_prefill == unlimited.prefill_room == math.inf
 
 
 def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
     admission, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
     gathering = WaitReason.GATHERING
     assert admission.open_step(0, 1) is None  # nobody is held up for it
-    admission.admitted(make_request(1), 1)
+    admission.admitted(make_request(1))
     assert [admission.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]
-    admission.admitted(make_request(1), 1)
+    admission.admitted(make_request(1))
     assert admission.open_step(3, 3) is gathering
     assert admission.open_step(3, 4) is None  # 3 * 1.5, rounded down
     assert admission.open_step(1, 0) is None

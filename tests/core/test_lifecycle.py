@@ -139,7 +139,6 @@ def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
     [admitted] = core.log.of_type(events.RequestAdmitted)  # it has its seat
     assert (admitted.request_id, request.admitted_time) == ("a", admitted.time)
     assert core.scheduler.admission.num_reserved_total == 28
-    assert core.scheduler.admission.prefill_room == 50  # nothing of it is computed
     lifecycle = lifecycle_of(core)
     for num_preemptions, status in ((0, RequestStatus.WAITING), (1, RequestStatus.PREEMPTED)):
         request.num_preemptions = num_preemptions

@@ -26,7 +26,7 @@ class Builder:
         self.step = 0
 
     def build(self, counts, block_ids=None):
-        plan = StepPlan(100)
+        plan = StepPlan(100, 100)
         for name, count in counts.items():
             plan.give(self.requests[name], count, (block_ids or {}).get(name, []))
         self.step += 1
@@ -84,7 +84,7 @@ def test_endings_are_told_once_and_again_where_a_step_failed(made):
     assert output.finished_req_ids == {"a"}
     assert not made.builder.has_endings
     assert made.build({}).finished_req_ids == set()
-    plan = StepPlan(9)
+    plan = StepPlan(9, 9)
     plan.preempted["b"] = made.requests["b"]
     made.builder.finished("a")
     output = made.builder.build(9, plan, made.requests, {})
@@ -102,7 +102,7 @@ def test_copies_and_transfers_go_with_the_step(made):
     [told] = made.transfers.take_orders()
     made.transfers.start_load(other, made.manager.get_computed_blocks(other), 4, block_ids)
     made.transfers.cancel(request, "cancelled")
-    plan = StepPlan(9)
+    plan = StepPlan(9, 9)
     request.num_computed_tokens = 3
     made.manager.commit(request)
     same = Request("same", [1, 2, 3], SamplingParams())

@@ -26,6 +26,74 @@ def order_of_admission(core):
     return [event.request_id for event in core.log.of_type(events.RequestAdmitted) if not event.resumed]
 
 
+@pytest.mark.parametrize("admission", ["optimistic", "reservation"])
+@pytest.mark.parametrize("enable_chunked_prefill", [True, False])
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+def test_prompts_of_a_step_keep_to_their_limit_chunks_included(make_core, admission, enable_chunked_prefill, batching):
+    """Four prompts of 30 tokens, 10 of which may be in a step. Who decodes does not wait for that in mixed batches."""
+    core = make_core(
+        max_batch_prefill_tokens=10,
+        admission=admission,
+        enable_chunked_prefill=enable_chunked_prefill,
+        batching=batching,
+        enable_prefix_caching=False,
+    )
+    requests = [core.add(name, 30, max_tokens=20) for name in "abcd"]
+    of_prompts, num_waiting = [], []
+    while core.scheduler.has_work():
+        decoding = {each.request_id for each in requests if each.sequence.num_output_tokens} - core.finished.keys()
+        given = core.step().num_scheduled_tokens
+        of_prompts.append(sum(count for name, count in given.items() if name not in decoding))
+        num_waiting.append(len(decoding - given.keys()))
+    assert of_prompts == [10] * 12 + [0] * (len(of_prompts) - 12)
+    assert core.finished == dict.fromkeys("abcd", "length")
+    assert any(num_waiting) == (batching == "prefill_first")
+
+
+def test_a_prompts_last_token_is_one_of_the_limit(make_core):
+    """It fits into a block that the request has, as a decoded token would."""
+    core = make_core(max_batch_prefill_tokens=3, enable_prefix_caching=False, max_num_seqs=2)
+    core.add("a", 4, max_tokens=1)
+    core.add("b", 4, max_tokens=1)
+    given = [core.step().num_scheduled_tokens for _ in range(4)]
+    assert given == [{"a": 3}, {"a": 1, "b": 2}, {"b": 2}, {}]
+
+
+def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
+    """The newcomer is preempted in the step in which it got its last chunk; what it had goes to the others."""
+    core = make_core(
+        num_blocks=6, max_batch_prefill_tokens=8, enable_prefix_caching=False, preemption="recompute", max_num_seqs=3
+    )
+    for name in "abc":
+        core.add(name, 9, max_tokens=8)
+    while core.scheduler.has_work():
+        given = core.step().num_scheduled_tokens
+        assert sum(count for count in given.values() if count > 1) <= 8
+    assert core.finished == dict.fromkeys("abc", "length")
+
+
+def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(make_core):
+    """Its KV is found again, so that it decodes; the prompt of another request has the whole room."""
+    core = make_core(max_batch_prefill_tokens=4)
+    first = core.add("a", 8, max_tokens=9)
+    while first.sequence.num_output_tokens < 5:  # 12 tokens of KV: 3 whole blocks
+        core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    core.add("b", 9, max_tokens=1)
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_batch_total_tokens", 4096), ("waiting_served_ratio", 1.2), ("max_waiting_tokens", 3)]
+)
+def test_options_of_reservation_are_refused_without_it(name, value):
+    with pytest.raises(ConfigError, match=rf"{name} = {value} has no effect .*--admission reservation"):
+        SchedulerConfig(**{name: value})
+    assert getattr(SchedulerConfig(admission="reservation", **{name: value}), name) == value
+    assert SchedulerConfig(max_batch_prefill_tokens=7).max_batch_prefill_tokens == 7, "which every rule keeps to"
+
+
 def test_priority_ages(make_core):
     important_later = make_request("r1", priority=0, arrival_time=100.0)
     waiting_long = make_request("r0", priority=3, arrival_time=0.0)
@@ -124,7 +192,7 @@ def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_co
     """They may hold what it waits for; they were kept from ending, and all waited for ever."""
     core = make_core()
     stalled, holder, last = (core.add(name, 9) for name in ("stalled", "holder", "last"))
-    plan, admitted = StepPlan(16), []
+    plan, admitted = StepPlan(16, 16), []
 
     def grow(plan, requests):
         for request in requests:

@@ -197,7 +197,7 @@ class Filler:
 
 
 def fill(batching, running, filler, outranked=(), budget=100):
-    plan = StepPlan(budget)
+    plan = StepPlan(budget, budget)
     batching.fill(plan, running, list(outranked), filler.grow, filler.admit)
     return plan
 
@@ -261,7 +261,7 @@ def test_what_is_learned_and_of_which_steps():
     assert learned(2.0, running="a", count=2) == 20
     batching = MixedBatching(100, 8, 1.0)
     batching._limit = 40.0
-    batching.learn(StepPlan(10), 2.0)
+    batching.learn(StepPlan(10, 10), 2.0)
     assert batching.prefill_limit == 40  # nobody computed anything
     batching = MixedBatching(100)
     plan = fill(batching, [decoding("a"), make_request("b")], Filler())
@@ -284,7 +284,7 @@ def test_prefill_first_serves_prompts_and_only_without_any_answers():
 
 def test_prefill_first_a_load_is_a_prompt():
     filler = Filler()
-    plan = StepPlan(10)
+    plan = StepPlan(10, 10)
     plan.has_admitted = True
     PrefillFirstBatching().fill(plan, [decoding("a")], [], filler.grow, filler.admit)
     assert filler.asked == [[], None]

@@ -62,6 +62,29 @@ def test_a_request_ends_where_length_and_cache_do(make_core, num_blocks, max_mod
     assert core.add("a", 3, max_tokens=99).max_total_tokens == expected
 
 
+@pytest.mark.parametrize("admission", ["optimistic", "reservation"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_pooled_prompt_may_fill_the_models_length_and_the_cache(make_core, admission, async_scheduling):
+    core = make_core(
+        num_blocks=3,
+        max_model_len=12,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        admission=admission,
+        async_scheduling=async_scheduling,
+    )
+    assert core.add("a", 12, max_tokens=1, pooling="last").max_total_tokens == 12
+    core.run()
+    assert core.finished == {"a": "length"}
+    assert core.scheduler.kv_cache_manager.pool.num_free_blocks == 3
+    with pytest.raises(
+        PromptTooLongError, match=r"13 tokens > 12 maximum; this model's .* is 12 tokens .max_model_len.$"
+    ):
+        core.add("b", 13, max_tokens=1, pooling="last")
+    with pytest.raises(PromptTooLongError, match=r"12 tokens > 11 maximum.* and the output needs one"):
+        core.add("c", 12)
+
+
 def test_under_reservation_all_of_it_must_fit_the_models_length_first(make_core):
     core = make_core(num_blocks=3, max_model_len=10, admission="reservation")
     core.add("a", 3, max_tokens=99)

@@ -8,7 +8,7 @@ from octavo.sampling_params import SamplingParams
 
 
 def test_what_is_given_is_taken_of_the_budget_and_comes_back_whole():
-    plan = StepPlan(20)
+    plan = StepPlan(20, 20)
     first, second = (Request(name, [1], SamplingParams()) for name in "ab")
     assert (plan.budget, plan.is_balanced, plan.has_admitted, plan.is_short) == (20, True, False, False)
     plan.give(first, 5, [7], 3)
@@ -26,8 +26,29 @@ def test_what_is_given_is_taken_of_the_budget_and_comes_back_whole():
 
 
 def test_a_budget_is_lowered_and_never_raised():
-    plan = StepPlan(20)
+    plan = StepPlan(20, 20)
     plan.lower_budget(30)
     assert (plan.whole_budget, plan.budget) == (20, 20)
     plan.lower_budget(7)
     assert (plan.whole_budget, plan.budget) == (7, 7)
+
+
+def test_prompts_share_a_room_of_their_own_and_a_victim_returns_its_part():
+    plan = StepPlan(20, 8)
+    first, second, third = (Request(name, [1], SamplingParams()) for name in "abc")
+    assert plan.within_room(99, of_prompt=True) == 8
+    assert plan.within_room(99, of_prompt=False) == 99
+    plan.give(first, 5, [], of_prompt=True)
+    plan.give(second, 4, [])
+    assert (plan.prompt_room, plan.within_room(9, of_prompt=True), plan.within_room(2, of_prompt=True)) == (3, 3, 2)
+    plan.give(third, 3, [], of_prompt=True)
+    assert plan.within_room(1, of_prompt=True) == 0
+    plan.take_back(second)
+    assert plan.prompt_room == 0
+    plan.take_back(first)
+    plan.take_back(first)
+    assert (plan.prompt_room, plan.budget, plan.num_tokens) == (5, 17, {"c": 3})
+    unlimited = StepPlan(20, 20)
+    unlimited.give(first, 5, [], of_prompt=True)
+    unlimited.take_back(first)
+    assert (unlimited.prompt_room, unlimited.within_room(99, of_prompt=True)) == (20, 20)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -435,6 +437,36 @@ def test_a_system_that_refuses_a_process_is_told_of(monkeypatch, tmp_path):
         engine.start()
     engine.shutdown()
     assert not list(folder.iterdir())
+
+
+def without_temporary_directory(monkeypatch, tmp_path, shared_memory):
+    """As root all are writable: let Python find none, and let shared memory be elsewhere."""
+
+    def none_usable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", none_usable)
+    monkeypatch.setattr(ipc, "_SHARED_MEMORY", str(tmp_path / shared_memory))
+
+
+def test_without_a_writable_directory_the_start_fails_with_one_line(monkeypatch, tmp_path, caplog):
+    without_temporary_directory(monkeypatch, tmp_path, "missing")
+    engine = make_remote()
+    with pytest.raises(
+        EngineDeadError, match=r"no directory for temporary files .* environment variable TMPDIR"
+    ) as dead:
+        engine.start()
+    engine.shutdown()
+    assert "\n" not in str(dead.value)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_without_a_temporary_directory_sockets_are_made_in_shared_memory(monkeypatch, tmp_path):
+    without_temporary_directory(monkeypatch, tmp_path, ".")
+    folder = ipc.make_folder()
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "only this user can enter it"
 
 
 def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_path):

@@ -3,14 +3,12 @@
 import itertools
 import json
 import random
-import time
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from octavo.engine.generation_config import read_generation_defaults
-from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError, RequestError
 
@@ -243,17 +241,6 @@ def test_flags_of_added_tokens_are_those_of_transformers(in_file, in_config, tmp
         assert tokenizer.encode(text) == oracle(text)["input_ids"]
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
-
-
-def test_what_each_token_adds_is_the_text(tokenizer):
-    texts = OutputProcessor(tokenizer, time.monotonic)
-    ids = tokenizer.encode("Zw\u00f6lf \U0001f99c", add_special_tokens=False)
-    for length in range(len(ids) + 1):
-        for end in ([], [tokenizer.eos_token_id]):
-            pieces = texts.pieces(ids[:2], [*ids[:length], *end])
-            assert len(pieces) == length + len(end) + 1
-            whole = tokenizer.incremental_detokenizer(ids[:2])
-            assert "".join(pieces) == whole.add(ids[:length]) + whole.finish()
 
 
 def flags_of(backend):

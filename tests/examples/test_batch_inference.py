@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, LLMEngine, SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,6 +48,41 @@ def test_compare_sequential_prints_all_ways():
         assert rows[name]["passes"] == rows[name]["steps"], name
     assert rows["one pass each"]["steps"] == rows["continuous"]["steps"]
     assert rows["sequential"]["busy"] == 100 > rows["static"]["busy"]
+
+
+def test_each_way_is_measured_after_a_run_that_is_not_counted(monkeypatch):
+    """The engine's first forward passes belong to no row, nor does anything that speculation learned."""
+    engines, begin = [], LLMEngine.__init__
+
+    def remember(self, *args, **options):
+        begin(self, *args, **options)
+        engines.append(self)
+        self.num_answers = 0
+        add = self.add_request
+
+        def counted(*request):
+            self.num_answers += 1
+            return add(*request)
+
+        self.add_request = counted
+
+    monkeypatch.setattr(LLMEngine, "__init__", remember)
+    options = (
+        "--num-prompts",
+        "3",
+        "--max-tokens",
+        "4",
+        "--max-num-seqs",
+        "2",
+        "--compare-sequential",
+        "--rounds",
+        "2",
+    )
+    rows, _ = run(*options)
+    (engine,) = engines
+    assert engine.num_answers == 3 * (1 + 2 * len(WAYS))
+    assert engine.capacity.speculative_method == "none"
+    assert rows["one pass each"]["steps"] == rows["continuous"]["steps"] < engine.stats.num_steps / 8
 
 
 def test_prompts_are_answered_and_kv_slots_told():

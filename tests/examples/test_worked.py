@@ -104,3 +104,15 @@ def test_reservation(worked):
         "ended_meanwhile": ["second"],
         "returned": 1536,
     }
+
+
+def test_shared_pool(worked):
+    assert worked("shared_pool") == {
+        "found_by_a": 0,
+        "published": (96, ["A"] * 6),
+        "found_by_b": 96,
+        "same_answer": True,
+        "told": [("copy", True)],
+        "copy_of": ("C", 16),
+        "blocks_of_b_and_c": [6, 6],
+    }

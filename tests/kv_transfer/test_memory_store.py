@@ -8,7 +8,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.kv_transfer.interface import StoreError
-from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.memory import GlobalKVPool, KVBlock, MemoryStore
 
 KEYS = [bytes([index]) * 32 for index in range(200)]
 BLOCK_BYTES = 64
@@ -23,17 +23,25 @@ def buffers(count):
 
 
 def transferred(pool, hashes, node_id="b", name="r"):
+    """Return what the callback of a transfer was told."""
     arrived, got = threading.Event(), []
-    pool.async_transfer(name, hashes, node_id, lambda *told: (got.append(told), arrived.set()))
+
+    def callback(request_id, *, success):
+        got.append((request_id, success))
+        arrived.set()
+
+    pool.async_transfer(name, hashes, node_id, callback)
     assert arrived.wait(10)
     return got[0]
 
 
-def test_what_is_there_already_is_said_and_kept_once():
+def test_publish_returns_true_for_a_new_block_which_is_kept_once():
     pool = GlobalKVPool()
-    assert pool.publish(KEYS[0], "a", [1, 2], b"first") is False
     assert pool.publish(KEYS[0], "a", [1, 2], b"first") is True
-    assert pool.publish(KEYS[0], "b", [1, 2], b"first") is True
+    assert pool.publish(KEYS[0], "a", [1, 2], b"first") is False
+    assert pool.publish(KEYS[0], "b", [1, 2], b"first") is False
+    pool.remove(KEYS[:1])
+    assert pool.publish(KEYS[0], "a", [1, 2], b"first") is True
     assert (pool.total_cached_blocks, pool.num_cached_blocks("a"), pool.num_cached_blocks("b")) == (1, 1, 0)
 
 
@@ -65,13 +73,58 @@ def test_bytes_are_copied_on_their_way_in_and_out():
     pool, data = GlobalKVPool(), bytearray(b"content")
     pool.publish(KEYS[0], "a", [7], data)
     data[:] = b"changed"
-    name, blocks = transferred(pool, [KEYS[0], KEYS[1], KEYS[0]])
-    assert name == "r"
-    assert [(block.kv_data, block.node_id, block.token_ids) for block in blocks] == [(b"content", "b", (7,))]
-    kept = pool._nodes["a"][KEYS[0]]
-    assert kept.kv_data == b"content"
-    assert blocks[0].kv_data is not kept.kv_data
-    assert pool.total_cached_blocks == 1
+    assert transferred(pool, [KEYS[0]]) == ("r", True)
+    copy, kept = pool.get(KEYS[0], "b"), pool.get(KEYS[0], "a")
+    assert (copy.kv_data, copy.node_id, copy.token_ids) == (b"content", "b", (7,))
+    assert (kept.kv_data, kept.node_id) == (b"content", "a")
+    assert copy.kv_data is not kept.kv_data
+    assert (pool.total_cached_blocks, pool.num_cached_blocks("b"), pool.num_bytes("b")) == (2, 1, 7)
+    assert pool.query(KEYS[:1]) == (1, ["a"]), "the first holder is named, and the tokens count once"
+
+
+def test_a_transfer_needs_no_callback():
+    pool = GlobalKVPool()
+    pool.publish(KEYS[0], "a", [7], b"x")
+    pool.async_transfer("r", KEYS[:1], "b")
+    assert pool.wait_for_transfer("r", 10)
+    assert pool.get(KEYS[0], "b").kv_data == b"x"
+
+
+def test_a_transfer_ends_at_the_first_missing_block_and_says_so():
+    pool = GlobalKVPool()
+    for index in (0, 1, 3):
+        pool.publish(KEYS[index], "a", [7], b"x")
+    assert transferred(pool, KEYS[:4]) == ("r", False)
+    assert [pool.get(key, "b") is not None for key in KEYS[:4]] == [True, True, False, False]
+    assert transferred(pool, KEYS[:2]) == ("r", True), "what the target holds is not copied again"
+    assert pool.num_cached_blocks("b") == 2
+    assert transferred(pool, []) == ("r", True)
+
+
+def test_a_transfer_of_more_blocks_than_a_node_keeps_brings_the_first_ones():
+    pool = GlobalKVPool(2)
+    for index, node_id in enumerate("acd"):
+        pool.publish(KEYS[index], node_id, [7], b"x")
+    pool.publish(KEYS[9], "b", [7], b"own")
+    assert transferred(pool, KEYS[:3]) == ("r", False)
+    assert [pool.get(key, "b") is not None for key in (*KEYS[:3], KEYS[9])] == [True, True, False, False]
+    assert pool.num_evicted_of("b") == 1
+
+
+def test_a_copy_outlives_its_source_and_is_found():
+    pool = GlobalKVPool(1)
+    pool.publish(KEYS[0], "a", [7, 8], b"x")
+    transferred(pool, KEYS[:1])
+    pool.publish(KEYS[1], "a", [7], b"y")
+    assert pool.get(KEYS[0], "a") is None
+    assert pool.query(KEYS[:1]) == (2, ["b"])
+    assert pool.publish(KEYS[0], "c", [7, 8], b"x") is False
+    pool.remove(KEYS[:1])
+    assert (pool.query(KEYS[:1]), pool.lacks(KEYS[:1])) == ((0, []), {KEYS[0]})
+
+
+def test_a_block_needs_no_time():
+    assert KVBlock(KEYS[0], "a", (1, 2), b"x").access_time == 0.0
 
 
 def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
@@ -86,7 +139,7 @@ def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
 
 def test_a_transfer_that_nobody_waits_for_any_more_leaves_nothing():
     pool, entered, let_go = GlobalKVPool(), threading.Event(), threading.Event()
-    pool.async_transfer("slow", [], "b", lambda *_: (entered.set(), let_go.wait()))
+    pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), let_go.wait()))
     assert entered.wait(10)
     assert not pool.wait_for_transfer("slow", 0.01)
     let_go.set()
@@ -111,7 +164,7 @@ def test_many_threads_at_once_leave_counts_that_match():
     for thread in threads:
         thread.join()
     in_nodes = {key for node in pool._nodes.values() for key in node}
-    assert in_nodes == set(pool._node_of)
+    assert in_nodes == set(pool._holders)
     assert sum(len(node) for node in pool._nodes.values()) == pool.total_cached_blocks
     assert all(len(node) <= 50 for node in pool._nodes.values())
 
@@ -132,7 +185,10 @@ def test_a_store_serves_what_another_node_saved():
     assert b.load(KEYS[:4], blocks) == 3
     assert blocks[:3] == [content(key) for key in KEYS[:3]]
     assert a.stats().num_blocks == 3
-    assert b.stats().num_blocks == 0
+    assert b.stats().num_blocks == 3, "copies of what it loaded"
+    assert pool.query(KEYS[:4]) == (48, ["a"] * 3), "blocks of 16 tokens"
+    MemoryStore(pool, "c", BLOCK_BYTES, block_size=5).save(KEYS[5:6], [content(KEYS[5])])
+    assert pool.query(KEYS[5:6]) == (5, ["c"])
     a.forget(KEYS[1:2])
     assert b.num_matched(KEYS[:3]) == 1
     a.close()
@@ -163,7 +219,7 @@ def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
 
 def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
     pool, let_go = GlobalKVPool(), threading.Event()
-    pool.async_transfer("before", [], "x", lambda *_: let_go.wait())
+    pool.async_transfer("before", [], "x", lambda *_, **__: let_go.wait())
     store = MemoryStore(pool, "a", BLOCK_BYTES, timeout_s=0.01)
     with pytest.raises(StoreError, match=r"did not transfer 1 blocks within 0.01 s"):
         store.load(KEYS[:1], buffers(1))

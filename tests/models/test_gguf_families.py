@@ -1,18 +1,23 @@
 """What llama.cpp's conversion writes of each family's config.json is read as that config.json is."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from transformers_cases import CASES, MORE_CASES, TIED, WINDOW, YARN, heads, longrope
 
+from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import _FAMILIES, LONG_FACTORS, SHORT_FACTORS, GGUFFields, read_gguf_config
+from octavo.models.gguf_config import _FAMILIES, GGUFFields, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, StoredArray, TensorType
+from octavo.models.gguf_rope import LONG_FACTORS, SHORT_FACTORS
 from octavo.models.gguf_weights import GGUFWeights
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
+from octavo.models.rope import make_cos_sin
 
 PATH = Path("model.gguf")
 BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
@@ -130,6 +135,86 @@ def test_what_conversion_writes_is_read_as_config_json_is(name, monkeypatch):
     same = {"dtype": "", "bos_token_id": None, "eos_token_ids": ()}
     assert replace(read, **same) == replace(expected, **same)
     assert set(GGUFWeights(file).names()) == set(expected.tensor_shapes())
+
+
+OLMO3_YARN = {  # of Olmo-3-7B-Instruct
+    "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+
+def with_keys(config, **said):
+    """Return the converted file with further keys of its architecture."""
+    file, _, expected = converted(config)
+    architecture = file.metadata["general.architecture"]
+    return replace(file, metadata=file.metadata | {f"{architecture}.{key}": said[key] for key in said}), expected
+
+
+def ropes_of(file):
+    """Return the rotary embeddings of a file's layers."""
+    return [layer.attention.rope for layer in architecture_of(ConfigFile(PATH, read_gguf_config(file))).layers]
+
+
+def test_yarn_keys_that_conversion_writes_for_olmo3_give_its_rotary_embedding(caplog):
+    local = {"rope_type": "default", "rope_theta": 500_000.0}
+    config = CONFIGS["olmo3-yarn"] | {"rope_parameters": {"full_attention": OLMO3_YARN, "sliding_attention": local}}
+    said = {f"rope.scaling.yarn_{name}": OLMO3_YARN[key] for name, key in (
+        ("attn_factor", "attention_factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow"))}  # fmt: skip
+    said["rope.scaling.yarn_attn_factor"] = float(np.float32(said["rope.scaling.yarn_attn_factor"]))
+    file, expected = with_keys(config, **said, **{"rope.scaling.yarn_ext_factor": 1.0})
+    assert ropes_of(file) == [layer.attention.rope for layer in expected.layers]
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("log_multiplier", [None, 0.7, 1.0])
+@pytest.mark.parametrize("attn_factor", [None, 0.8])
+@pytest.mark.parametrize("name", ["qwen2-yarn-head-48", "ministral3-7-per-kv", "mistral-7-per-kv-head-20"])
+def test_yarn_is_computed_as_llama_cpp_does(name, attn_factor, log_multiplier, caplog):
+    """Only its mistral3 reads the betas and the log multiplier; nothing reads yarn_attn_factor and yarn_ext_factor."""
+    reads = "istral" in name
+    said = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_ext_factor": 0.5, "yarn_beta_slow": 2}
+    said |= {"yarn_attn_factor": 7.0, "yarn_beta_fast": 20.0}
+    if reads:
+        said["yarn_log_multiplier"] = log_multiplier or 0.0
+    if attn_factor is not None:
+        said["attn_factor"] = attn_factor
+    file, _ = with_keys(CONFIGS[name], **{f"rope.scaling.{key}": value for key, value in said.items()})
+    betas = (20.0, 2.0) if reads else (32.0, 1.0)
+    multiplier = (log_multiplier or 0.0) if reads else 0.0
+    for rope in set(ropes_of(file)):
+        head_dim = CONFIGS[name]["head_dim"]
+        expected = llama_cpp_yarn(rope.theta, head_dim, 4.0, 256, multiplier, attn_factor or 1.0, betas)
+        np.testing.assert_allclose(make_cos_sin(rope, head_dim, 64).numpy(), expected, rtol=0, atol=1e-4)
+    told = "\n".join(caplog.messages)
+    assert ("yarn_attn_factor = 7" in told, "yarn_ext_factor = 0.5" in told) == (True, True)
+    assert ("yarn_beta_fast" in told, "yarn_beta_slow" in told) == (not reads, not reads)
+    assert len(caplog.messages) == len(set(caplog.messages)), "each is logged once"
+
+
+def llama_cpp_yarn(theta, head_dim, factor, original, log_multiplier, rope_attn_factor, betas):
+    """Follow `llama_context`, `ggml_rope_yarn_corr_dims` and `rope_yarn` line by line, in float64."""
+    scale = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    if log_multiplier:
+        scale /= 0.1 * log_multiplier * math.log(factor) + 1.0
+    attn_factor = scale / (1.0 + 0.1 * math.log(factor)) * rope_attn_factor
+    ends = [head_dim * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas]
+    low, high = max(0, math.floor(ends[0])), min(head_dim - 1, math.ceil(ends[1]))
+    pair = np.arange(head_dim // 2)
+    extrapolated = np.arange(64)[:, None] * theta ** (-2.0 * pair / head_dim)
+    mix = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+    angles = extrapolated / factor * (1 - mix) + extrapolated * mix
+    magnitude = attn_factor * (1.0 + 0.1 * math.log(factor))
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude
+
+
+def test_yarn_keys_of_another_rotary_embedding_change_nothing():
+    file, expected = with_keys(
+        CONFIGS["qwen3-head-80"], **{"rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.attn_factor": 1.0}
+    )
+    assert ropes_of(file) == [layer.attention.rope for layer in expected.layers]
+    file, _ = with_keys(CONFIGS["qwen3-head-80"], **{"rope.scaling.attn_factor": 1.5})
+    with pytest.raises(ModelError, match="attn_factor"):
+        read_gguf_config(file)
 
 
 def test_every_family_is_tried():

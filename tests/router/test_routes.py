@@ -89,7 +89,7 @@ def test_ollamas_client(routed, http):
         assert [model.model for model in client.list().models] == ["fake:latest", "alias/of-fake:latest"]
         assert [model.name for model in client.ps().models] == ["fake:latest", "alias/of-fake:latest"]
         assert client.show("fake").capabilities == ["completion"]
-        with pytest.raises(ollama.ResponseError, match="does not exist here"):
+        with pytest.raises(ollama.ResponseError, match="not found, try pulling it first"):
             client.chat("other", CHAT["messages"])
         with pytest.raises(ollama.ResponseError, match="changes no models"):
             client.pull("other")

@@ -80,10 +80,10 @@ def served(checkpoint: Path) -> Iterator[running.Running]:
 
 
 @contextlib.contextmanager
-def served_engine(engine: LLMEngine) -> Iterator[running.Running]:
+def served_engine(engine: LLMEngine, **options: Any) -> Iterator[running.Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda executor: engine)
-        with run_server(served_model_names=["tiny"]) as server:
+        with run_server(served_model_names=["tiny"], **options) as server:
             yield server
 
 
@@ -477,6 +477,10 @@ def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: L
         ({"input": "a", "dimensions": 10**6}, "dimensions"),
         ({"input": "a", "encoding_format": "int"}, "encoding_format"),
         ({"input": "a" * MAX_MODEL_LEN * 2}, "input"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncation_side": "middle"}, "truncation_side"),
         ({"input": ["a"] * 3000}, "input"),
     ],
 )
@@ -503,11 +507,45 @@ def test_ollamas_vectors_are_the_same(client: openai.OpenAI, served: running.Run
         assert asking.show("tiny").details.parameter_size.endswith("K")
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_input_may_fill_the_context_and_be_cut_to_it(checkpoint: Path, pooling: str) -> None:
+    """And the whole KV cache. A request of tokens has room for one token less."""
+    engine = LLMEngine(ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=4))
+    offline = LLM(model=str(checkpoint), max_model_len=128, num_gpu_blocks_override=8)
+    text = "abcd" * 16
+    ids, [first], [other] = map(engine.input_processor.encode, (text, "a", "x"))
+
+    def vectors(inputs: list[Any]) -> list[list[float]]:
+        prompts = [each if isinstance(each, str) else {"prompt_token_ids": each} for each in inputs]
+        return [each.outputs.embedding for each in offline.embed(prompts, pooling=pooling, use_tqdm=False)]
+
+    with served_engine(engine, pooling=pooling) as server, server.http() as http:
+
+        def embedded(inputs: Any, **more: Any) -> list[list[float]]:
+            told = http.post("/v1/embeddings", json={"input": inputs, **more})
+            assert told.status_code == 200, told.text
+            return [each["embedding"] for each in told.json()["data"]]
+
+        assert embedded([text, text]) == vectors([text, text])
+        assert embedded(ids) == vectors([text])
+        for given in ("x" + text, [other, *ids]):
+            refused = http.post("/v1/embeddings", json={"input": given})
+            assert refused.status_code == 400
+            assert "65 tokens > 64 maximum" in refused.json()["error"]["message"]
+            assert "output" not in refused.json()["error"]["message"]
+            assert embedded(given, truncate_prompt_tokens=-1) == vectors([text])
+        assert embedded(text, truncate_prompt_tokens=5) == vectors(["dabcd"])
+        assert embedded([ids, [first]], truncate_prompt_tokens=5) == vectors(["dabcd", "a"])
+        assert embedded(text, truncate_prompt_tokens=5, truncation_side="right") == vectors(["abcda"])
+        answered = http.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+        assert "64 tokens > 63 maximum" in answered.json()["error"]["message"]
+
+
 def test_of_an_input_that_is_too_long_ollamas_clients_get_the_beginning(checkpoint: Path) -> None:
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint), max_model_len=64), cache_config=CacheConfig(num_gpu_blocks=16)
     )
-    beginning = "abc" * 21  # 63 tokens: one is kept for what follows
+    beginning = "abcd" * 16  # 64 tokens
     with served_engine(engine) as server, ollama.Client(server.url, timeout=DEADLINE_S) as client:
         cut, kept = (client.embed("tiny", text).embeddings for text in (beginning + "b" * 9, beginning))
         assert cut == kept

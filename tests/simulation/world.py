@@ -162,7 +162,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         longest_output=rng.choice([4, 12, 24]),
         short_prompt_rate=rng.choice([0.0, 0.0, 0.7]),
         max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
-        max_batch_prefill_tokens=rng.choice([None, rng.randint(4, 20)]),
+        max_batch_prefill_tokens=rng.choice([None, rng.randint(1, 17)]),
         max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
         max_num_mixed_prefill_tokens=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
@@ -354,14 +354,12 @@ class World:
         c = self.config
         names = {each.name for each in fields(SchedulerConfig)} & {each.name for each in fields(WorldConfig)}
         options: dict[str, Any] = {name: getattr(c, name) for name in names}
+        if c.admission == "reservation":
+            options |= {"waiting_served_ratio": 0.5, "max_waiting_tokens": 3}
+        else:
+            options["max_batch_total_tokens"] = None
         scheduler = Scheduler(
-            SchedulerConfig(
-                **options,
-                kv_transfer_timeout_s=6.0,
-                kv_lookup_timeout_s=0.5,
-                waiting_served_ratio=0.5,
-                max_waiting_tokens=3,
-            ),
+            SchedulerConfig(**options, kv_transfer_timeout_s=6.0, kv_lookup_timeout_s=0.5),
             CacheConfig(
                 block_size=c.block_size,
                 enable_prefix_caching=c.enable_prefix_caching,
@@ -1011,6 +1009,7 @@ class World:
         """13: tokens cost no more than a step has, and nobody is cut short who could have had one more."""
         config, budget = self.config, self._budget()
         is_cut, cut_weight = False, 0.0
+        is_full = self._check_prompt_tokens(scheduled)
         least = most = 0.0  # a single token is given even if it costs more than there is left; costs are rounded up
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request, weight = self.scheduler.requests[request_id], 1.0
@@ -1019,17 +1018,28 @@ class World:
             least += count * weight if count > 1 else 1
             most += count * weight + (weight > 1)
             wanted = request.num_tokens - request.num_computed_tokens
-            if count < min(wanted, config.long_prefill_token_threshold or wanted):
+            is_short = count < min(wanted, config.long_prefill_token_threshold or wanted)
+            if is_short and not (is_full and is_prefill(request)):
                 is_cut, cut_weight = True, max(weight, cut_weight)
-        older = {r.request_id for r in self._going_on} - self.admitted
+        older = {r.request_id for r in self._going_on if not (is_full and is_prefill(r))} - self.admitted
         left_out = older - set(scheduled.num_scheduled_tokens)
         if config.batching == "mixed" and len(left_out) > self.num_stalled:
             raise SimulationError(f"{left_out} got nothing, though everyone who runs gets a token")
         if least > budget + 1e-6:
             raise SimulationError(f"tokens of a cost of {least} in a step of {budget}")
-        shares_less = config.admission == "reservation" and config.max_batch_prefill_tokens is not None
-        if is_cut and not shares_less and most + cut_weight <= budget - self.num_stalled:
+        if is_cut and most + cut_weight <= budget - self.num_stalled:
             raise SimulationError(f"somebody was cut short in a step of {budget}, of which {most} were spent")
+
+    def _check_prompt_tokens(self, scheduled: SchedulerOutput) -> bool:
+        """13: prompts take no more than `max_batch_prefill_tokens` of a step. Return whether they take all of it."""
+        limit = self.config.max_batch_prefill_tokens
+        if limit is None:
+            return False
+        counts, requests = scheduled.num_scheduled_tokens, self.scheduler.requests
+        taken = sum(count for request_id, count in counts.items() if is_prefill(requests[request_id]))
+        if taken > limit:
+            raise SimulationError(f"{taken} tokens of prompts in a step that may have {limit}")
+        return taken == limit
 
     def _budget(self) -> int:
         """What the tokens of a step may cost: less for prompts beside answers."""

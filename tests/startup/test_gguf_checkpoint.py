@@ -2,7 +2,10 @@
 
 import json
 import random
+import re
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -140,6 +143,71 @@ def test_a_file_without_a_tokenizer_is_served_with_another_ones(folder, path, tm
 def test_of_a_folder_of_files_one_is_to_be_named(path):
     with pytest.raises(ModelError, match=rf"is a folder of GGUF files; name one of them: {path}"):
         open_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["m.gguf.part1of2", "m.gguf.part2of2"],
+        ["m.Q8_0.gguf.part1of11", *(f"m.Q8_0.gguf.part{number}of11" for number in range(2, 12))],
+        ["m.gguf.part-00", "m.gguf.part-01"],
+        ["m.gguf-split-a", "m.gguf-split-b"],
+        ["m.gguf.split-aa", "m.gguf.split-ab"],
+        ["m.gguf.001", "m.gguf.002", "m.gguf.010"],
+        ["m m.gguf.a", "m m.gguf.b"],
+    ],
+    ids=lambda names: names[0],
+)
+def test_pieces_of_a_file_say_how_to_join_them(names, path, tmp_path):
+    data = path.read_bytes()
+    path.unlink()
+    size = -(-len(data) // len(names))
+    for index, name in enumerate(names):
+        (tmp_path / name).write_bytes(data[index * size : (index + 1) * size])
+    whole = tmp_path / re.sub(r"gguf.*", "gguf", names[0])
+    messages = []
+    for given in (tmp_path / names[0], tmp_path / names[-1], whole, tmp_path):
+        with pytest.raises(ModelError) as refused:
+            open_checkpoint(given)
+        messages.append(str(refused.value))
+    assert messages == messages[:1] * 4
+    command = messages[0].partition("give the whole file: ")[2]
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    assert whole.read_bytes() == data
+    assert open_checkpoint(whole).path == whole
+    with pytest.raises(ModelError, match=re.escape(f"is a piece of a GGUF file; give the whole file: {whole}")):
+        open_checkpoint(tmp_path / names[1])
+
+
+def test_a_missing_piece_is_counted(path, tmp_path):
+    path.rename(tmp_path / "m.gguf.part1of3")
+    with pytest.raises(ModelError, match=r"m.gguf lies here in 1 of 3 pieces; download the others, then join"):
+        open_checkpoint(tmp_path / "m.gguf.part1of3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.gguf", "partof.gguf", "m-00001-of-00002.gguf", "model.gguf.backup", "x.bin"),
+        *("m.gguf.partial", "m.gguf.parts", "m.gguf.gz", "m.gguf.xz"),
+    ],
+)
+def test_other_names_are_no_pieces(name, path, tmp_path):
+    path.rename(tmp_path / name)
+    assert open_checkpoint(tmp_path / name).path == tmp_path / name
+
+
+def test_pieces_next_to_another_model_are_nobodys_concern(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "folder")
+    (tmp_path / "folder" / "m.gguf.part1of2").write_bytes(b"x")
+    assert open_checkpoint(tmp_path / "folder").path == tmp_path / "folder"
+
+
+def test_a_path_that_is_not_text_in_this_locale_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    given = b"/models/M\xc3\xb6dell".decode("ascii", "surrogateescape")
+    with pytest.raises(ModelError, match=r"path '/models/M.* not text in ascii.* set LC_ALL=C.UTF-8 or PYTHONUTF8=1"):
+        open_checkpoint(given)
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type_hints
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from octavo.config.environment import explain_undecodable
 from octavo.errors import OctavoError
 
 if TYPE_CHECKING:
@@ -61,6 +63,16 @@ class LazyGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Where the locale is not UTF-8, an argument that is not text in it is refused.
+
+        It may be a path, a prompt or a name; in UTF-8 each of them is checked where it is read.
+        """
+        for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
+            if problem := explain_undecodable(argument):
+                raise typer.BadParameter(problem)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, _ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return the names in the order of the help."""

@@ -5,7 +5,7 @@ What a user leaves open is None or "auto" here and is resolved once, in `build.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
@@ -230,10 +230,12 @@ class SchedulerConfig:
     saved. kv_lookup_timeout_s: so long may a request wait to hear what the store has of it.
     min_tokens_to_cache: shorter beginnings are neither saved in a store outside nor fetched from it.
 
-    With `admission` = reservation (the rule of Hugging Face TGI): max_batch_total_tokens bounds prompt + max_tokens of
-    all running requests (None: the cache), max_batch_prefill_tokens the prompt tokens admitted in one step (None: the
-    step's budget). While requests run, others are admitted only once there are waiting_served_ratio times as many of
-    them, or max_waiting_tokens steps after the last admission.
+    max_batch_prefill_tokens bounds the prompt tokens of one step, those of running prompts included, under every
+    admission rule (None: the step's budget). A prompt that is longer is cut, also without enable_chunked_prefill.
+
+    With `admission` = reservation (the rule of Hugging Face TGI), and only then: max_batch_total_tokens bounds prompt +
+    max_tokens of all running requests (None: the cache). While requests run, others are admitted only once there are
+    waiting_served_ratio times as many of them, or max_waiting_tokens steps after the last admission.
     """
 
     max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Most sequences that are computed together.")
@@ -295,7 +297,7 @@ class SchedulerConfig:
     )
     max_batch_prefill_tokens: int | None = option(
         None,
-        "With reservation: most prompt tokens admitted in one step. Default: the step's budget.",
+        "Most prompt tokens of one step, those of prompts under way included. Default: the step's budget.",
         unit="TOKENS",
     )
     waiting_served_ratio: float = option(
@@ -361,6 +363,7 @@ class SchedulerConfig:
                 not_negative(name, getattr(self, name))
         for name, kind in _CHOICES.items():
             object.__setattr__(self, name, choice(name, kind, getattr(self, name)))
+        self._check_reservation()
         for name in _CUT_PROMPTS:
             if getattr(self, name) and not self.enable_chunked_prefill:
                 raise ConfigError(f"{name} cuts prompts, which enable_chunked_prefill=False forbids")
@@ -370,7 +373,20 @@ class SchedulerConfig:
                 f"({self.max_num_seqs}): every running request gets at least one token a step"
             )
 
+    def _check_reservation(self) -> None:
+        """Refuse options that another admission rule would ignore."""
+        if self.admission is AdmissionRule.RESERVATION:
+            return
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in _OF_RESERVATION and value != each.default:
+                raise ConfigError(
+                    f"{each.name} = {value} has no effect with admission = {self.admission.value}: set admission to "
+                    f"reservation (--admission reservation), or leave {each.name} out"
+                )
 
+
+_OF_RESERVATION = ("max_batch_total_tokens", "waiting_served_ratio", "max_waiting_tokens")
 _CUT_PROMPTS = (
     "long_prefill_token_threshold",
     "mixed_step_ms",

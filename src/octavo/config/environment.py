@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
@@ -15,6 +16,18 @@ SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY", _OPERATOR_KEY_VARI
 def cache_directory() -> Path:
     """Return where octavo keeps what it found out: $XDG_CACHE_HOME/octavo, by default ~/.cache/octavo."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def explain_undecodable(text: str) -> str | None:
+    """Explain why an argument or a path holds bytes that are not text in this locale; None if all of it is text.
+
+    Python keeps such bytes as lone surrogates, which neither JSON nor a library that expects UTF-8 takes.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return None
+    encoding = sys.getfilesystemencoding()
+    advice = "rename it" if encoding == "utf-8" else "set LC_ALL=C.UTF-8 or PYTHONUTF8=1 in the environment"
+    return f"{text!a} has bytes that are not text in {encoding}, the encoding of this locale; {advice}"
 
 
 def kernels_required() -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import at_least, check_choices, option, within
+from octavo.config.fields import at_least, check_choices, one_of, option, within
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _MAX_THREADS = 64
 _MAX_PORT = 65535
@@ -80,6 +84,29 @@ class KVTransferConfig:
         unit="SIZE",
         name="kv_direct_bytes",
     )
+
+    @classmethod
+    def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **own: Any) -> KVTransferConfig:
+        """Return the configuration that a user gave, or wrote as a mapping of its fields; None is the default one.
+
+        own: fields that were given one by one, None if not. Raises `ConfigError` for both, and for an unknown field.
+        """
+        own = {name: value for name, value in own.items() if value is not None}
+        if given is None:
+            return cls(**own)
+        if own:
+            raise ConfigError(f"kv_transfer_config and kv_{min(own)} exclude each other: give one of them")
+        if isinstance(given, KVTransferConfig):
+            return given
+        if not hasattr(given, "keys"):
+            raise ConfigError(
+                f"kv_transfer_config must be a KVTransferConfig or a mapping of its fields, got {given!r}"
+            )
+        names = tuple(each.name for each in fields(cls))
+        for name in given:
+            one_of("a field of kv_transfer_config", name, names)
+        directory = given.get("disk_dir")
+        return cls(**{**given, "disk_dir": None if directory is None else Path(directory)})
 
     @property
     def names_store(self) -> bool:

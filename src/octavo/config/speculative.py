@@ -143,10 +143,15 @@ class SpeculativeConfig:
         return least, max(_DEFAULT_LOOKUP[1], least) if most is None else most
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | None) -> SpeculativeConfig:
-        """Return what a user wrote as an object of JSON; None leaves it open. Raises `ConfigError`."""
+    def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
+        """Return the configuration that a user gave, or wrote as a JSON object; None is the default one.
+
+        Raises `ConfigError`.
+        """
         if given is None:
             return cls()
+        if isinstance(given, SpeculativeConfig):
+            return given
         names = tuple(each.name for each in fields(cls))
         if not hasattr(given, "keys") or "method" not in given:
             raise ConfigError(f"speculative_config must be an object that names a method, got {given!r}")

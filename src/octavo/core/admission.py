@@ -32,16 +32,6 @@ class Admission(Protocol):
         """Begin a step; a reason means that nobody is admitted in it."""
         ...
 
-    @property
-    def prefill_room(self) -> float:
-        """Tokens that newcomers may still get in this step."""
-        ...
-
-    @property
-    def largest_prefill(self) -> float:
-        """Tokens that newcomers may get in an empty step."""
-        ...
-
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
         """Return why a request cannot start now, or None."""
         ...
@@ -50,8 +40,8 @@ class Admission(Protocol):
         """Tokens to make room for at once when it starts, 0 for no more than it is given."""
         ...
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
-        """Take note that it started with so many tokens."""
+    def admitted(self, request: Request) -> None:
+        """Take note that it started."""
         ...
 
     def left(self, request: Request) -> None:
@@ -66,18 +56,18 @@ class OptimisticAdmission:
     preempted often enough starts only with all it may ever need, and is then nobody's victim.
     """
 
-    prefill_room = largest_prefill = math.inf
-
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         self._manager = kv_cache_manager
         self._max_preemptions = config.max_num_preemptions
 
     def check_fits(self, request: Request) -> None:
-        """Its prompt and one more token must fit an empty cache."""
+        """Its prompt must fit an empty cache, with one more token unless it is pooled."""
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
-        if num_prompt + 1 > capacity:
+        least = request.sampling_params.least_output_tokens
+        if num_prompt + least > capacity:
+            output = "with one token of output " * least
             raise PromptTooLongError(
-                f"prompt is too long: {num_prompt} tokens > {capacity - 1} maximum; with one token of output it can "
+                f"prompt is too long: {num_prompt} tokens > {capacity - least} maximum; {output}it can "
                 f"never fit the KV cache of {capacity}: give that more memory (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
@@ -94,10 +84,12 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """All it may ever need, for one that was preempted often enough. The newest token needs no room."""
-        return request.max_total_tokens - 1 if request.num_preemptions >= self._max_preemptions else 0
+        """All it may ever need, for one that was preempted often enough. The newest token needs no slot."""
+        if request.num_preemptions < self._max_preemptions:
+            return 0
+        return max(request.max_total_tokens - 1, request.num_tokens)
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
+    def admitted(self, request: Request) -> None:
         """Nothing is set aside."""
 
     def left(self, request: Request) -> None:
@@ -118,7 +110,6 @@ class ReservationAdmission:
         self._reserved: dict[str, tuple[int, int, int]] = {}  # tokens, blocks, window blocks
         self.num_reserved_total = 0
         self._num_blocks = self._num_window_blocks = 0
-        self._num_prefilled = 0
         self._steps_since_admission = 0
 
     @property
@@ -126,17 +117,6 @@ class ReservationAdmission:
         """The limit on prompt + max_tokens of all running requests."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
-
-    @property
-    def largest_prefill(self) -> float:
-        """`max_batch_prefill_tokens`."""
-        limit = self._config.max_batch_prefill_tokens
-        return math.inf if limit is None else limit
-
-    @property
-    def prefill_room(self) -> float:
-        """What this step's newcomers left of `max_batch_prefill_tokens`."""
-        return self.largest_prefill - self._num_prefilled
 
     def check_fits(self, request: Request) -> None:
         """Its prompt and max_tokens must fit the limit and an empty cache."""
@@ -150,7 +130,6 @@ class ReservationAdmission:
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Let a few gather before the running are held up for them, but not for long."""
-        self._num_prefilled = 0
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
@@ -179,13 +158,12 @@ class ReservationAdmission:
         del request
         return 0
 
-    def admitted(self, request: Request, num_tokens: int) -> None:
+    def admitted(self, request: Request) -> None:
         """Reserve."""
         share = self._reserved[request.request_id] = self._share(request)
         self.num_reserved_total += share[0]
         self._num_blocks += share[1]
         self._num_window_blocks += share[2]
-        self._num_prefilled += num_tokens
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from octavo.core.policy import PromptCost, num_tokens_to_schedule
+from octavo.core.policy import PromptCost, is_prefill, num_tokens_to_schedule
 from octavo.data import events
 from octavo.data.events import WaitReason
 
@@ -110,15 +110,15 @@ class Admitter:
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
         """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
-        admission, cost, budget = self._admission, self._prompt_cost, plan.budget
-        num_remaining, threshold = request.num_tokens - computed.num_tokens, self._config.long_prefill_token_threshold
-        room = cost.num_tokens_within(budget, computed.num_tokens)
+        admission, cost, budget, config = self._admission, self._prompt_cost, plan.budget, self._config
+        num_remaining, threshold = request.num_tokens - computed.num_tokens, config.long_prefill_token_threshold
+        room, of_prompt = cost.num_tokens_within(budget, computed.num_tokens), is_prefill(request, computed.num_tokens)
         count = num_tokens_to_schedule(
             num_remaining,
-            int(min(room, admission.prefill_room)),
+            plan.within_room(room, of_prompt=of_prompt),
             threshold=threshold,
-            may_be_cut=self._config.enable_chunked_prefill,
-            whole_budget=int(min(self._config.max_num_batched_tokens, admission.largest_prefill)),
+            may_be_cut=config.enable_chunked_prefill,
+            whole_budget=min(config.max_num_batched_tokens, config.max_batch_prefill_tokens or num_remaining),
         )
         if count <= 0:
             return WaitReason.NO_BUDGET
@@ -127,8 +127,9 @@ class Admitter:
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS
-        self._lifecycle.admit(request, computed, count)
-        plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
+        self._lifecycle.admit(request, computed)
+        surcharge = cost.surcharge(computed.num_tokens, count, budget)
+        plan.give(request, count, block_ids, surcharge, of_prompt=of_prompt)
         plan.is_short |= room < min(num_remaining, threshold or num_remaining)
         plan.has_admitted = True
         return None

@@ -96,11 +96,11 @@ class RequestLifecycle:
 
     # --- it starts ----------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, computed: ComputedBlocks, num_tokens: int) -> None:
-        """Take the head of the queue into the running; `num_tokens` of it are computed in this step."""
+    def admit(self, request: Request, computed: ComputedBlocks) -> None:
+        """Take the head of the queue into the running."""
         self.room.take()
         self._run(request, computed.num_tokens)
-        self._admission.admitted(request, num_tokens)
+        self._admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
@@ -108,7 +108,7 @@ class RequestLifecycle:
         self.room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
-        self._admission.admitted(request, 0)
+        self._admission.admitted(request)
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:

@@ -160,10 +160,14 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 # --- what shares a step -----------------------------------------------------------------------------------------------
 
 
-def is_prefill(request: Request) -> bool:
-    """Whether more than the newest generated token of a request is still to be computed."""
+def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
+    """Whether more than the newest generated token of a request is still to be computed.
+
+    num_computed_tokens: as if so many were computed; by default the request's own.
+    """
     sequence = request.sequence
-    return len(sequence.token_ids) - request.num_computed_tokens > 1 or not sequence.num_output_tokens
+    num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
+    return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
 
 
 def is_decode(request: Request) -> bool:

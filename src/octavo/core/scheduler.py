@@ -148,15 +148,16 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Accept a request into the queue.
 
-        Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt and one
-        more token must fit the model's length and an empty cache. Nothing changes then.
+        Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt, and one
+        more token unless it is pooled, must fit the model's length and an empty cache. Nothing changes then.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         if request.num_prompt_tokens == 0:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
-        PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len)
+        least = request.sampling_params.least_output_tokens
+        PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
         # The newest token needs no slot until it is fed back: one more than the capacity can be produced.
         asked, request.max_total_tokens = request.max_total_tokens, longest
@@ -207,7 +208,8 @@ class Scheduler:
         self._emitter.now = self._clock()
         self._expire()
         self._admitter.resume_deferred()
-        plan = StepPlan(self.config.max_num_batched_tokens)
+        whole_budget = self.config.max_num_batched_tokens
+        plan = StepPlan(whole_budget, self.config.max_batch_prefill_tokens or whole_budget)
         if not self._in_flight.steps:
             self._preempt_as_told(plan)
             output = self._decide(plan, list(self.running))
@@ -278,37 +280,46 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
+        """Give each running request its next tokens; keep one token of the budget for each request after it."""
         num_after, running = len(requests), RequestStatus.RUNNING
+        are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         for request in requests:
             num_after -= 1
             if request.status is not running or plan.budget <= 0:
                 continue  # it fell victim to one before it, or gave way
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
-            if num_remaining == 1 and num_computed < sequence.num_slots:
+            is_limited = are_prompts_limited and not sequence.num_output_tokens
+            if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
             else:
                 self._grow(plan, request, num_remaining, num_after)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_after: int) -> None:
-        """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
-        cost, num_computed = self._prompt_cost if is_prefill(request) else PLAIN_COST, request.num_computed_tokens
+        """Give a running request its next tokens, and blocks for them, for which others are preempted if none is free.
+
+        A prompt gets none if those before it took all that `max_batch_prefill_tokens` allows.
+        """
+        of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
+        cost = self._prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
-        while True:
-            count, budget = num_remaining, max(plan.budget - num_after, 1)
+        while plan.within_room(num_remaining, of_prompt=of_prompt):
+            count = fitting = num_remaining
+            budget = max(plan.budget - num_after, 1)
             if count > 1:
+                fitting = cost.num_tokens_within(budget, num_computed)
                 count = num_tokens_to_schedule(
                     num_remaining,
-                    cost.num_tokens_within(budget, num_computed),
+                    plan.within_room(fitting, of_prompt=of_prompt),
                     threshold=self.config.long_prefill_token_threshold,
                     may_be_cut=True,
                     whole_budget=self.config.max_num_batched_tokens,
                 )
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
-                plan.give(request, count, block_ids, cost.surcharge(num_computed, count, budget))
-                plan.is_short |= count < most
+                surcharge = cost.surcharge(num_computed, count, budget)
+                plan.give(request, count, block_ids, surcharge, of_prompt=of_prompt)
+                plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
+    """What a step computes, while it is decided. Budget is in tokens.
 
+    num_tokens: how many tokens each request gets, in the order in which they were scheduled.
+    prompt_room: tokens of prompts that the step may still take (`max_batch_prefill_tokens`).
+    of_prompts: the requests whose tokens were taken of it.
     surcharge: what prompts took of the budget beyond their number of tokens.
     is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
     beside_answers: what prompts took of the budget, if others decode in the step.
@@ -21,8 +24,10 @@ class StepPlan:
     """
 
     whole_budget: int
+    prompt_room: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
+    of_prompts: set[str] = field(default_factory=set)
     surcharge: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     preempted: dict[str, Request] = field(default_factory=dict)
@@ -43,8 +48,17 @@ class StepPlan:
         """Whether what was given and what is left are the whole budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.whole_budget
 
-    def give(self, request: Request, count: int, block_ids: list[int], surcharge: int = 0) -> None:
-        """Schedule `count` tokens."""
+    def within_room(self, count: int, *, of_prompt: bool) -> int:
+        """Return how many of `count` tokens the step may take, so that those of prompts keep to their limit."""
+        return min(count, self.prompt_room) if of_prompt else count
+
+    def give(
+        self, request: Request, count: int, block_ids: list[int], surcharge: int = 0, *, of_prompt: bool = False
+    ) -> None:
+        """Schedule `count` tokens. of_prompt: they are of a prompt, or are computed again after a preemption."""
+        if of_prompt:
+            self.prompt_room -= count
+            self.of_prompts.add(request.request_id)
         self.num_tokens[request.request_id] = count
         self.new_block_ids[request.request_id] = block_ids
         self.budget -= count
@@ -54,6 +68,9 @@ class StepPlan:
 
     def take_back(self, request: Request) -> None:
         """Return a victim's budget to the step."""
-        self.budget += self.num_tokens.pop(request.request_id, 0)
+        count = self.num_tokens.pop(request.request_id, 0)
+        self.budget += count
+        if request.request_id in self.of_prompts:
+            self.prompt_room += count
         self.budget += self.surcharge.pop(request.request_id, 0)
         self.new_block_ids.pop(request.request_id, None)

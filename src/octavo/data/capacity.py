@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class EngineCapacity:
     """Limits that are used, whatever was asked for. Names are vLLM's and those of text-generation-inference.
 
-    max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
-    step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
+    max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens of a
+    step. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
     `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
     how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included. num_window_blocks,
     window_block_bytes: of those that layers with a window keep what they still see in; 0 where no layer has one.

@@ -89,7 +89,8 @@ class Request:
 
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
     priority: lower goes first. stop_token_ids: all ids that end it, EOS included unless ignored.
-    max_total_tokens: prompt and output together never exceed it.
+    max_total_tokens: prompt and output together never exceed it. Of a prompt that is pooled into a vector it is the
+    prompt alone: the token that ends it is not counted.
     num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
@@ -175,7 +176,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None
         self.stop_reason: int | str | None = None
-        self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)
+        most_output = (sampling_params.max_tokens or 2**62) if sampling_params.pooling is None else 0
+        self.max_total_tokens = len(prompt_token_ids) + most_output
         self.num_computed_tokens = 0
         self.num_computed_in_all = 0
         self.num_preemptions = 0

@@ -135,7 +135,7 @@ class KVTransfer:
 class SchedulerOutput:
     """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
 
-    num_scheduled_tokens is in the order in which the rows of the batch stand.
+    num_scheduled_tokens is in the order in which the requests were scheduled; the worker orders its rows itself.
     kv_transfers: to start, behind `copies`. kv_cancels: ids of those to give up; after this step their blocks are
     neither written nor read.
     num_pending_transfers: under way, lookups included, so that somebody must ask for their results.

@@ -121,11 +121,13 @@ class InputProcessor:
         """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
+    ) -> list[int]:
         """Return the token ids of a text. Raises `RequestError`, and `PromptTooLongError` for one that cannot fit.
 
-        A text that is longer than the longest tokens make it is refused before it is taken apart. is_prompt: so is one
-        whose tokens do not fit, when so many have been found.
+        A text that is longer than any text of `max_model_len` tokens is refused before it is tokenized. is_prompt: a
+        prompt that leaves no room for `least_output_tokens` is refused once so many tokens were found.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:  # the longest token is looked for when a text makes it necessary
@@ -139,7 +141,12 @@ class InputProcessor:
         if not is_prompt:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=num_tokens)
-        PromptTooLongError.check(len(token_ids), num_tokens, is_all=len(token_ids) <= num_tokens)
+        PromptTooLongError.check(
+            len(token_ids),
+            num_tokens,
+            is_all=len(token_ids) <= num_tokens,
+            least_output_tokens=least_output_tokens,
+        )
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -199,9 +206,10 @@ class InputProcessor:
         _check_weight(tenant_weight)
         priority = _whole_priority(priority)
         self._check_structure(params)
-        text, token_ids = self._read_prompt(prompt)
+        least = params.least_output_tokens
+        text, token_ids = self._read_prompt(prompt, least)
         # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
-        PromptTooLongError.check(len(token_ids), self.model_info.max_model_len)
+        PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
@@ -238,18 +246,18 @@ class InputProcessor:
                 "structured_outputs need a tokenizer, and this engine has none", parameter="structured_outputs"
             )
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _read_prompt(self, prompt: Prompt, least_output_tokens: int) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; send prompt_token_ids", parameter="prompt")
-            return prompt, self.encode(prompt, is_prompt=True)
+            return prompt, self.encode(prompt, is_prompt=True, least_output_tokens=least_output_tokens)
         if hasattr(prompt, "keys"):
             mapping: Mapping[str, Any] = prompt  # type: ignore[assignment]
             if mapping.get("prompt_token_ids") is not None:
-                _, token_ids = self._read_prompt(mapping["prompt_token_ids"])
+                _, token_ids = self._read_prompt(mapping["prompt_token_ids"], least_output_tokens)
                 return mapping.get("prompt"), token_ids
             if isinstance(mapping.get("prompt"), str):
-                return self._read_prompt(mapping["prompt"])
+                return self._read_prompt(mapping["prompt"], least_output_tokens)
             raise RequestError('a prompt needs "prompt" or "prompt_token_ids"', parameter="prompt")
         if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt")

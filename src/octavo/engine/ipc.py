@@ -6,6 +6,7 @@ earlier one said can be taken for the words of this one.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from octavo.outputs import EngineCoreOutput  # noqa: TC001
 from octavo.sampling_params import SamplingParams  # noqa: TC001
 from octavo.structured_output.grammars import GrammarError
 
+_FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - only for names that nobody can guess
 _ERRORS: dict[str, type[OctavoError]] = {
     kind.__name__: kind
     for kind in (
@@ -222,6 +224,25 @@ def request_id_of(data: bytes) -> str | None:
         return _decode_envelope(data).request_id
     except DecodeError:
         return None
+
+
+def make_folder() -> Path:
+    """Make a folder for sockets that only this user can enter: below TMPDIR and the like, else in shared memory.
+
+    Raises `ConfigError` if nothing of that is writable.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix=_FOLDER))
+    except OSError:
+        pass  # a container with a read-only file system often has shared memory
+    try:
+        return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=_SHARED_MEMORY))
+    except OSError as error:
+        raise ConfigError(
+            "no directory for temporary files can be written to (tried the one that TMPDIR names, /tmp, /var/tmp, "
+            f"/usr/tmp, the current one and {_SHARED_MEMORY}), and the engine process needs one for its sockets "
+            f"({error.strerror}); make one writable, or name another one in the environment variable TMPDIR"
+        ) from error
 
 
 def encode_launch(launch: Launch) -> bytes:

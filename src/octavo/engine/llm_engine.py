@@ -239,15 +239,22 @@ class Engine:
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Answer one prompt."""
-        return next(iter(self.generate_batch([prompt], params).values()))
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        params: SamplingParams | None = None,
+    ) -> RequestOutput:
+        """Answer one prompt. params: another name of sampling_params. Raises `RequestError`."""
+        return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
@@ -256,10 +263,14 @@ class Engine:
         Returns after the KV that stores want of these prompts is saved, unless other requests are unfinished: then
         later steps save it.
 
-        on_output sees every output of theirs as it comes. Requests added before by others go on beside these; their
-        outputs are put by for the next `step`.
-        When one prompt cannot be served none is: the others are aborted and the error is raised.
+        sampling_params: for all prompts, or one for each. params: another name of it. on_output is called with every
+        output of these prompts as it comes. Requests that were added before continue; their outputs are returned by
+        the next `step`.
+        Raises `RequestError` if one prompt cannot be served; then the others are aborted.
         """
+        if sampling_params is not None and params is not None:
+            raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
+        params = sampling_params if params is None else params
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):

@@ -149,14 +149,6 @@ class OutputProcessor:
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
-    def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text behind a prompt, and at last what their end adds.
-
-        A token that is hidden, or ends no character, adds "".
-        """
-        detokenizer = self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
-        return [*(detokenizer.add([token_id]) for token_id in token_ids), detokenizer.finish()]
-
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if not params.detokenize:
             return NoDetokenizer()

@@ -10,12 +10,10 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import zmq
@@ -25,11 +23,19 @@ from octavo.data.metrics import EngineStats
 from octavo.data.request import RequestStatus
 from octavo.engine import ipc
 from octavo.engine.health import Health, Patience
-from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    OctavoError,
+    QueueFullError,
+    RequestError,
+)
 from octavo.runtime import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from octavo.config import EngineConfig
     from octavo.data.capacity import EngineCapacity
@@ -355,6 +361,8 @@ class RemoteEngine:
         """Start a process and listen to it until it is over."""
         try:
             life = self._life = self._begin(number)
+        except ConfigError as error:
+            return _End(f"cannot be started: {error}")
         except Exception as error:  # whatever the system refuses (memory, files, disk) may be granted the next time
             logger.exception("the engine process cannot be started")
             return _End(f"cannot be started: {error}")
@@ -373,7 +381,7 @@ class RemoteEngine:
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
             config = replace(config, record=record)
         with contextlib.ExitStack() as stack:
-            folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+            folder = ipc.make_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             endpoints = [f"ipc://{folder / name}" for name in ("requests", "news")]
             requests = stack.enter_context(self._context.socket(zmq.PUSH))

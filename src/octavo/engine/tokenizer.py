@@ -70,7 +70,7 @@ class Tokenizer:
         cls.check_directory(directory)
         path = directory / "tokenizer.json"
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:
             # The library raises plain Exception for whatever is wrong with a file.
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error

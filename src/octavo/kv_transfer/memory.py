@@ -7,34 +7,52 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from octavo.config import DEFAULT_BLOCK_SIZE
 from octavo.errors import ConfigError
 from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 DEFAULT_BLOCKS_PER_NODE = 100
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
+class TransferCallback(Protocol):
+    """Hears that a transfer has ended. success: whether the target holds all blocks."""
+
+    def __call__(self, request_id: str, *, success: bool) -> object:
+        """Take note of it, on the pool's thread."""
+        ...
+
+
 @dataclass(slots=True)
 class KVBlock:
-    """A block as a node published it. access_time: seconds of a monotonic clock."""
+    """A block as a node holds it. access_time: seconds of a monotonic clock.
+
+    num_tokens: tokens of the block if they are not known one by one: engines save blocks without their token ids.
+    """
 
     block_hash: bytes
     node_id: str
     token_ids: tuple[int, ...]
     kv_data: bytes
-    access_time: float
+    access_time: float = 0.0
+    num_tokens: int | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that the block holds KV of."""
+        return len(self.token_ids) if self.num_tokens is None else self.num_tokens
 
 
 class GlobalKVPool:
-    """Blocks of several nodes under their hashes; each hash has one content, and stands in one node's memory.
+    """Blocks of several nodes under their hashes. A hash has one content, of which several nodes may hold a copy.
 
-    A node keeps at most `max_blocks_per_node`: the longest unused make way. Any thread may call.
+    A node keeps at most `max_blocks_per_node`: its least recently used block is evicted first. Any thread may call.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -43,8 +61,8 @@ class GlobalKVPool:
         self.max_blocks_per_node = max_blocks_per_node
         self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
-        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # of each node the longest unused first
-        self._node_of: dict[bytes, str] = {}
+        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # of each node the least recently used first
+        self._holders: dict[bytes, dict[str, None]] = {}  # nodes by hash, the first holder first
         self._open: set[str] = set()  # transfers under way
         self._complete: set[str] = set()  # those that nobody has asked about since they ended
         self._ended = threading.Condition(self._lock)
@@ -52,8 +70,9 @@ class GlobalKVPool:
 
     @property
     def total_cached_blocks(self) -> int:
-        """Blocks of all nodes."""
-        return len(self._node_of)
+        """Blocks of all nodes, copies included."""
+        with self._lock:
+            return sum(map(len, self._nodes.values()))
 
     @property
     def num_evicted(self) -> int:
@@ -74,23 +93,27 @@ class GlobalKVPool:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
     def publish(
-        self, block_hash: bytes, node_id: str, token_ids: Sequence[int], kv_data: bytes | bytearray | memoryview
+        self,
+        block_hash: bytes,
+        node_id: str,
+        token_ids: Sequence[int],
+        kv_data: bytes | bytearray | memoryview,
+        *,
+        num_tokens: int | None = None,
     ) -> bool:
-        """Keep a copy of a node's block; True if it is there already, which counts as a use of it."""
+        """Keep a copy of a node's block. Return True if it is new, False if some node holds it, which uses it.
+
+        num_tokens: tokens of the block if token_ids does not list them.
+        """
         with self._lock:
             if self._touch(block_hash) is not None:
-                return True
-            node = self._nodes.setdefault(node_id, OrderedDict())
-            node[block_hash] = KVBlock(block_hash, node_id, tuple(token_ids), bytes(kv_data), time.monotonic())
-            self._node_of[block_hash] = node_id
-            while len(node) > self.max_blocks_per_node:
-                oldest, _ = node.popitem(last=False)
-                del self._node_of[oldest]
-                self._num_evicted[node_id] += 1
-        return False
+                return False
+            block = KVBlock(block_hash, node_id, tuple(token_ids), bytes(kv_data), time.monotonic(), num_tokens)
+            self._insert(block)
+        return True
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return how many tokens the blocks up to the first that is missing hold, and the node of each of them.
+        """Return how many tokens the blocks before the first missing one hold, and the first holder of each of them.
 
         They count as used now.
         """
@@ -100,25 +123,31 @@ class GlobalKVPool:
                 block = self._touch(block_hash)
                 if block is None:
                     break
-                num_tokens += len(block.token_ids)
+                num_tokens += block.token_count
                 node_ids.append(block.node_id)
         return num_tokens, node_ids
+
+    def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
+        """Return the block that a node holds under a hash, which uses it; None if the node holds none."""
+        with self._lock:
+            return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
         """Return the hashes that no node has, without counting a use of the others."""
         with self._lock:
-            return {block_hash for block_hash in block_hashes if block_hash not in self._node_of}
+            return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
     def async_transfer(
         self,
         request_id: str,
         block_hashes: Sequence[bytes],
         target_node_id: str,
-        callback: Callable[[str, list[KVBlock]], None],
+        callback: TransferCallback | None = None,
     ) -> None:
-        """Copy blocks for another node on a thread, and hand the copies to callback(request_id, blocks).
+        """Copy blocks into another node's memory, on a thread; then call callback(request_id, success=...).
 
-        They come in order, up to the first one that is missing, as blocks of that node; here they stay where they are.
+        They are copied in order, up to the first missing one, and no more than a node keeps. success: whether the
+        target holds all of them at the end. `get(block_hash, target_node_id)` returns the copies.
         """
         with self._lock:
             if self._movers is None:
@@ -129,29 +158,36 @@ class GlobalKVPool:
         movers.submit(lambda: self._transfer(request_id, hashes, target_node_id, callback))
 
     def _transfer(
-        self,
-        request_id: str,
-        block_hashes: list[bytes],
-        target_node_id: str,
-        callback: Callable[[str, list[KVBlock]], None],
+        self, request_id: str, block_hashes: list[bytes], target_node_id: str, callback: TransferCallback | None
     ) -> None:
-        copies: list[KVBlock] = []
-        for block_hash in block_hashes:
-            with self._lock:
-                block = self._touch(block_hash)
-                if block is None:
-                    break
-                token_ids, kv_data = block.token_ids, block.kv_data
-            copied = memoryview(kv_data).tobytes()  # bytes() of bytes would be the same object
-            copies.append(KVBlock(block_hash, target_node_id, token_ids, copied, time.monotonic()))
         try:
-            callback(request_id, copies)
+            for block_hash in block_hashes[: self.max_blocks_per_node]:
+                if not self._copy(block_hash, target_node_id):
+                    break
+            with self._lock:
+                held = self._nodes.get(target_node_id, OrderedDict[bytes, KVBlock]())
+                success = all(block_hash in held for block_hash in block_hashes)
+            if callback is not None:
+                callback(request_id, success=success)
         finally:
             with self._ended:
                 if request_id in self._open:
                     self._open.remove(request_id)
                     self._complete.add(request_id)
                     self._ended.notify_all()
+
+    def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
+        """Let a node hold a block; False if no node holds it. The bytes are copied without the lock."""
+        with self._lock:
+            block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
+        if block is None or block.node_id == target_node_id:
+            return block is not None
+        kv_data = memoryview(block.kv_data).tobytes()  # bytes() of bytes would be the same object
+        copied = KVBlock(block_hash, target_node_id, block.token_ids, kv_data, time.monotonic(), block.num_tokens)
+        with self._lock:
+            if self._touch_at(block_hash, target_node_id) is None:
+                self._insert(copied)
+        return True
 
     def is_transfer_complete(self, request_id: str) -> bool:
         """Whether a transfer has ended; that it has is forgotten once it was told."""
@@ -172,19 +208,34 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop blocks; unknown ones are passed over."""
+        """Drop blocks and all copies of them; unknown hashes are ignored."""
         with self._lock:
             for block_hash in block_hashes:
-                node_id = self._node_of.pop(block_hash, None)
-                if node_id is not None:
+                for node_id in self._holders.pop(block_hash, {}):
                     del self._nodes[node_id][block_hash]
 
+    def _insert(self, block: KVBlock) -> None:
+        """Add a block to its node, and evict what the node has too many of."""
+        node = self._nodes.setdefault(block.node_id, OrderedDict())
+        node[block.block_hash] = block
+        self._holders.setdefault(block.block_hash, {})[block.node_id] = None
+        while len(node) > self.max_blocks_per_node:
+            oldest, _ = node.popitem(last=False)
+            del self._holders[oldest][block.node_id]
+            if not self._holders[oldest]:
+                del self._holders[oldest]
+            self._num_evicted[block.node_id] += 1
+
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """Return a block, which is used now, or None."""
-        node_id = self._node_of.get(block_hash)
-        if node_id is None:
+        """Return the block of its first holder, which is used now, or None."""
+        holder = next(iter(self._holders.get(block_hash, ())), None)
+        return None if holder is None else self._touch_at(block_hash, holder)
+
+    def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
+        """Return a node's block, which is used now, or None."""
+        node = self._nodes.get(node_id)
+        if node is None or block_hash not in node:
             return None
-        node = self._nodes[node_id]
         node.move_to_end(block_hash)
         block = node[block_hash]
         block.access_time = time.monotonic()
@@ -192,15 +243,24 @@ class GlobalKVPool:
 
 
 class MemoryStore:
-    """A `KVStore` over a pool, as one node of it: what it saves is bounded by the pool's blocks for a node.
+    """A `KVStore` over a pool, as one node of it. The pool bounds what the node holds: saved blocks and loaded copies.
 
-    Each block is kept behind a checksum over its key and content. timeout_s: so long may a transfer take.
+    Each block is stored after a checksum over its key and content. timeout_s: so long may a transfer take. block_size:
+    tokens of a block, the engine's `block_size`; `GlobalKVPool.query` counts by it.
     """
 
     name = "memory"
 
-    def __init__(self, pool: GlobalKVPool, node_id: str, block_bytes: int, *, timeout_s: float = 10.0) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: GlobalKVPool,
+        node_id: str,
+        block_bytes: int,
+        *,
+        timeout_s: float = 10.0,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> None:
+        self.pool, self.block_size = pool, block_size
         self.node_id = node_id
         self.block_bytes = block_bytes
         self._timeout_s = timeout_s
@@ -232,21 +292,27 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        found: list[KVBlock] = []
+        """Have blocks copied to this node; return those before the first missing one. Raises `StoreError`."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
-        self.pool.async_transfer(name, keys, self.node_id, lambda _, blocks: found.extend(blocks))
+        self.pool.async_transfer(name, keys, self.node_id)
         if not self.pool.wait_for_transfer(name, self._timeout_s):
             with self._lock:
                 self._num_errors += 1
             raise StoreError(f"the pool did not transfer {len(keys)} blocks within {self._timeout_s:g} s")
+        found: list[KVBlock] = []
+        for key in keys:
+            if (block := self.pool.get(key, self.node_id)) is None:
+                break
+            found.append(block)
         return found
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Publish blocks as this node's."""
         for key, block in zip(keys, blocks, strict=True):
-            self.pool.publish(key, self.node_id, (), _checksum(key, block) + bytes(block))
+            record = _checksum(key, block) + bytes(block)
+            self.pool.publish(key, self.node_id, (), record, num_tokens=self.block_size)
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:

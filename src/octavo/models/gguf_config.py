@@ -6,7 +6,7 @@ layout has it otherwise.
 
 from __future__ import annotations
 
-import math
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,15 @@ import numpy as np
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.gguf_file import TensorType
+from octavo.models.gguf_rope import read_gguf_rope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.models.gguf_file import GGUFFile
 
+logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
 # Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
 # takes more in memory.
@@ -42,9 +39,11 @@ BLOCK_KINDS = {
     TensorType.MXFP4: 0,
 }
 # Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
-_NOT_READ = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
-# Llama 3.1 and its successors: of low_freq_factor, high_freq_factor, original_max_position_embeddings.
-_LLAMA3 = (1.0, 4.0, 8192)
+_NOT_READ = (
+    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
+    *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
+)
+_NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
 _MAX_FLOAT32 = 3.4e38
@@ -76,7 +75,8 @@ class GGUFFields:
     """The keys of a file under its architecture's name."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file = file
+        self.file, self.architecture = file, architecture
+        self._told: set[str] = set()
         prefix = f"{architecture}."
         values: dict[str, Any] = {
             key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
@@ -100,6 +100,12 @@ class GGUFFields:
     def optional(self, key: str) -> float | None:
         """Return a number above zero; None where there is none, or zero."""
         return self.number(key) if self.values.values.get(key) else None
+
+    def warn(self, message: str) -> None:
+        """Log what differs from the file, once each."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -191,7 +197,7 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": HEAD not in file.tensors,
         "attention_bias": fields.has("blk.0.attn_q.bias"),
         "mlp_bias": fields.has("blk.0.ffn_up.bias"),
-        "rope_parameters": _read_rope(fields),
+        "rope_parameters": read_gguf_rope(fields),
         "is_causal": fields.values.flag("attention.causal", default=True),
         "dtype": _read_dtype(file),
     }
@@ -208,7 +214,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
 def _refuse_unread(fields: GGUFFields, name: str) -> None:
     """Raise for a key that says something and that nobody read."""
     for key in fields.values.unread():
-        if key not in _NOT_READ and fields.values.values[key]:
+        value = fields.values.values[key]
+        if key not in _NOT_READ and value and value != _NEUTRAL.get(key):
             raise fields.values.error(key, f"octavo does not compute this of {name}, and would give wrong tokens")
 
 
@@ -222,61 +229,6 @@ def _read_dtype(file: GGUFFile) -> str:
     if len(others) == 1 and others in (kinds, {TensorType.BF16}):
         return _FLOATS.get(others.pop(), "float32")
     return "float32" if others else "bfloat16"
-
-
-def _read_rope(fields: GGUFFields) -> dict[str, Any]:
-    """Return `rope_parameters`."""
-    theta = fields.number("rope.freq_base", 10_000.0)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "linear")  # as llama.cpp takes a factor without a kind
-    factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
-    original = fields.optional("rope.scaling.original_context_length")
-    if fields.has(ROPE_FREQUENCIES):
-        return rope | _read_llama3(fields, theta)
-    if fields.has(LONG_FACTORS):
-        rope |= {"rope_type": "longrope", "long_factor": fields.factors(LONG_FACTORS)}
-        rope |= {"short_factor": fields.factors(SHORT_FACTORS)} if fields.has(SHORT_FACTORS) else {}
-        given = {
-            "original_max_position_embeddings": original,
-            "attention_factor": fields.optional("rope.scaling.attn_factor"),
-        }
-        return rope | {key: value for key, value in given.items() if value is not None}
-    if factor == 1.0 or kind == "none":
-        return rope
-    rope |= {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        given = {
-            "original_max_position_embeddings": original,
-            "attention_factor": fields.optional("rope.scaling.attn_factor"),
-            "beta_fast": fields.optional("rope.scaling.yarn_beta_fast"),
-            "beta_slow": fields.optional("rope.scaling.yarn_beta_slow"),
-        }
-        rope |= {key: value for key, value in given.items() if value is not None}
-    return rope
-
-
-def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Return Llama 3's way to stretch, of which a file holds the result: by how much each frequency is divided."""
-    stored = fields.factors(ROPE_FREQUENCIES)
-    low, high, original = _LLAMA3
-    factor = max(stored)
-    computed = []
-    for index in range(len(stored)):
-        wavelength = 2 * math.pi * theta ** (index / len(stored))
-        share = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
-        computed.append(1 / ((1 - share) / factor + share))
-    if not np.allclose(stored, computed, rtol=1e-5):
-        raise ModelError(
-            f"{fields.file.path}: {ROPE_FREQUENCIES} is not what Llama 3 gives with original_max_position_embeddings = "
-            f"{original} and factor = {factor:g}; octavo does not compute another rotary embedding"
-        )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
 
 
 def _read_gemma2(fields: GGUFFields) -> dict[str, Any]:
@@ -301,7 +253,7 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
         "hidden_activation": _GELU,
         "layer_types": fields.layer_types(window, _GEMMA3_PERIOD),
         "rope_parameters": {
-            "full_attention": _read_rope(fields),
+            "full_attention": read_gguf_rope(fields),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
         "query_pre_attn_scalar": _gemma_scalar(fields, is_27b=fields.num_layers == _GEMMA3_27B_LAYERS),
@@ -340,7 +292,7 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
     window = fields.window()
     if window is None:
         return {}
-    full = _read_rope(fields)
+    full = read_gguf_rope(fields)
     local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", full["rope_theta"])}
     return {
         "architectures": ["Olmo3ForCausalLM"],
@@ -354,15 +306,14 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
     """Return the keys of Ministral 3; without scaled queries the file is one of Mistral."""
     beta = fields.optional("attention.temperature_scale")
-    mscale = fields.optional("rope.scaling.yarn_log_multiplier")
+    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 makes nothing of it
     if beta is None:
         return {"sliding_window": None}
-    scales = {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": mscale}
     return {
         "architectures": ["Ministral3ForCausalLM"],
         "model_type": "ministral3",
         "sliding_window": None,
-        "rope_parameters": _read_rope(fields) | {key: value for key, value in scales.items() if value is not None},
+        "rope_parameters": read_gguf_rope(fields) | {"llama_4_scaling_beta": beta},
     }
 
 

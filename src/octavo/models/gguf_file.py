@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import shlex
 import struct
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +33,12 @@ _MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000, and an objec
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
+# A file that was cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
+_PIECE_NAME = re.compile(
+    r"(?P<whole>.+\.gguf)"
+    r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"
+    r"|\.(?P<suffix>\d{1,3}|[a-y]|[ab][a-y]))"
+)
 
 
 class TensorType(Enum):
@@ -270,6 +277,41 @@ class _Reader:
             begin = following
         self.position = begin
         return texts
+
+
+def check_piece(path: Path) -> None:
+    """Raise `ModelError`, which says how to join the pieces, if a path is a piece of a GGUF file that was cut by bytes.
+
+    Pieces are also looked for if the path is a folder of nothing else, or the whole file's and does not exist.
+    """
+    found = _PIECE_NAME.fullmatch(path.name)
+    if path.is_dir():
+        is_model = (path / "config.json").exists() or any(path.glob("*.gguf"))
+        names = [] if is_model else [each.name for each in path.glob("*.gguf?*")]
+        wholes = sorted({match["whole"] for name in names if (match := _PIECE_NAME.fullmatch(name))})
+    else:
+        wholes = [found["whole"]] if found and path.is_file() else [] if path.exists() else [path.name]
+    folder = path if path.is_dir() else path.parent
+    if not wholes or not folder.is_dir():
+        return
+    whole = folder / wholes[0]
+    pieces = [match for each in folder.glob("*.gguf?*") if (match := _PIECE_NAME.fullmatch(each.name))]
+    pieces = sorted((match for match in pieces if match["whole"] == whole.name), key=_piece_order)
+    if not pieces:
+        return
+    if whole.is_file():
+        raise ModelError(f"{path} is a piece of a GGUF file; give the whole file: {whole}")
+    count = int(pieces[0]["count"] or len(pieces))
+    joined = " ".join(shlex.quote(str(folder / match.string)) for match in pieces)
+    what = f"{whole} lies here in {len(pieces)} of {count} pieces" if len(pieces) < count else f"{whole} lies in pieces"
+    how = "download the others, then join them in order" if len(pieces) < count else "join them in order"
+    raise ModelError(f"{what}; {how}, and give the whole file: cat {joined} > {shlex.quote(str(whole))}")
+
+
+def _piece_order(piece: re.Match[str]) -> tuple[int, int, str]:
+    """Sort pieces by their number, or by their letters."""
+    number = piece["number"] or piece["letters"] or piece["suffix"]
+    return (0, int(number), "") if number.isdecimal() else (1, len(number), number)
 
 
 def _other_splits(path: Path, metadata: dict[str, Value]) -> list[Path]:

@@ -10,12 +10,10 @@ from octavo.models.gguf_config import (
     BLOCK_KINDS,
     EMBEDDING,
     HEAD,
-    LONG_FACTORS,
-    ROPE_FREQUENCIES,
-    SHORT_FACTORS,
     GGUFFields,
     find_gguf_family,
 )
+from octavo.models.gguf_rope import LONG_FACTORS, ROPE_FREQUENCIES, SHORT_FACTORS
 
 if TYPE_CHECKING:
     from pathlib import Path

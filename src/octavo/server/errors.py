@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from fastapi.responses import Response
@@ -63,6 +63,19 @@ class NotFoundError(RequestError):
     """What is asked for is not there."""
 
 
+class ThreadsUnsupportedError(RequestError):
+    """A request asks the server to hold its conversation, which Anthropic's API calls a thread.
+
+    Anthropic's SDK reads `details` and sends the whole conversation instead.
+    """
+
+    details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+    def __init__(self) -> None:
+        message = "thread is not supported by this server: leave it out and send the whole conversation"
+        super().__init__(message, parameter="thread")
+
+
 class BodyTooLargeError(RequestError):
     """The request's body exceeds the limit."""
 
@@ -113,7 +126,7 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """A status and the four fields of an OpenAI error object."""
+    """A status and the four fields of an OpenAI error object. details: sent in Anthropic's error objects only."""
 
     status: int
     message: str
@@ -121,6 +134,7 @@ class HttpError:
     param: str | None = None
     code: str | None = None
     retry_after_s: float = 1.0
+    details: Mapping[str, Any] | None = None
 
     @property
     def reason(self) -> str:
@@ -159,8 +173,10 @@ class HttpError:
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """The error as Anthropic's API has it."""
-        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error}
 
     @property
     def ollama_body(self) -> dict[str, str]:
@@ -249,7 +265,8 @@ def to_http(error: Exception) -> HttpError:
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
-            return HttpError(status, message or str(error), type_, parameter, code, retry)
+            details: Mapping[str, Any] | None = getattr(error, "details", None)
+            return HttpError(status, message or str(error), type_, parameter, code, retry, details)
     return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
 
 

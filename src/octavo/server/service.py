@@ -195,9 +195,10 @@ class Service:
         )
         return await unless_disconnected(http_request, reading)
 
-    async def _read_prompt(self, text: str, place: Permit, deadline: float) -> dict[str, Any]:
+    async def _read_prompt(self, text: str, params: SamplingParams, place: Permit, deadline: float) -> dict[str, Any]:
+        encode = self.engine.input_processor.encode
         token_ids = await self.engine.text.do(
-            partial(self.engine.input_processor.encode, text, is_prompt=True),
+            partial(encode, text, is_prompt=True, least_output_tokens=params.least_output_tokens),
             num_chars=len(text),
             tenant=place.tenant.name,
             deadline=deadline,
@@ -232,7 +233,7 @@ class Service:
         if self.present(place.tenant) is None:
             raise _key_is_gone()
         if isinstance(prompt, str):
-            prompt = await self._read_prompt(prompt, place, deadline)
+            prompt = await self._read_prompt(prompt, params, place, deadline)
         timeout_s = deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(DEADLINE_PASSED)

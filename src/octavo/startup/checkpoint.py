@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.assets import built_in_path
+from octavo.config.environment import explain_undecodable
 from octavo.errors import ModelError
+from octavo.models.gguf_file import check_piece
 from octavo.models.model_path import resolve_model_path
 from octavo.models.weight_files import some
 from octavo.startup.folder_checkpoint import FolderCheckpoint
@@ -75,7 +77,10 @@ def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
     weights: False where only what stands beside them is read; then they are not downloaded.
     """
     model = built_in_path(str(model)) or model
+    if problem := explain_undecodable(str(model)):
+        raise ModelError(f"the model's path {problem}")
     path = Path(model).expanduser()
+    check_piece(path)
     if path.is_file():
         return GGUFCheckpoint(path)
     if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):

@@ -218,10 +218,27 @@ def test_the_template_gets_the_tools_and_their_results() -> None:
 GOOD = {"messages": MESSAGES, "max_tokens": 1}
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens", "api/chat"])
+@pytest.mark.parametrize("kind", ["web_search_20250305", "code_interpreter", "x" * 500, 7])
+def test_a_tool_of_another_type_is_named_in_the_refusal(running: Running, path: str, kind: Any) -> None:
+    body = {"model": "fake", "messages": MESSAGES[-1:], "input": "Hi", "tools": [{"type": kind, "name": "now"}]}
+    if path.startswith("messages"):
+        body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    with running.http() as http:
+        refused = http.post(f"/{path}" if path.startswith("api") else f"/v1/{path}", json=body)
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert "tools[0].type" in message
+    if isinstance(kind, str):
+        assert f"{kind!r:.80}" in message
+    assert len(message) < 400
+
+
 @pytest.mark.parametrize(
     ("body", "parameter"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [7]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

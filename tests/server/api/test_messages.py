@@ -43,8 +43,12 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+    with anthropic_client(running) as client:
         yield client
+
+
+def anthropic_client(server: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=DEADLINE_S)
 
 
 def without_ids(message: anthropic.types.Message) -> dict[str, Any]:
@@ -248,6 +252,36 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
         assert error["type"] == "error"
         assert error["error"]["type"] == "invalid_request_error"
         assert parameter in error["error"]["message"]
+
+
+def test_tool_runner_goes_on_without_a_thread() -> None:
+    called = []
+
+    def now() -> str:
+        """Tell the time."""
+        called.append("now")
+        return "noon"
+
+    recited = FakeExecutor(answer='<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    options = {"chat_template": FakeChatTemplate("<tool_call>")}
+    with run_server(recited, engine_options=options) as server, anthropic_client(server) as client:
+        runner = client.beta.messages.tool_runner(**ASKED, tools=[anthropic.beta_tool(now)], max_iterations=2)
+        answers = [[block.type for block in message.content] for message in runner]
+    assert answers == [["tool_use"], ["tool_use"]]
+    assert called == ["now", "now"]
+
+
+def test_a_refused_thread_has_the_details_that_the_sdk_reads(running: Running) -> None:
+    with running.http() as http:
+        for route in ("messages", "messages/count_tokens"):
+            refused = http.post(f"/v1/{route}", json={**ASKED, "thread": {"type": "create"}})
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        other = http.post("/v1/messages", json={**ASKED, "watermarking": True})
+        assert "details" not in other.json()["error"]
+        assert http.post("/v1/messages", json={**ASKED, "thread": None}).status_code == 200
 
 
 def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Running) -> None:

@@ -242,12 +242,33 @@ def test_log_probabilities(plain: ollama.Client) -> None:
 
 
 def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
-    chat, prompt = client.chat("fake"), client.generate("fake", "", keep_alive=0)
+    chat, prompt = client.chat("fake"), client.generate("fake", "", keep_alive="5m")
     assert (chat.done, chat.done_reason, chat.message.content) == (True, "load", "")
     assert (prompt.done, prompt.done_reason, prompt.response) == (True, "load", "")
     assert [line.done_reason for line in client.chat("fake", [], stream=True)] == ["load"]
     assert client.embed("fake", []).embeddings == []
     assert client.embeddings("fake", "").embedding == []
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [
+        *((zero, "unload") for zero in (0, 0.0, "0", "0s", "0.0s", "0h0m0s", "-0ms")),
+        *((kept, "load") for kept in (None, -1, 1, 0.5, "5m", "-1", "0h1s", "0.5s", "", "zero", "00:00", True)),
+    ],
+    ids=repr,
+)
+def test_an_empty_request_with_a_keep_alive_of_zero_unloads(
+    running: Running, client: ollama.Client, keep_alive: Any, reason: str
+) -> None:
+    with running.http() as http:
+        for path, fields in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""})):
+            body = {"model": "fake", "keep_alive": keep_alive, **fields}
+            told = http.post(path, json=body).json()
+            assert (told["done"], told["done_reason"]) == (True, reason)
+    if reason == "unload":
+        answer = client.chat("fake", MESSAGES, keep_alive=keep_alive, options={"num_predict": 1})
+        assert answer.done_reason == "length", "with messages it is a request like any other"
 
 
 def test_models(client: ollama.Client) -> None:
@@ -309,9 +330,18 @@ def test_the_async_client(running: Running) -> None:
 
 
 def test_errors(client: ollama.Client, plain: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="does not exist") as unknown:
-        client.chat("other", MESSAGES)
-    assert unknown.value.status_code == 404
+    asking = [
+        lambda name: client.chat(name, MESSAGES),
+        lambda name: list(client.generate(name, "Hello", stream=True)),
+        lambda name: client.embed(name, "Hello"),
+        lambda name: client.embeddings(name, "Hello"),
+        client.show,
+    ]
+    for ask in asking:  # clients look for these words, and pull the model
+        with pytest.raises(ollama.ResponseError, match=r"^model 'other:7b' not found, try pulling it first") as unknown:
+            ask("other:7b")
+        assert unknown.value.status_code == 404
+        assert "fake, alias/of-fake" in str(unknown.value)
     for refused in (
         lambda: plain.chat("fake", MESSAGES, think=True),
         lambda: list(plain.generate("fake", "Hello", think="low", stream=True)),
@@ -407,7 +437,6 @@ def test_a_silent_stream_sends_blanks_and_lines_stay_json() -> None:
         ({"options": 7}, "options"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"temperature": -1}}, "temperature"),
-        ({"options": {"num_predict": 0}}, "num_predict"),
         ({"options": {"num_predict": -3}}, "num_predict"),
         ({"options": {"repeat_penalty": 0}}, "repeat_penalty"),
         ({"options": {"repeat_penalty": 1.1, "repeat_last_n": 32}}, "repeat_last_n"),
@@ -478,6 +507,37 @@ def test_what_changes_nothing_is_taken(plain: ollama.Client) -> None:
     options = {"num_gpu": 1, "num_thread": 8, "use_mmap": True, "num_keep": 5, "mirostat": 0, "tfs_z": 1.0}
     more = {"num_batch": 512, "repeat_last_n": 64, "repeat_penalty": 1.0, "num_ctx": 512, "numa": False}
     assert plain.chat("fake", MESSAGES, options={**options, **more}, keep_alive="5m", format="").message == expected
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, -1, -2])
+def test_a_num_predict_of_zero_is_no_limit(plain: ollama.Client, running: Running, limit: float) -> None:
+    assert plain.chat("fake", MESSAGES, options={"num_predict": limit}).done_reason == "stop"
+    with running.http() as http:
+        assert _webui_chat(http, num_predict=0)[-1]["done_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["", ""]], ids=repr)
+def test_empty_stop_strings_stop_nothing(plain: ollama.Client, stop: Any) -> None:
+    whole = plain.chat("fake", MESSAGES).message.content
+    assert plain.chat("fake", MESSAGES, options={"stop": stop}).message.content == whole
+    stopped = plain.chat("fake", MESSAGES, options={"stop": ["", "fox"]}).message.content
+    assert stopped == whole[: whole.index("fox")]
+
+
+def test_options_that_ollama_does_not_know_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Also those that another route takes, or refuses; Ollama warns of each as well."""
+    unknown = {"num_beams": 4, "max_tokens": 1, "grammar": "x", "rope_frequency_base": 1e4, "guided_json": {}}
+    with run_server() as server, server.http() as http, caplog.at_level(logging.INFO):
+        answers = [
+            http.post("/api/chat", json={**CHAT, "options": options}).json()["message"]
+            for options in ({}, unknown, unknown)
+        ]
+        refused = http.post("/api/chat", json={**CHAT, "options": {"mirostat": 2}})
+    assert answers == answers[:1] * 3
+    told = [record for record in caplog.records if "unknown fields" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert all(name in told[0].message for name in unknown)
+    assert refused.status_code == 400, "Ollama knows this one"
 
 
 OLLAMAS_DEFAULTS = {
@@ -628,7 +688,8 @@ def test_open_webui_calls_tools(running: Running) -> None:
 def test_open_webui_unloads_nothing(running: Running) -> None:
     with running.http() as http:
         told = http.post("/api/generate", json={"model": "fake:latest", "keep_alive": 0, "prompt": ""}).json()
-        assert (told["done"], told["done_reason"]) == (True, "load")
+        assert (told["done"], told["done_reason"]) == (True, "unload")
+        assert http.get("/api/ps").json()["models"], "it stays loaded"
 
 
 def test_keys_are_asked_for_as_on_every_route() -> None:

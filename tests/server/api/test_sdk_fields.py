@@ -89,7 +89,6 @@ def test_what_is_harmless_is_documented() -> None:
         ("/v1/responses", {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ("/v1/responses", {"image": {"context_compression": "enabled"}}, "image"),
         ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
-        ("/v1/embeddings", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"add_special_tokens": False}, "add_special_tokens"),
         ("/v1/embeddings", {"messages": [USER]}, "messages"),  # vLLM's
         ("/v1/embeddings", {"content": "hello"}, "content"),  # llama.cpp's

@@ -13,9 +13,11 @@ from fakes import EOS, FakeExecutor, answer_text, answer_token
 from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
 from running import run_server
 
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.server.answers.jobs import ChoiceUpdate
-from octavo.server.api.tgi import GenerateParameters, GenerateReply, Token, _params
+from octavo.server.api.tgi import GenerateParameters, GenerateReply, Grammar, _params
+from octavo.server.api.tgi_tokens import Token, TokenTexts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,21 +65,49 @@ def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
     assert (tokens[-1]["text"], tokens[-1]["special"]) == ("<eos>", True)
 
 
+class Pieces:
+    """A detokenizer that adds given texts, one for each token."""
+
+    held, num_prompt_bytes = b"", 0
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = iter(pieces)
+
+    def add(self, token_ids: list[int]) -> str:
+        return "".join(next(self._pieces) for _ in token_ids)
+
+    def finish(self) -> str:
+        raise AssertionError("the whole text says what the end adds")
+
+
+def answer_tokens() -> list[Token]:
+    return [Token(1, "x", None, False), Token(2, "y", None, False), Token(3, "</s>", None, True)]
+
+
 @pytest.mark.parametrize(
     ("text", "pieces", "expected"),
     [
-        ("ab", ["a", "b", "", ""], ["a", "b", "</s>"]),
-        ("a\ufffd", ["a", "", "", "\ufffd"], ["a", "\ufffd", "</s>"]),
-        ("a\ufffd", ["a", "", "\ufffd", ""], ["a", "\ufffd", "</s>"]),
-        ("ab fo", ["ab", " fox", "", ""], ["ab", " fo", "</s>"]),
-        ("a", ["ab", " fox", "", ""], ["a", "", "</s>"]),
+        ("ab", ["a", "b", ""], ["a", "b", "</s>"]),
+        ("a\ufffd", ["a", "", ""], ["a", "\ufffd", "</s>"]),
+        ("a\ufffd", ["a", "", "\ufffd"], ["a", "\ufffd", "</s>"]),
+        ("ab fo", ["ab", " fox", ""], ["ab", " fo", "</s>"]),
+        ("a", ["ab", " fox", ""], ["a", "", "</s>"]),
     ],
-    ids=["plain", "held back until the end", "let go by a hidden one", "cut in the last", "cut before the last"],
+    ids=["plain", "held until the end", "released by a special token", "cut in the last", "cut before the last"],
 )
-def test_a_text_is_shared_out_to_its_tokens(text: str, pieces: list[str], expected: list[str]) -> None:
-    tokens = [Token(1, "x", None, False), Token(2, "y", None, False), Token(3, "</s>", None, True)]
-    GenerateReply._share_out(text, tokens, pieces)
+def test_each_token_has_its_own_text(text: str, pieces: list[str], expected: list[str]) -> None:
+    tokens = answer_tokens()
+    TokenTexts(Pieces(pieces)).share(tokens, text)
     assert [token.text for token in tokens] == expected
+
+
+@pytest.mark.parametrize(("pieces", "rest"), [(["a", "b", ""], ""), (["a", "", "b"], "b")])
+def test_an_update_of_a_special_token_alone_loses_no_text(pieces: list[str], rest: str) -> None:
+    texts, tokens = TokenTexts(Pieces(pieces)), answer_tokens()
+    for token in tokens[:2]:
+        assert texts.share([token], None) == ""
+    assert texts.share(tokens[2:], "ab") == rest
+    assert "".join(token.text for token in tokens[:2]) + rest == "ab"
 
 
 def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
@@ -151,15 +181,23 @@ def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, m
     assert "".join(plain) == whole.generated_text
 
 
-def test_steps_that_come_together_have_an_event_for_each_token() -> None:
-    """The engine's process may be ahead of the server: one output then brings tokens of several steps."""
-    tokenizer = SimpleNamespace(token=str, is_special=lambda token_id: token_id == EOS)
-    engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer), output_processor=None)
+def test_tokens_of_one_update_have_an_event_each_with_their_own_text() -> None:
+    """Speculation, and an engine that is ahead of the server, bring tokens of several steps in one update."""
+    spelled = {7: "ab", 8: "c", 9: "", 10: "de", 11: "f", EOS: ""}
+    detokenizer = SimpleNamespace(add=lambda token_ids: "".join(spelled[each] for each in token_ids))
+    tokenizer = SimpleNamespace(
+        token=str,
+        is_special=lambda token_id: token_id == EOS,
+        incremental_detokenizer=lambda _prompt, skip_special_tokens: detokenizer,
+    )
+    engine = SimpleNamespace(
+        input_processor=SimpleNamespace(tokenizer=tokenizer), output_processor=SimpleNamespace(tokenizer=tokenizer)
+    )
     service = SimpleNamespace(engine=engine)
     reply = GenerateReply(cast("Service", service), GenerateParameters(top_n_tokens=1), "")
 
     def told(text: str, token_ids: list[int], finish_reason: str | None = None) -> list[dict[str, Any]]:
-        logprobs = [{token_id: Logprob(-token_id, 1)} for token_id in token_ids]
+        logprobs = [{token_id: Logprob(-token_id, 1, f"<{token_id}>")} for token_id in token_ids]
         completion = CompletionOutput(0, text, token_ids, logprobs=logprobs, finish_reason=finish_reason)
         output = RequestOutput("0", None, [1, 2], [completion], finished=completion.finished)
         events = reply.update(ChoiceUpdate(0, is_first=False, completion=completion, output=output), None).decode()
@@ -170,10 +208,50 @@ def test_steps_that_come_together_have_an_event_for_each_token() -> None:
     assert [event["token"]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
     assert [event["token"]["logprob"] for event in events] == [-7, -8, -9, -10, -11, -EOS]
     assert [event["top_tokens"][0]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
-    assert [event["token"]["text"] for event in events] == ["ab", "", "", "cde", "f", ""]
+    assert [event["token"]["text"] for event in events] == ["ab", "c", "", "de", "f", ""]
     assert [event["generated_text"] for event in events] == [None] * 5 + ["abcdef"]
     assert events[-1]["details"]["generated_tokens"] == 6
     assert told("", [], "abort")[0]["index"] == 6
+
+
+@pytest.mark.parametrize("stop", [[], ["fox"], ["lazy cat", "jumps"]], ids=str)
+def test_streamed_token_texts_are_those_of_the_whole_answer_with_speculation(stop: list[str]) -> None:
+    """Also while the start of a stop string is held back."""
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000, "details": True, "stop": stop}}
+    with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
+        whole = http.post("/generate", json=body).json()
+        streamed = http.post("/generate_stream", json=body).text
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
+    tokens = whole["details"]["tokens"]
+    assert [event["token"]["text"] for event in events] == ["" if each["special"] else each["text"] for each in tokens]
+    assert "".join(event["token"]["text"] for event in events) == whole["generated_text"]
+    assert max(len(event["token"]["text"]) for event in events) == 1, "a token is a byte here"
+
+
+@pytest.mark.parametrize("kind", ["json", "json_schema"])
+def test_a_schema_may_be_a_json_string(kind: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    value = schema if kind == "json" else {"name": "n", "schema": schema}
+    params = [
+        _params(GenerateParameters(grammar=Grammar(type=kind, value=each)), stream=False)
+        for each in (value, json.dumps(value))
+    ]
+    assert params[0].structured_outputs == params[1].structured_outputs != None  # noqa: E711 - of both
+    for broken in ("{", "[1]", '"a"', "\ud800"):
+        with pytest.raises(RequestError, match="grammar"):
+            _params(GenerateParameters(grammar=Grammar(type=kind, value=broken)), stream=False)
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+def test_more_new_tokens_than_the_context_holds_are_refused_in_tgis_words(shared: Running, route: str) -> None:
+    """2,048 tokens are the limit here."""
+    told = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5 `inputs` tokens and 2044 `max_new_tokens`"
+    with shared.http() as http:
+        refused = http.post(route, json={"inputs": "hello", "parameters": {"max_new_tokens": 2044}})
+        assert http.post(route, json={"inputs": "hello", "parameters": {"max_new_tokens": 2043}}).status_code == 200
+        assert http.post(route, json={"inputs": "x" * 2040}).status_code == 200, "the default limit is no demand"
+    assert refused.status_code == 422
+    assert refused.json() == {"error": f"Input validation error: {told}", "error_type": "validation"}
 
 
 def test_a_prompt_can_be_cut(shared: Running) -> None:

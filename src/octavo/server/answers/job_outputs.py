@@ -15,6 +15,7 @@ from octavo.server.errors import spelling
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
+    from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
     from octavo.server.answers.jobs import Job
     from octavo.server.answers.usage import UsageCounter
@@ -37,6 +38,12 @@ async def outputs_of(
     with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
+
+        def check(processed: ProcessedInput) -> None:
+            if job.check is not None:
+                job.check(processed)
+            logprobs.check(processed)
+
         streams = [
             service.generate(
                 prompt,
@@ -47,7 +54,7 @@ async def outputs_of(
                 cache_salt=job.cache_salt,
                 kv_transfer_params=job.kv_transfer_params,
                 deadline=job.deadline,
-                check=logprobs.check,
+                check=check,
                 untold=lambda output: usage.add(output, output.outputs),
             )
             for index, prompt in enumerate(job.prompts)

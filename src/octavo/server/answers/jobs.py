@@ -13,9 +13,10 @@ from starlette.responses import Response
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
@@ -43,6 +44,7 @@ class Job:
 
     counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
     deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
+    check: called with each prompt once it is tokenized; raises `RequestError` to refuse it.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class Job:
     kv_transfer_params: KVTransferParams | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     spelled: dict[str, str] = field(default_factory=dict)
+    check: Callable[[ProcessedInput], None] | None = None
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

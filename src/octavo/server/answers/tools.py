@@ -214,6 +214,25 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
     return Function(name, schema, fields.get("strict") is True, f"{place}.{parameters_name}"), description or ""
 
 
+def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
+    """Check that a tool is of the one type that is served. Raises `RequestError`, which names the tool's type.
+
+    form: how such a tool is written.
+    """
+    if not isinstance(tool, dict):
+        raise RequestError(f"{place} must be {form}", parameter=place)
+    kind = tool.get("type")
+    if kind == served:
+        return
+    if not isinstance(kind, str):
+        raise RequestError(f"{place}.type must be a string; {place} must be {form}", parameter=f"{place}.type")
+    raise RequestError(
+        f"{place}.type = {kind!r:.80} is not supported: this server runs no tools of its own. Leave it out, or "
+        f"describe a tool that the client runs: {form}",
+        parameter=f"{place}.type",
+    )
+
+
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
     """Read OpenAI's tool_choice. Raises `RequestError`.
 
@@ -257,8 +276,7 @@ def read_chat_tools(
     described = []
     for index, tool in enumerate(tools or []):
         place = f"tools[{index}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise RequestError(f'{place} must be {{"type": "function", "function": ...}}', parameter=place)
+        check_tool_type(tool, place, "function", '{"type": "function", "function": ...}')
         described.append(read_function(tool.get("function"), f"{place}.function"))
     choice = read_choice(tool_choice, _name_in_function, has_tools=tools is not None)
     return Toolbox.make(described, tool_format, choice, parallel=parallel_tool_calls)

@@ -246,9 +246,14 @@ class ExtraFields:
         self._named: set[str] = set()
 
     def check(
-        self, extra: Mapping[str, Any] | None, unsupported: Mapping[str, tuple[Any, ...]], harmless: Container[str] = ()
+        self,
+        extra: Mapping[str, Any] | None,
+        unsupported: Mapping[str, tuple[Any, ...]],
+        harmless: Container[str] = (),
+        *,
+        level: int = logging.INFO,
     ) -> None:
-        """Look at those of a request; those that are not harmless either are ignored and logged.
+        """Check the unknown fields of a request; those that are not harmless are ignored, and logged at `level`.
 
         Raises `RequestError` for one that would change the answer (unsupported: name -> the values that change
         nothing, besides null).
@@ -266,7 +271,7 @@ class ExtraFields:
                 new.append(shown)
         if new:
             last = "; no more will be named" if len(self._named) == _MAX_NAMED else ""
-            logger.info("unknown fields of a request are ignored: %r%s", ", ".join(new), last)
+            logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def tell_once(self, name: str, message: str) -> None:
         """Warn of what a field says, once for each field."""

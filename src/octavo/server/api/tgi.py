@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a dependency
@@ -23,6 +24,7 @@ from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.sampling import sampling_params
+from octavo.server.api.tgi_tokens import PrefillToken, Token, TokenTexts
 from octavo.server.errors import HttpError, spelling
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.responses import Response
 
+    from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
@@ -84,20 +87,6 @@ class GenerateRequest(Body):
     inputs: str
     parameters: GenerateParameters | None = None
     stream: bool | None = None
-
-
-class PrefillToken(Struct):
-    """A token of the prompt; the first has no log probability."""
-
-    id: int
-    text: str
-    logprob: float | None
-
-
-class Token(PrefillToken):
-    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
-
-    special: bool
 
 
 class Details(Struct):
@@ -161,6 +150,7 @@ async def generate(
         prompt: Any = request.inputs
         if wanted.truncate is not None:
             prompt = await service.read(http_request, place, partial(_end, service, prompt, wanted.truncate))
+        limit = service.model_info.max_model_len
         job = Job(
             request_id=f"gen-{new_id()}",
             model=service.model_names[0],
@@ -170,6 +160,7 @@ async def generate(
             deadline=http_request.state.deadline,
             stream=stream,
             spelled=_SPELLED,
+            check=partial(_check_total, num_new_tokens=wanted.max_new_tokens or 0, max_total_tokens=limit),
         )
         return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs, in_list=in_list))
 
@@ -220,16 +211,39 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
     )
 
 
+def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
+    """Raise `RequestError`, with TGI's text, if the prompt and `max_new_tokens` exceed the context together."""
+    num_tokens = len(processed.prompt_token_ids)
+    if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
+        raise RequestError(
+            f"Input validation error: `inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}. "
+            f"Given: {num_tokens} `inputs` tokens and {num_new_tokens} `max_new_tokens`",
+            parameter="max_new_tokens",
+        )
+
+
 def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
+    """Read a grammar; a schema is an object, or that object as a JSON string. Raises `RequestError`."""
     if grammar is None:
         return None
     kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)
     value = grammar.value
+    if kind == "json" and isinstance(value, str):
+        value = _parsed(value)
     if grammar.type == "json_schema" and isinstance(value, dict):  # with its name, as OpenAI has it
         value = value.get("schema")
     if kind is None or (kind == "json" and not isinstance(value, dict)):
         raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")
     return StructuredOutputsParams(**{kind: value})
+
+
+def _parsed(text: str) -> Any:
+    """Parse a schema that was sent as a JSON string. Raises `RequestError`."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        message = f"grammar.value is a string that is not JSON: {error}"
+        raise RequestError(message, parameter="grammar") from None
 
 
 def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
@@ -249,25 +263,37 @@ class GenerateReply:
         self._wanted = wanted
         self._prefix = inputs if wanted.return_full_text else ""
         self._text = ""
+        self._own_texts: TokenTexts | None = None
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token, of several the last that clients show with the text of all."""
+        """Return an event for each token of an update."""
         completion = update.completion
         self._text += completion.text
-        tokens = self._tokens(completion) or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
+        tokens = self._tokens(completion)
+        for token in tokens:
+            token.text = ""
+        rest = self._share_text(tokens, update.output, whole=self._text if completion.finished else None)
+        tokens = tokens or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
+        tokens[-1].text += rest
         events = []
         for position, token in enumerate(tokens):
-            token.text = ""
             events.append(StreamEvent(self._num_tokens + min(position + 1, len(completion.token_ids)), token))
             if self._wanted.top_n_tokens and completion.logprobs:
                 events[-1].top_tokens = self._best(completion.logprobs[position])
         self._num_tokens += len(completion.token_ids)
-        shown = next((each for each in reversed(events) if not each.token.special), events[-1])
-        shown.token.text = completion.text
         if completion.finished:
             self._finish(events[-1], update)
         return b"".join(map(event, events))
+
+    def _share_text(self, tokens: list[Token], output: RequestOutput, *, whole: str | None) -> str:
+        """Set the texts of the next tokens of an answer; see `TokenTexts.share`."""
+        if self._own_texts is None:
+            detokenizer = self._texts.tokenizer.incremental_detokenizer(
+                output.prompt_token_ids, skip_special_tokens=True
+            )
+            self._own_texts = TokenTexts(detokenizer)
+        return self._own_texts.share(tokens, whole)
 
     def _finish(self, last: StreamEvent, update: ChoiceUpdate) -> None:
         last.generated_text = self._prefix + self._text
@@ -288,7 +314,7 @@ class GenerateReply:
         generated = Generated(self._prefix + completion.text)
         if self._wanted.details or self._wanted.decoder_input_details:
             tokens = self._tokens(completion)
-            self._share_out(completion.text, tokens, self._texts.pieces(output.prompt_token_ids, completion.token_ids))
+            self._share_text(tokens, output, whole=completion.text)
             generated.details = Details(
                 _finish_reason(completion),
                 len(completion.token_ids),
@@ -311,18 +337,6 @@ class GenerateReply:
             self._token(token_id, None if entry is None else entry[token_id])
             for token_id, entry in zip(completion.token_ids, entries, strict=True)
         ]
-
-    @staticmethod
-    def _share_out(text: str, tokens: list[Token], pieces: list[str]) -> None:
-        """Give each token its piece of a text, which a stop string may have cut; hidden ones keep what they spell."""
-        shown, held = None, ""
-        for token, piece in zip(tokens, pieces, strict=False):
-            held += piece
-            if not token.special:
-                shown, token.text, held = token, text[: len(held)], ""
-                text = text[len(token.text) :]
-        if shown is not None:
-            shown.text += text  # what was held back until the end
 
     def _best(self, entry: dict[int, Logprob]) -> list[Token]:
         ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)

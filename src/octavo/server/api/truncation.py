@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
-    from octavo.server.api.openai.requests import SamplingFields
+    from octavo.server.api.openai.requests import TruncationFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,11 @@ class Truncation:
     from_left: bool = True
 
     @classmethod
-    def of(cls, request: SamplingFields, max_tokens: int | None, max_model_len: int) -> Truncation:
-        """Read a request; -1 stands for as many as leave room for max_tokens, or for one."""
+    def of(cls, request: TruncationFields, num_output_tokens: int, max_model_len: int) -> Truncation:
+        """Read a request; -1 stands for as many tokens as leave room for the output."""
         num_tokens = request.truncate_prompt_tokens
         if num_tokens == -1:
-            num_tokens = max(1, max_model_len - (max_tokens or 1))
+            num_tokens = max(1, max_model_len - num_output_tokens)
         return cls(num_tokens, request.truncation_side != "right")
 
     def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:

@@ -31,7 +31,7 @@ _GAUGES = (
 # (attribute of EngineCapacity, name, what it says)
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Tokens that the KV cache holds."),
-    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens that a step admits."),
+    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens of a step."),
     ("max_batch_total_tokens", "max_batch_total_tokens", "Most tokens, prompts and answers, of all that run."),
 )
 _CACHE_CONFIG = (

@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
-from octavo.server.answers.tools import Choice, Toolbox, read_function
+from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
@@ -29,7 +29,7 @@ from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_AL
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
-from octavo.server.errors import spelling
+from octavo.server.errors import ThreadsUnsupportedError, spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +125,7 @@ class Message(Struct):
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    _check_fields(service, request)
     tool_format = service.answer_style.tools
     params, conversation = await look_at(
         http_request, lambda: (_params(request, service.default_params), _read_conversation(request, tool_format))
@@ -143,11 +143,19 @@ async def create_message(service: Service, http_request: Request, request: Messa
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    _check_fields(service, request)
     tool_format = service.answer_style.tools
     return await count_prompt(
         service, http_request, lambda: _read_conversation(request, tool_format), lambda count: {"input_tokens": count}
     )
+
+
+def _check_fields(service: Service, request: CountTokensRequest) -> None:
+    """Raise `RequestError` for an unlisted field that would change the answer."""
+    extra = request.model_extra or {}
+    if extra.get("thread") is not None:
+        raise ThreadsUnsupportedError
+    service.extra_fields.check(extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
@@ -197,8 +205,8 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     described = []
     for index, tool in enumerate(request.tools or []):
         place = f"tools[{index}]"
-        if isinstance(tool, dict) and tool.get("type", "custom") != "custom":
-            raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
+        if isinstance(tool, dict) and tool.get("type") is not None:
+            check_tool_type(tool, place, "custom", '{"name": ..., "input_schema": ...}')
         described.append(read_function(tool, place, "input_schema"))
     wanted = request.tool_choice or {"type": "auto"}
     match wanted:

@@ -39,7 +39,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
     """Answer a conversation."""
     options = _job_options(service, request)
     if not request.messages:
-        return _loaded(service, Answer(request.model, message=AnswerMessage()))
+        return _loaded(service, request, Answer(request.model, message=AnswerMessage()))
     given, tool_format = request.messages, service.answer_style.tools
 
     def read() -> tuple[SamplingParams, Conversation]:
@@ -56,7 +56,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
     """Answer a prompt, or continue it as it stands: with raw, and where the model has no chat template."""
     options = _job_options(service, request)
     if not request.prompt:
-        return _loaded(service, Answer(request.model, response=""))
+        return _loaded(service, request, Answer(request.model, response=""))
     if request.raw and (request.system or request.think):
         raise RequestError("raw: the prompt stands as it is, without system and think", parameter="raw")
     params = await look_at(http_request, partial(request.params, service))
@@ -91,10 +91,10 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
     }
 
 
-def _loaded(service: Service, told: Answer) -> Response:
-    """Say that the model is there, which is what an empty request asks for."""
+def _loaded(service: Service, request: AnswerRequest, told: Answer) -> Response:
+    """Answer an empty request, which loads or unloads a model. Here the model stays loaded in both cases."""
     service.check_ready()
-    told.done, told.done_reason = True, "load"
+    told.done, told.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(told)
 
 

@@ -34,7 +34,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
     if request.input in (None, "", []):
         return _none(service, Vectors(request.model, []))
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
-    beginning = Truncation(service.model_info.max_model_len - 1, from_left=False)
+    beginning = Truncation(service.model_info.max_model_len, from_left=False)
     return await embed_prompts(
         service,
         http_request,

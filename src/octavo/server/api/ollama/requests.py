@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
@@ -19,23 +21,28 @@ from octavo.server.api.extra_fields import (
     each,
     refuse,
 )
-from octavo.server.api.openai.requests import Body, SamplingControls
+from octavo.server.api.openai.requests import Body, SamplingControls, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params, token_limit
-from octavo.server.errors import spelling
+from octavo.server.errors import ModelNotFoundError, spelling
 
 if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.service import Service
 
 _LOADING = "says how to load a model: it is loaded already"
+# Options that change nothing. Options that stand in neither table are unknown to Ollama as well, which ignores them.
 _HARMLESS_OPTIONS = {
-    **HARMLESS,
+    **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
     **each(_LOADING, "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"),
     "num_keep": HARMLESS["n_keep"],
 }
-_UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "penalize_newline": Off(True)}
+_UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mirostat": UNSUPPORTED_OR_ALIAS["mirostat"],
+    "penalize_newline": Off(True),
+    "tfs_z": UNSUPPORTED_OR_ALIAS["tfs_z"],
+}
 # Beside `options`: what would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
@@ -50,7 +57,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _LAST_N = 64  # tokens that penalties look at in Ollama where nothing is said
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_FILL_CONTEXT = -2  # of num_predict; -1 is no limit, and a full context ends an answer here
+_NO_LIMIT = (-2, 0)  # of num_predict, besides -1; a full context ends an answer here
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0+\.?0*|\.0+)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # as Go writes durations
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -60,7 +68,8 @@ _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_
 class Options(SamplingControls):
     """How tokens are chosen: Ollama's names, and vLLM's. What says how to load a model changes nothing."""
 
-    num_predict: Annotated[int, within("max_tokens", -1, -2)] | None = None
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None
+    stop: Annotated[str | Strings, Shown(types.StopText | list[types.StopText])] | None = None
     repeat_penalty: types.RepetitionPenalty | None = None
     repeat_last_n: int | None = None
     num_ctx: int | None = None
@@ -68,10 +77,16 @@ class Options(SamplingControls):
     @model_validator(mode="before")
     @classmethod
     def _take_whole_floats(cls, given: Any) -> Any:
-        """Take 40.0 where 40 is meant: to Ollama all numbers are alike."""
+        """Take 40.0 where 40 is meant, as to Ollama all numbers are alike, and drop empty stop strings."""
         if not isinstance(given, dict):
             return given
-        return {name: _whole(value) if name in _WHOLE else value for name, value in given.items()}
+        taken = {name: _whole(value) if name in _WHOLE else value for name, value in given.items()}
+        stop = taken.get("stop")
+        if stop == "":
+            taken["stop"] = []
+        elif isinstance(stop, list):
+            taken["stop"] = [text for text in stop if text != ""]
+        return taken
 
 
 class AnswerRequest(Body):
@@ -84,7 +99,8 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", -1, -2)] | None = None  # as Open WebUI sends it, too
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # as Open WebUI sends it, too
+    keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
@@ -94,7 +110,7 @@ class AnswerRequest(Body):
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
             raise RequestError(f"{misplaced} stands in options, not beside them", parameter=misplaced)
         service.extra_fields.check(given, _UNSUPPORTED, HARMLESS)
-        service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS)
+        service.extra_fields.check(options.model_extra, _UNSUPPORTED_OPTIONS, _HARMLESS_OPTIONS, level=logging.WARNING)
         longest = service.model_info.max_model_len
         if options.num_ctx is not None and options.num_ctx > longest:
             service.extra_fields.tell_once("num_ctx", f"num_ctx {options.num_ctx} is more than max_model_len {longest}")
@@ -118,11 +134,19 @@ class AnswerRequest(Body):
             return sampling_params(
                 options,
                 defaults,
-                max_tokens=token_limit(-1 if limit == _FILL_CONTEXT else limit, default_limit),
+                max_tokens=token_limit(-1 if limit in _NO_LIMIT else limit, default_limit),
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
                 structured_outputs=_read_format(self.format),
                 **(_NO_PENALTIES if options.repeat_last_n == 0 else repetition),
             )
+
+    @property
+    def is_unloading(self) -> bool:
+        """Whether an empty request asks to unload the model: with a keep_alive of 0."""
+        given = self.keep_alive
+        if isinstance(given, str):
+            return _ZERO_TIME.fullmatch(given) is not None
+        return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
         """Return what the chat template is told. Raises `RequestError` for thinking where it knows none."""
@@ -183,8 +207,13 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the name that is served for one that may have Ollama's tag. Raises `ModelNotFoundError`."""
-    return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
+    """Return the served name for one that may have Ollama's tag. Raises `ModelNotFoundError`, in Ollama's words."""
+    try:
+        return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
+    except ModelNotFoundError:
+        served = ", ".join(service.model_names)
+        message = f"model '{name:.100}' not found, try pulling it first (this server pulls none; it serves: {served})"
+        raise ModelNotFoundError(message, parameter="model") from None
 
 
 def _whole(value: Any) -> Any:

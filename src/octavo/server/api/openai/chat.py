@@ -68,7 +68,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
             read_messages(request.messages),
             read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, tool_format),
             effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request),
-            truncation=Truncation.of(request, params.max_tokens, info.max_model_len),
+            truncation=Truncation.of(request, params.max_tokens or 1, info.max_model_len),
             prediction=read_prediction(request.prediction),
         )
         return params, conversation

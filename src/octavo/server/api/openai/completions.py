@@ -56,7 +56,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
         )
     texts = service.engine.output_processor
     echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
-    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
+    truncation = Truncation.of(request, params.max_tokens or 1, service.model_info.max_model_len)
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
         prompts = await truncated(service, http_request, place, prompts, truncation)
         job = Job(

@@ -19,7 +19,7 @@ from octavo.server.answers.jobs import Job
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts, truncated
-from octavo.server.api.openai.requests import Body, Priority
+from octavo.server.api.openai.requests import Body, Priority, TruncationFields
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 from octavo.server.api.truncation import WHOLE, Truncation
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # as the OpenAI API
 # What would change a vector, and the values that change nothing: of vLLM, llama.cpp, TEI, and services behind gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **OF_PROMPTS,
+    **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
     **each(Off(), "content", "input_type", "messages", "output_dimension", "prompt_name"),
     **each(Off(False), "late_chunking", "truncation"),
@@ -52,7 +52,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(Body, TruncationFields):
     """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
 
     model: str | None = None
@@ -61,6 +61,13 @@ class EmbeddingRequest(Body):
     dimensions: Annotated[int, Shown(Annotated[int, Field(ge=1)])] | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+
+    def check(self, max_model_len: int) -> None:
+        """Raise `RequestError` for a wrong number of tokens to keep, or more than an input may have."""
+        self.check_truncation()
+        if (self.truncate_prompt_tokens or 0) > max_model_len:
+            message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"
+            raise RequestError(message, parameter="truncate_prompt_tokens")
 
 
 class Embedding(Struct):
@@ -93,12 +100,14 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
+    request.check(service.model_info.max_model_len)
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     return await embed_prompts(
         service,
         http_request,
         prompts,
         partial(EmbeddingReply, request),
+        truncation=Truncation.of(request, 0, service.model_info.max_model_len),
         dimensions=request.dimensions,
         model=model,
         priority=request.priority or 0,

@@ -104,7 +104,21 @@ class Aliased(BaseModel):
             self._sent_as[field] = name
 
 
-class SamplingFields(SamplingControls, OtherNames, Aliased):
+class TruncationFields(BaseModel):
+    """vLLM's fields that cut a prompt."""
+
+    truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def check_truncation(self) -> None:
+        """Raise `RequestError` for a number of tokens that is neither at least 1 nor -1."""
+        num_kept = self.truncate_prompt_tokens
+        if num_kept is not None and num_kept != -1 and num_kept < 1:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise RequestError(message, parameter="truncate_prompt_tokens")
+
+
+class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
 
     model: str | None = None
@@ -120,8 +134,6 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
     # vLLM's
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
-    truncation_side: Literal["left", "right"] | None = None
 
     aliases: ClassVar[dict[str, As]] = ALIASES
     # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
@@ -139,10 +151,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
-        num_kept = self.truncate_prompt_tokens
-        if num_kept is not None and num_kept != -1 and num_kept < 1:
-            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
-            raise RequestError(message, parameter="truncate_prompt_tokens")
+        self.check_truncation()
 
     def _check_penalties(self) -> None:
         """Refuse llama.cpp's penalties of the last tokens alone: here a penalty looks at all of them."""

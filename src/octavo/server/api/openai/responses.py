@@ -8,12 +8,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
-from octavo.server.answers.tools import Toolbox, read_choice, read_function
+from octavo.server.answers.tools import Toolbox, check_tool_type, read_choice, read_function
 from octavo.server.answers.usage import CompletionTokensDetails
 from octavo.server.api import request_types as types
 from octavo.server.api.block_types import CACHE, fields
@@ -185,8 +184,7 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
     described = []
     for index, tool in enumerate(request.tools or []):
         place = f"tools[{index}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
+        check_tool_type(tool, place, "function", '{"type": "function", "name": ...}')
         described.append(read_function(tool, place))
     has_tools = request.tools is not None or request.tool_choice == "auto"  # which answers say without tools, too
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)

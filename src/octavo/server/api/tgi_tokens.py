@@ -1,0 +1,59 @@
+"""Tokens as TGI's API lists them, and the text that each token adds to an answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from octavo.engine.tokenizer_interface import Detokenizer
+
+
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Token(PrefillToken):
+    """A token with the text that it adds: "" if it completes no character.
+
+    A special token has its name in a whole answer. In a stream it has "", because clients join the texts of all events.
+    """
+
+    special: bool
+
+
+class TokenTexts:
+    """Gives each token of an answer the text that it adds. Joined, the visible tokens' texts are the answer."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        """detokenizer: starts after the prompt, and hides special tokens."""
+        self._detokenizer = detokenizer
+        self._held = ""  # text that belongs to the next visible token
+        self._num_chars = 0
+
+    def share(self, tokens: list[Token], whole: str | None) -> str:
+        """Set the texts of the next tokens; special tokens keep theirs.
+
+        whole: the whole answer, with the last tokens. A stop string may end it inside of a token's text, and it may end
+        with bytes that never became a character: the last visible token of these has them. Returns that end if none of
+        these tokens is visible.
+        """
+        visible = None
+        for token in tokens:
+            self._held += self._detokenizer.add([token.id])
+            if token.special:
+                continue
+            visible, token.text, self._held = token, self._held, ""
+            if whole is not None:
+                token.text = token.text[: max(len(whole) - self._num_chars, 0)]
+            self._num_chars += len(token.text)
+        rest = "" if whole is None else whole[self._num_chars :]
+        if visible is None:
+            return rest
+        visible.text += rest
+        return ""
