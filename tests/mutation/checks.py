@@ -1,4 +1,4 @@
-"""What judges a mutant: the unit tests of the core, then small worlds of the simulation. Each runs in this process.
+"""What judges a mutant: the tests of its room, and for the core small worlds of the simulation. Each runs in this process.
 
 The tests are collected by pytest once. To judge a mutant a process forks, changes the function, and runs those checks
 that reach the changed line: nothing is imported again.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,13 +18,13 @@ from _pytest.runner import runtestprotocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import CodeType, FrameType
 
     from simulation.world import WorldConfig
 
     from mutation.mutator import Module
 
-TESTS = Path(__file__).resolve().parents[1]
 WORLD_STEPS = 60
 _OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
 
@@ -39,10 +39,39 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a check executed of the code as it is, by module, and the seconds that took."""
+    """What a check executed of the code as it is, by module.
+
+    seconds: the processor time that took; wall_s: the time until it ended.
+    """
 
     seconds: float
+    wall_s: float
     lines: dict[str, set[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """Which tests and worlds judge.
+
+    paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge.
+    conftest: the folder above which no conftest.py is loaded.
+    """
+
+    paths: tuple[str, ...]
+    conftest: Path
+    left_out: tuple[str, ...] = ()
+    num_worlds: int = 0
+
+    def collect(self, use: Callable[[list[Check]], None]) -> bool:
+        """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported."""
+        options = [
+            *_OPTIONS,
+            f"--confcutdir={self.conftest}",
+            *("-m", "not slow and not performance and not real"),
+            *(f"--deselect={prefix}" for prefix in self.left_out),
+            *self.paths,
+        ]
+        return pytest.main(options, plugins=[_Session(use, self.num_worlds)]) == pytest.ExitCode.OK
 
 
 class _Session:
@@ -60,17 +89,13 @@ class _Session:
         return True
 
 
-def with_checks(folder: Path, num_worlds: int, use: Callable[[list[Check]], None]) -> bool:
-    """Import the tests of a folder, and call `use` with them and some worlds; False where they cannot be imported."""
-    options = [*_OPTIONS, f"--confcutdir={folder}", "-m", "not slow and not performance", str(folder)]
-    return pytest.main(options, plugins=[_Session(use, num_worlds)]) == pytest.ExitCode.OK
-
-
 def _passes(item: pytest.Item) -> bool:
     return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
 
 
 def _worlds(count: int) -> list[Check]:
+    if not count:
+        return []
     from simulation.world import draw_config, draw_windowed, run_world
 
     def passes(name: str, draw: Callable[[random.Random, int], WorldConfig]) -> bool:
@@ -85,7 +110,7 @@ def _worlds(count: int) -> list[Check]:
 
 
 def reach_of(check: Check, modules: list[Module]) -> Reach:
-    """Run a check over the code as it is. Raises `SystemExit` where it fails."""
+    """Run a check over the code as it is, and note what all its threads execute. Raises `SystemExit` if it fails."""
     names = {str(module.path): module.name for module in modules}
     lines: dict[str, set[int]] = {module.name: set() for module in modules}
     watches: dict[CodeType, Any] = {}
@@ -97,15 +122,17 @@ def reach_of(check: Check, modules: list[Module]) -> Reach:
             watches[code] = None if name is None else _noting(code, lines[name])
         return watches[code]
 
-    start = time.process_time()
+    start, start_wall = time.process_time(), time.monotonic()
+    threading.settrace(watch)
     sys.settrace(watch)
     try:
         is_good = check.passes()
     finally:
         sys.settrace(None)
+        threading.settrace(None)
     if not is_good:
         raise SystemExit(f"{check.name} fails without any mutant")
-    return Reach(time.process_time() - start, lines)
+    return Reach(time.process_time() - start, time.monotonic() - start_wall, lines)
 
 
 def _noting(code: CodeType, lines: set[int]) -> Any:
