@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mutation.checks import Judges
 from mutation.report import Report
-from mutation.rooms import BY_NAME, ROOMS, TESTS, room_of_day, paths_named
+from mutation.rooms import BY_NAME, ROOMS, TESTS, paths_named, room_of_day
 from mutation.selection import diff_since, key_of, of_changed_lines, read_equivalent
 from mutation.sweep import Sweep
 

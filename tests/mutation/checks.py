@@ -1,4 +1,4 @@
-"""What judges a mutant: the tests of its room, and for the core small worlds of the simulation. Each runs in this process.
+"""What judges a mutant: the tests of its room, and worlds of the simulation for the core. Each runs in this process.
 
 The tests are collected by pytest once. To judge a mutant a process forks, changes the function, and runs those checks
 that reach the changed line: nothing is imported again.

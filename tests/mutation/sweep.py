@@ -94,8 +94,8 @@ class Sweep:
         libraries: list[str] = []
         for _, said in in_children(range(self._jobs), self._jobs, measure):
             found, libraries = json.loads(said)
-            if isinstance(found, str):
-                raise RuntimeError(f"the tests ended with {found} without any mutant")
+            if isinstance(found, str):  # a signal's name
+                raise RuntimeError(f"the tests ended with {found} without any mutant")  # noqa: TRY004
             for name, seconds, wall_s, lines in found:
                 reached[name] = Reach(seconds, wall_s, dict(zip(names, map(set, lines), strict=True)))
         return reached, libraries

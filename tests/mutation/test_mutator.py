@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mutation.mutator import Module
-from mutation.rooms import BY_NAME, ROOMS, room_of_day, paths_named
+from mutation.rooms import BY_NAME, ROOMS, paths_named, room_of_day
 from mutation.selection import key_of, of_changed_lines, read_equivalent
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -164,7 +164,7 @@ def test_files_are_named_by_the_end_of_their_path():
     assert found("limiter.py", "router/proxy.py") == {("access", "limiter.py"), ("router", "proxy.py")}
     assert found("connection.py") == {("access", "connection.py"), ("router", "connection.py")}
     assert found("connection.py", "core/stop.py") > found("core/stop.py") == {("core", "stop.py")}
-    with pytest.raises(ValueError, match="router/limiter.py is no file of core, models"):
+    with pytest.raises(ValueError, match=r"router/limiter\.py is no file of core, models"):
         found("stop.py", "router/limiter.py")
 
 
