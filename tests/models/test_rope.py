@@ -35,6 +35,8 @@ KINDS = [
     ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"attention_factor": 1.25, "truncate": False}),
     ("yarn", YARN | {"beta_fast": 20.0, "beta_slow": 3.0}),
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-3}),  # a ramp beyond the pairs
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-9}),  # and beyond the dimensions
     ("yarn", {"factor": 4.0}),  # the original length is then max_position_embeddings
     ("yarn", {"factor": None, "original_max_position_embeddings": 512}),
 ]
