@@ -139,8 +139,10 @@ class Sweep:
         return None, len(reached)
 
     def _reaches(self, check: Check, mutant: Mutant) -> bool:
-        reached = self._reach[check.name].lines[mutant.module.name]
-        return not mutant.function or not reached.isdisjoint(mutant.lines)
+        reach = self._reach.get(check.name)  # None for a check that was not there to be measured
+        return reach is not None and (
+            not mutant.function or not reach.lines[mutant.module.name].isdisjoint(mutant.lines)
+        )
 
 
 class _MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
