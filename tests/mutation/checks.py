@@ -6,6 +6,7 @@ that reach the changed line: nothing is imported again.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import threading
@@ -109,30 +110,48 @@ def _worlds(count: int) -> list[Check]:
     return [Check(name, lambda name=name, draw=draw: passes(name, draw)) for name, draw in worlds]
 
 
-def reach_of(check: Check, modules: list[Module]) -> Reach:
-    """Run a check over the code as it is, and note what all its threads execute. Raises `SystemExit` if it fails."""
-    names = {str(module.path): module.name for module in modules}
-    lines: dict[str, set[int]] = {module.name: set() for module in modules}
-    watches: dict[CodeType, Any] = {}
+class Trace:
+    """Notes the lines of functions of some modules that are executed, by all threads, while it runs.
 
-    def watch(frame: FrameType, _event: str, _argument: object) -> Any:
+    lines: by the name of the module.
+    """
+
+    def __init__(self, modules: list[Module]) -> None:
+        self._names = {str(module.path): module.name for module in modules}
+        self.lines: dict[str, set[int]] = {module.name: set() for module in modules}
+        self._watches: dict[CodeType, Any] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        threading.settrace(self._watch)
+        sys.settrace(self._watch)
+
+    def stop(self) -> None:
+        """End."""
+        sys.settrace(None)
+        threading.settrace(None)
+
+    def _watch(self, frame: FrameType, _event: str, _argument: object) -> Any:
         code = frame.f_code
-        if code not in watches:
-            name = names.get(code.co_filename)
-            watches[code] = None if name is None else _noting(code, lines[name])
-        return watches[code]
+        if code not in self._watches:
+            name = self._names.get(code.co_filename)
+            is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or class
+            self._watches[code] = _noting(code, self.lines[name]) if name and is_function else None
+        return self._watches[code]
 
+
+def reach_of(check: Check, modules: list[Module]) -> Reach:
+    """Run a check over the code as it is. Raises `SystemExit` if it fails."""
+    trace = Trace(modules)
     start, start_wall = time.process_time(), time.monotonic()
-    threading.settrace(watch)
-    sys.settrace(watch)
+    trace.start()
     try:
         is_good = check.passes()
     finally:
-        sys.settrace(None)
-        threading.settrace(None)
+        trace.stop()
     if not is_good:
         raise SystemExit(f"{check.name} fails without any mutant")
-    return Reach(time.process_time() - start, time.monotonic() - start_wall, lines)
+    return Reach(time.process_time() - start, time.monotonic() - start_wall, trace.lines)
 
 
 def _noting(code: CodeType, lines: set[int]) -> Any:

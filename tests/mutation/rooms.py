@@ -76,7 +76,9 @@ ROOMS = (
         (
             "engine/test_detokenizer.py",
             "engine/test_llm_engine.py",
+            "engine/test_output_processor.py",
             "engine/test_stop_strings.py",
+            "engine/test_tokenizer.py",
         ),
         ("detokenizer.py", "output_processor.py", "stop_strings.py"),
     ),

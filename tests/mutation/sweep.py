@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mutation.checks import Check, Judges, Reach, reach_of
+from mutation.checks import Check, Judges, Reach, Trace, reach_of
 from mutation.children import in_children
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Sweep:
         self._tell = tell
         self._may_go_on = may_go_on
         self._reach: dict[str, Reach] = {}
+        self._at_import: dict[str, set[int]] = {}  # lines of functions, by module
         self._kills: Counter[tuple[str, str, str]] = Counter()  # by module, function and check
 
     def judge(self, mutants: Sequence[Mutant]) -> list[Verdict]:
@@ -60,45 +61,56 @@ class Sweep:
         verdicts: list[Verdict] = []
 
         def judge_functions(checks: list[Check]) -> None:
-            chosen = [mutant for mutant in mutants if mutant.function]
+            chosen = [mutant for mutant in mutants if not self._needs_import(mutant)]
             verdicts.extend(self._judged(chosen, lambda mutant: self._try_patched(mutant, checks)))
 
-        self._reach, libraries = self._measured()
-        if imported := [mutant for mutant in mutants if not mutant.function]:
+        libraries = self._measure()
+        if imported := [mutant for mutant in mutants if self._needs_import(mutant)]:
             _import_all(libraries)
             verdicts += self._judged(imported, self._try_imported)
         if not self._judges.collect(judge_functions):
             raise RuntimeError("the sweep broke off")
         return verdicts
 
-    def _measured(self) -> tuple[dict[str, Reach], list[str]]:
+    def _measure(self) -> list[str]:
         """Run every check over the code as it is, in processes that import octavo; this one must not.
 
-        Also return the modules of other packages that the checks import.
+        Return the modules of other packages that the checks import.
         """
 
         def measure(first: int) -> object:
             found: list[object] = []
+            at_import = Trace(self._modules)
 
             def run(checks: list[Check]) -> None:
+                at_import.stop()
                 for check in checks[first :: self._jobs]:
                     reach = reach_of(check, self._modules)
                     found.append((check.name, reach.seconds, reach.wall_s, [*map(sorted, reach.lines.values())]))
 
+            at_import.start()
             if not self._judges.collect(run):
                 raise RuntimeError("the tests cannot be collected")
-            return found, _libraries()
+            return found, _libraries(), [*map(sorted, at_import.lines.values())]
 
         names = [module.name for module in self._modules]
-        reached: dict[str, Reach] = {}
         libraries: list[str] = []
         for _, said in in_children(range(self._jobs), self._jobs, measure):
-            found, libraries = json.loads(said)
-            if isinstance(found, str):  # a signal's name
-                raise RuntimeError(f"the tests ended with {found} without any mutant")  # noqa: TRY004
+            found, libraries, *imports = json.loads(said)
+            if not imports:
+                raise RuntimeError(f"the tests ended with {found} without any mutant")
+            self._at_import = dict(zip(names, map(set, imports[0]), strict=True))
             for name, seconds, wall_s, lines in found:
-                reached[name] = Reach(seconds, wall_s, dict(zip(names, map(set, lines), strict=True)))
-        return reached, libraries
+                self._reach[name] = Reach(seconds, wall_s, dict(zip(names, map(set, lines), strict=True)))
+        return libraries
+
+    def _needs_import(self, mutant: Mutant) -> bool:
+        """Whether a mutant is seen only when its module is imported: if so, patching its function comes too late."""
+        name = mutant.module.name
+        return not mutant.function or (
+            not self._at_import[name].isdisjoint(mutant.lines)
+            and all(reach.lines[name].isdisjoint(mutant.lines) for reach in self._reach.values())
+        )
 
     def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object]) -> Iterator[Verdict]:
         for mutant, said in in_children((each for each in mutants if self._may_go_on()), self._jobs, act):
@@ -141,7 +153,7 @@ class Sweep:
     def _reaches(self, check: Check, mutant: Mutant) -> bool:
         reach = self._reach.get(check.name)  # None for a check that was not there to be measured
         return reach is not None and (
-            not mutant.function or not reach.lines[mutant.module.name].isdisjoint(mutant.lines)
+            self._needs_import(mutant) or not reach.lines[mutant.module.name].isdisjoint(mutant.lines)
         )
 
 
