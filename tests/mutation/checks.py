@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,12 @@ class Judges:
     num_worlds: int = 0
 
     def collect(self, use: Callable[[list[Check]], None]) -> bool:
-        """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported."""
+        """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported.
+
+        Hypothesis draws the same examples each time, so that a check reaches what it was measured to reach.
+        """
+        settings.register_profile("mutants", derandomize=True, database=None)
+        settings.load_profile("mutants")
         options = [
             *_OPTIONS,
             f"--confcutdir={self.conftest}",
