@@ -133,6 +133,7 @@ def test_the_bytes_of_a_tensor_are_those_of_its_blocks(read):
         ({"tensors": [tensor("t", (1 << 40,))]}, r"tensor t has the shape \[1099511627776\]"),
         ({"tensors": [tensor("t", ((1 << 40) - 1,))]}, "is not within"),
         ({"tensors": [tensor("n" * ((1 << 16) + 1))]}, "of 65537 characters is the name of tensor 0; at most"),
+        ({"tensors": [tensor("t", (31, 2), code=8)]}, "tensor t has rows of 31 values, which are no whole"),
         ({"tensors": [tensor("t")[:-1]]}, "the file ends within t; the download is incomplete"),
     ],
 )  # fmt: skip
@@ -180,6 +181,11 @@ def test_a_model_has_a_limit_of_files(read):
 def test_the_first_of_several_files_says_so_itself(read):
     with pytest.raises(ModelError, match=r"split.no = 1 and split.count = 2, where 0 and 2 are expected"):
         read(number("split.count", 2), number("split.no", 1), name="m-00001-of-00002.gguf")
+
+
+def test_the_first_missing_file_is_named(read):
+    with pytest.raises(ModelError, match=r": m-00002-of-00003.gguf is missing, one of 3 files of the model"):
+        read(number("split.count", 3), number("split.no", 0), name="m-00001-of-00003.gguf")
 
 
 def test_a_tensor_stands_in_one_of_several_files(read):

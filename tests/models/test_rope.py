@@ -30,7 +30,9 @@ KINDS = [
     ("linear", {"factor": 2.5}),
     ("llama3", LLAMA3),
     ("llama3", LLAMA3 | {"original_max_position_embeddings": 100, "factor": 32.0}),
+    ("llama3", LLAMA3 | {"low_freq_factor": 1.5}),
     ("yarn", YARN),
+    ("yarn", YARN | {"beta_fast": 128.0, "beta_slow": 100.0}),  # a ramp without length
     ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"attention_factor": 1.25, "truncate": False}),

@@ -108,7 +108,8 @@ class IncrementalDetokenizer:
         """Start behind a prompt; `decode` returns the text of tokens that stand alone."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
-        self._held = bytearray()  # bytes that wait for those after them; the first of them may be the prompt's
+        self._held = bytearray()  # bytes that wait for those behind them; the first of them may be the prompt's
+        self._num_prompt_bytes = 0
         self._first_ids: list[int] | None = None  # of a text that has not begun
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
