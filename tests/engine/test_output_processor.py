@@ -135,6 +135,24 @@ def test_unfinished_characters_come_with_the_end():
     assert Answering().step([97, 0xC3], finish_reason="length").outputs[0].text == "a\ufffd"
 
 
+def test_an_unfinished_character_waits_while_news_have_no_token():
+    answering = Answering()
+    assert [answering.step(text).outputs[0].text for text in ([0xC3], [], [0xA9])] == ["", "", "é"]
+
+
+def test_a_text_ends_once():
+    class Marking(ByteTokenizer):
+        def incremental_detokenizer(self, prompt_token_ids, *, skip_special_tokens):
+            inner = super().incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+            inner.finish = lambda: "!"
+            return inner
+
+    assert Answering(tokenizer=Marking()).step("ab", finish_reason="length").outputs[0].text == "ab!"
+    answering = Answering(tokenizer=Marking())
+    assert answering.step("ab").outputs[0].text == "ab"
+    assert answering.step(finish_reason="length").outputs[0].text == "ab!"
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
 def test_the_token_that_ends_an_answer_is_hidden_unless_it_is_asked_for(include, text):
     params = {"stop_token_ids": [99], "include_stop_str_in_output": include}
@@ -232,6 +250,8 @@ def test_computed_tokens_are_those_of_all_streams_and_recomputed_ones_beyond_nee
     output = answering.step("y", stream="r-1", num_computed_tokens=2, num_cached_tokens=0, finish_reason="length")
     assert (output.metrics.num_computed_tokens, output.metrics.num_recomputed_tokens) == (7 + 2, 4)
     assert output.num_cached_tokens == 1
+    aborted = Answering().step("ab", num_computed_tokens=1, finish_reason="abort").metrics
+    assert (aborted.num_computed_tokens, aborted.num_recomputed_tokens) == (1, 0)
     plain = Answering().step("ab", num_computed_tokens=3, finish_reason="length").metrics
     assert (plain.num_computed_tokens, plain.num_recomputed_tokens) == (3, 0)
 

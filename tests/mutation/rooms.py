@@ -22,7 +22,7 @@ class Room:
     package: the package that holds them, with its subpackages.
     modules: their paths in the package; empty for all of them.
     tests: files and folders below `tests/` that judge them, in this process and within seconds.
-    left_out: prefixes of test names that do not judge: they start processes, or measure the whole process.
+    left_out: prefixes of test names that do not judge: they start processes, or measure time or the whole process.
     conftest: the folder below `tests/` above which no conftest.py is loaded.
     num_worlds: number of worlds of the simulation that judge, too.
     min_killed: the percentage of judged mutants, without the equivalent ones, that has to be killed.
@@ -81,6 +81,7 @@ ROOMS = (
             "engine/test_tokenizer.py",
         ),
         ("detokenizer.py", "output_processor.py", "stop_strings.py"),
+        left_out=("tests/engine/test_stop_strings.py::test_the_worst_stop_strings_cost_little",),
     ),
     Room("speculative", "octavo.speculative", ("speculative",)),
     Room("router", "octavo.router", ("router",), left_out=("tests/router/test_launcher.py",)),
