@@ -78,6 +78,18 @@ class TestSuffixIndex:
         index.extend([1, 2, 3, 4, 1, 2, 3])
         assert propose(index, [4, 1, 2, 3], factor=2.0) == ([4, 1, 2, 3, 4, 1], 6.0)
 
+    def test_an_end_that_overwrites_a_token_is_an_end(self):
+        index = SuffixIndex(10)
+        index.extend(range(10))
+        index.extend([1, 2, 3])
+        index.close()
+        index.extend([7, 8, 9])
+        assert propose(index, [1, 2, 3]) == ([], 0.0)
+
+    def test_the_most_frequent_token_wins_over_the_newest(self):
+        draft, score = propose(index_of([1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3, 8]), [1, 2, 3])
+        assert (draft, score) == ([9], 2 / 3)
+
     def test_tokens_with_the_id_0_are_tokens(self):
         assert propose(index_of([0, 0, 0, 0, 5]), [7, 0, 0, 0, 0]) == ([5], 1.0)
 
