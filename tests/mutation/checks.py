@@ -146,8 +146,8 @@ class Trace:
         return self._watches[code]
 
 
-def reach_of(check: Check, modules: list[Module]) -> Reach:
-    """Run a check over the code as it is. Raises `SystemExit` if it fails."""
+def reach_of(check: Check, modules: list[Module]) -> Reach | None:
+    """Run a check over the code as it is; return None if it fails."""
     trace = Trace(modules)
     start, start_wall = time.process_time(), time.monotonic()
     trace.start()
@@ -155,9 +155,7 @@ def reach_of(check: Check, modules: list[Module]) -> Reach:
         is_good = check.passes()
     finally:
         trace.stop()
-    if not is_good:
-        raise SystemExit(f"{check.name} fails without any mutant")
-    return Reach(time.process_time() - start, time.monotonic() - start_wall, trace.lines)
+    return Reach(time.process_time() - start, time.monotonic() - start_wall, trace.lines) if is_good else None
 
 
 def _noting(code: CodeType, lines: set[int]) -> Any:

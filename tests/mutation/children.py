@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 MEMORY_BYTES = 2 << 30  # beside what the process has mapped when it is forked
-_TICK_S = 1.0
-_BUSY_TICK_S = 0.005  # processor time of a tick in which something was done
-_MAX_IDLE_TICKS = 10
+_TICK_S = 0.25
+_BUSY_TICK_S = 0.002  # processor time of a tick in which something was done
 
 
 def in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) -> Iterator[tuple[Any, str]]:
@@ -44,6 +43,7 @@ def in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) -
                     is_more = False
                     break
                 folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+                folder.chmod(0o755)  # some tests let another user in
                 pid = os.fork()
                 if not pid:
                     _say(act, item, folder)
@@ -80,10 +80,10 @@ def _say(act: Callable[[Any], object], item: object, folder: Path) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    mapped = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    most = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     gc.disable()  # it would touch, and so copy, what is shared with the parent
-    _Idleness().watch()
+    IDLENESS.watch()
     code = 1
     try:
         said = json.dumps(act(item))
@@ -101,21 +101,28 @@ class _Idleness:
 
     Ticks are counted in which the process was given the processor and used it for nothing but the tick: a busy machine
     delays ticks, it does not make them idle.
+
+    limit_s: how long it may wait without a pause.
     """
 
     def __init__(self) -> None:
-        self._num_idle = 0
-        self._used_s = time.process_time()
+        self.limit_s = 10.0
+        self._idle_s = 0.0
+        self._used_s = 0.0
 
     def watch(self) -> None:
         """Begin."""
+        self._used_s = time.process_time()
         signal.signal(signal.SIGALRM, self._tick)
         signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
 
     def _tick(self, _number: int, _frame: object) -> None:
         used_s = time.process_time()
-        self._num_idle = self._num_idle + 1 if used_s - self._used_s < _BUSY_TICK_S else 0
+        self._idle_s = self._idle_s + _TICK_S if used_s - self._used_s < _BUSY_TICK_S else 0.0
         self._used_s = used_s
-        if self._num_idle >= _MAX_IDLE_TICKS:
+        if self._idle_s > self.limit_s:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGALRM)
+
+
+IDLENESS = _Idleness()  # of this process

@@ -84,7 +84,7 @@ ROOMS = (
         left_out=("tests/engine/test_stop_strings.py::test_the_worst_stop_strings_cost_little",),
     ),
     Room("speculative", "octavo.speculative", ("speculative",)),
-    Room("router", "octavo.router", ("router",), left_out=("tests/router/test_launcher.py",)),
+    Room("router", "octavo.router", ("router",)),
     Room(
         "access",
         "octavo.server.access",
