@@ -120,7 +120,11 @@ def _in_a_process(task: _Task, jobs: int, limit_s: float, min_killed: float | No
 def _judge(task: _Task, jobs: int, limit_s: float, min_killed: float | None) -> int:
     room, report = task.room, task.report
     judges = Judges(
-        tuple(str(TESTS / each) for each in room.tests), TESTS / room.conftest, room.left_out, room.num_worlds
+        tuple(str(TESTS / each) for each in room.tests),
+        TESTS / room.conftest,
+        room.left_out,
+        room.num_worlds,
+        room.whole_sweeps,
     )
     start = time.monotonic()
     print(f"{room.name}: {len(task.chosen)} mutants", flush=True)

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 WORLD_STEPS = 60
 _OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
+_FAST = "not slow and not performance and not real"
+_WHOLE_SWEEPS = (
+    "(sweep or not(slow)) and not performance and not real"  # "not slow" has tests/conftest.py leave cases out
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +60,14 @@ class Judges:
     """Which tests and worlds judge.
 
     paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge.
-    conftest: the folder above which no conftest.py is loaded.
+    conftest: the folder above which no conftest.py is loaded. whole_sweeps: cases of sweeps judge that are not drawn, too.
     """
 
     paths: tuple[str, ...]
     conftest: Path
     left_out: tuple[str, ...] = ()
     num_worlds: int = 0
+    whole_sweeps: bool = False
 
     def collect(self, use: Callable[[list[Check]], None]) -> bool:
         """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported.
@@ -74,7 +79,7 @@ class Judges:
         options = [
             *_OPTIONS,
             f"--confcutdir={self.conftest}",
-            *("-m", "not slow and not performance and not real"),
+            *("-m", _WHOLE_SWEEPS if self.whole_sweeps else _FAST),
             *(f"--deselect={prefix}" for prefix in self.left_out),
             *self.paths,
         ]

@@ -25,6 +25,7 @@ class Room:
     left_out: prefixes of test names that do not judge: they start processes, or measure time or the whole process.
     conftest: the folder below `tests/` above which no conftest.py is loaded.
     num_worlds: number of worlds of the simulation that judge, too.
+    whole_sweeps: all cases of sweeps judge, not only those that are drawn for the day.
     min_killed: the percentage of judged mutants, without the equivalent ones, that has to be killed.
     """
 
@@ -35,6 +36,7 @@ class Room:
     left_out: tuple[str, ...] = ()
     conftest: str = ""
     num_worlds: int = 0
+    whole_sweeps: bool = False
     min_killed: float = 90
 
     @property
@@ -105,7 +107,7 @@ ROOMS = (
             "tests/kv_transfer/test_mooncake_pool.py",
         ),
     ),
-    Room("answers", "octavo.server.answers", ("server/answers",)),
+    Room("answers", "octavo.server.answers", ("server/answers",), whole_sweeps=True),
 )
 BY_NAME = {room.name: room for room in ROOMS}
 
