@@ -60,7 +60,8 @@ class Judges:
     """Which tests and worlds judge.
 
     paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge.
-    conftest: the folder above which no conftest.py is loaded. whole_sweeps: cases of sweeps judge that are not drawn, too.
+    conftest: the folder above which no conftest.py is loaded.
+    whole_sweeps: cases of sweeps that are not drawn judge, too.
     """
 
     paths: tuple[str, ...]
