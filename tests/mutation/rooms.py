@@ -21,6 +21,7 @@ class Room:
 
     package: the package that holds them, with its subpackages.
     modules: their paths in the package; empty for all of them.
+    elsewhere: paths of modules that run in processes of their own, where no mutant reaches them: they are not judged.
     tests: files and folders below `tests/` that judge them, in this process and within seconds.
     left_out: prefixes of test names that do not judge: they start processes, or measure time or the whole process.
     conftest: the folder below `tests/` above which no conftest.py is loaded.
@@ -33,6 +34,7 @@ class Room:
     package: str
     tests: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     conftest: str = ""
     num_worlds: int = 0
@@ -51,7 +53,8 @@ class Room:
 
     def paths(self) -> list[Path]:
         """Return the paths of the modules, sorted."""
-        return sorted([self.folder / name for name in self.modules] or self.folder.rglob("*.py"))
+        left_out = {self.folder / name for name in self.elsewhere}
+        return sorted({*([self.folder / name for name in self.modules] or self.folder.rglob("*.py"))} - left_out)
 
     def read_modules(self, paths: Iterable[Path] | None = None) -> list[Module]:
         """Parse the modules, or those at `paths` alone."""
@@ -97,6 +100,7 @@ ROOMS = (
         "kv_transfer",
         "octavo.kv_transfer",
         ("kv_transfer",),
+        elsewhere=("mooncake_process.py",),
         left_out=(
             "tests/kv_transfer/test_direct.py::test_a_donor_that_is_killed_or_frozen",
             "tests/kv_transfer/test_direct_engines.py",
