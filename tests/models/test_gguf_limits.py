@@ -178,6 +178,13 @@ def test_a_model_has_a_limit_of_files(read):
         read(field("split.count", STRING, text("two")))
 
 
+def test_a_count_of_files_is_not_negative_and_is_that_of_the_name(read):
+    with pytest.raises(ModelError, match=r"split.count = -1 must be a whole number"):
+        read(field("split.count", 5, struct.pack("<i", -1)))
+    with pytest.raises(ModelError, match=r"is one of 2 files, and must be called NAME-00001-of-00002.gguf"):
+        read(number("split.count", 2), number("split.no", 0), name="m-00001-of-00003.gguf")
+
+
 def test_the_first_of_several_files_says_so_itself(read):
     with pytest.raises(ModelError, match=r"split.no = 1 and split.count = 2, where 0 and 2 are expected"):
         read(number("split.count", 2), number("split.no", 1), name="m-00001-of-00002.gguf")
