@@ -1,4 +1,4 @@
-"""When a replica is started again, after which pause, and when it has failed: without a process."""
+"""When a replica is started again, after which pause, when it has failed, and when an engine is lost: without a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.router import launcher
+from octavo.router.engines import Engine
 from octavo.router.launcher import LocalReplicas, _Replica
+from octavo.router.watching import EngineWatch
 
 
 class Process:
@@ -127,3 +129,18 @@ def test_a_silent_replica_is_killed_after_eight_times():
     assert process.told == ["kill"]
     replicas.reload()
     assert process.told == ["kill", signal.SIGHUP]
+
+
+@pytest.mark.parametrize(
+    ("error", "forgets"), [(ConnectionRefusedError(), True), (ConnectionResetError(), True), (TimeoutError(), False)]
+)
+def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, forgets):
+    """Whatever answers at its address next has an empty cache; an engine that is only silent keeps its own."""
+    heard = []
+    watch = object.__new__(EngineWatch)
+    watch._pool = SimpleNamespace(
+        forget=lambda engine: heard.append("forget"),
+        lost=lambda engine: heard.append("lost"),
+    )
+    watch._lost(Engine("http://e"), error)
+    assert heard == (["forget", "lost"] if forgets else ["lost"])

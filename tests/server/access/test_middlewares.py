@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from octavo.server.access.limiter import Bucket, Pool
 from octavo.server.access.origins import OriginMiddleware
 from octavo.server.access.overload import OverloadMiddleware
 from octavo.server.access.routes import REFUSALS
-from octavo.server.access.tenants import EVERYBODY, Keyring, Tenant
+from octavo.server.access.tenants import EVERYBODY, Keyring, Tenant, add_key
 from octavo.server.access.timeouts import SPACING_S, TimeoutQueue
 
 KEY = "secret"
@@ -96,6 +98,19 @@ def test_another_site_may_open_a_page_and_nothing_else() -> None:
     for index in (1, 2):
         without = [header for number, header in enumerate(OPENS) if number != index]
         assert keyed([BROWSERS, *without], path="/dashboard")[0] == 401
+
+
+def test_a_server_asks_for_its_one_key_or_for_those_of_a_file(tmp_path: Path) -> None:
+    assert Keyring.of(SimpleNamespace(api_keys_file=None, api_key=None)) is None
+    alone = Keyring.of(SimpleNamespace(api_keys_file=None, api_key=KEY))
+    assert (alone.find(KEY.encode()), alone.find(b"other")) == (EVERYBODY, None)
+    path = tmp_path / "keys.toml"
+    key = add_key(path, Tenant(name="team"))
+    ring = Keyring.of(SimpleNamespace(api_keys_file=path, api_key=KEY, operator_key="operator"))
+    assert ring.find(b"operator").read_metrics
+    assert ring.find(KEY.encode()) is None
+    assert ring.find(key.encode()).name == "team"
+    assert Keyring.from_file(path).find(b"operator") is None
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
