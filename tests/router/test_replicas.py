@@ -1,4 +1,4 @@
-"""When a replica is started again, after which pause, when it has failed, and when an engine is lost: without a process."""
+"""When a replica is started again, when it has failed, and when an engine is lost: without a process."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_limits_of_time_that_end_together_are_acted_on_in_turns() -> None:
         names += [await acted.get(), await acted.get()]
         limits.call_later(0.0, partial(acted.put_nowait, "e"))
         names.append(await acted.get())
-        await asyncio.sleep(2 * SPACING_S)  # nobody waits any more: the next one is acted on at once
+        await asyncio.sleep(2 * SPACING_S)  # lets the pause end, so that the next one begins a new turn
         limits.call_later(0.0, partial(acted.put_nowait, "f"))
         return [*names, await acted.get()]
 
