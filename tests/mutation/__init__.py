@@ -1,4 +1,4 @@
-"""Mutants of the core: every statement changed in every way, one at a time, and tests that have to see it.
+"""Mutants: every statement of a room is changed in every way, one at a time, and its tests have to see each change.
 
-`mutator` makes them, `checks` are what judges them, `sweep` judges many.
+`rooms` names the rooms, `mutator` makes the mutants, `checks` are the tests that judge them, `sweep` judges many.
 """

@@ -1,6 +1,7 @@
-"""Judge mutants of the core and print those that live, then a table.
+"""Judge mutants of rooms; print those that live, and a table for each room.
 
-Exit 1 when one lives that is not listed in equivalent.toml, or when an entry there is no mutant or is seen by a test.
+Exit 1 when a room's share of killed mutants is too low, or when an entry of its list of equivalent mutants is no mutant
+or is seen by a test.
 """
 
 from __future__ import annotations
@@ -10,133 +11,128 @@ import os
 import random
 import sys
 import time
-from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mutation.mutator import modules_of
-from mutation.selection import EQUIVALENT, diff_since, key_of, of_changed_lines, read_equivalent
-from mutation.sweep import Sweep, Verdict
+from mutation.checks import Judges
+from mutation.report import Report
+from mutation.rooms import BY_NAME, ROOMS, TESTS, paths_named, room_of_day
+from mutation.selection import diff_since, key_of, of_changed_lines, read_equivalent
+from mutation.sweep import Sweep
 
 if TYPE_CHECKING:
-    from mutation.mutator import Mutant
-    from mutation.selection import Key
+    from pathlib import Path
 
-PACKAGE = "octavo.core"
+    from mutation.mutator import Mutant
+    from mutation.rooms import Room
 
 
 def main() -> int:
     """Read the command line, choose and judge."""
+    args = _parser().parse_args()
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not survive a fork
+    try:
+        tasks = [_task(room, paths, args) for room, paths in paths_named(_rooms(args), args.files)]
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    exit_code = max((1 for task in tasks if task.report.exit_code), default=0)
+    tasks = [task for task in tasks if task.chosen]
+    if not tasks:
+        print("no statement that is judged has changed")
+    total = sum(len(task.chosen) for task in tasks)
+    for task in tasks:
+        limit_s = args.limit_s * len(task.chosen) / total
+        exit_code = max(exit_code, _in_a_process(task, args.jobs, limit_s, args.min_killed))
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
-    parser.add_argument("files", nargs="*", help="files of the core, all of them by default")
+    parser.add_argument("files", nargs="*", help="files of the rooms, all by default: limiter.py, access/limiter.py")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--room", choices=[*BY_NAME, "all"], help="default: core; all with files or --changed")
+    chosen.add_argument("--room-of-day", metavar="YYYY-DDD", help="the room whose turn it is on this day of the year")
     parser.add_argument("--changed", metavar="REV", help="only statements changed since the branch left REV")
     parser.add_argument("--share", type=float, default=1.0, help="judge this share of them, drawn by chance")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="judge none after so many seconds")
     parser.add_argument(
-        "--min-killed", type=float, default=100, help="fail below this percentage (default: %(default)s)"
+        "--limit-s", type=float, default=float("inf"), help="judge none after so many seconds, divided among the rooms"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--min-killed", type=float, help="fail below this percentage (default: each room's own)")
+    parser.add_argument("--seed", default="0", help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    args = parser.parse_args()
-    modules = modules_of(PACKAGE)
-    mutants = [mutant for module in modules for mutant in module.mutants()]
-    known = read_equivalent(EQUIVALENT.read_text())
-    report = Report(known)
-    report.tell_stale({key_of(mutant) for mutant in mutants})
-    chosen = chosen_of(mutants, args)
-    if not chosen:
-        print("no statement of the core changed: nothing to judge")
-        return report.exit_code
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    start = time.monotonic()
-    Sweep(modules, jobs=args.jobs, tell=report.add, may_go_on=TimeLimit(args.limit_s)).judge(chosen)
-    report.print_table(len(chosen), time.monotonic() - start, args.min_killed)
-    return report.exit_code
+    return parser
 
 
-def chosen_of(mutants: list[Mutant], args: argparse.Namespace) -> list[Mutant]:
-    """Return those that the command line asks for."""
-    names = {name.removeprefix("core/") for name in args.files} or {each.module.path.name for each in mutants}
-    if missing := names - {each.module.path.name for each in mutants}:
-        raise SystemExit(f"the core has no {', '.join(sorted(missing))} with anything to change")
-    chosen = [each for each in mutants if each.module.path.name in names]
+def _rooms(args: argparse.Namespace) -> tuple[Room, ...]:
+    if args.room_of_day:
+        return (room_of_day(args.room_of_day),)
+    if args.room == "all" or (args.room is None and (args.files or args.changed)):
+        return ROOMS
+    return (BY_NAME[args.room or "core"],)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    room: Room
+    chosen: list[Mutant]
+    report: Report
+
+
+def _task(room: Room, paths: list[Path], args: argparse.Namespace) -> _Task:
+    """Choose the mutants of a room that the command line asks for."""
+    diff = None
     if args.changed:
-        diff = diff_since(args.changed, PACKAGE)
+        diff = diff_since(args.changed, room.folder)
         if diff is None:
             print(f"git does not know {args.changed}, or no commit before it: any statement may have changed")
-        else:
-            chosen = of_changed_lines(chosen, diff)
+    known = read_equivalent(room.equivalent.read_text() if room.equivalent.exists() else "")
+    report = Report(known, room.equivalent.name)
+    if diff == "":
+        return _Task(room, [], report)
+    modules = room.read_modules(paths)
+    mutants = [mutant for module in modules for mutant in module.mutants()]
+    report.tell_stale({key_of(mutant) for mutant in mutants}, {each.file for each in modules} if args.files else None)
+    chosen = mutants if diff is None else of_changed_lines(mutants, diff)
     if args.share < 1 or args.limit_s < float("inf"):
         chosen = random.Random(args.seed).sample(chosen, round(len(chosen) * args.share))
-    return chosen
+    return _Task(room, chosen, report)
 
 
-class TimeLimit:
-    """Whether there is time for one more. It begins with the first, behind the measuring of all checks."""
+def _in_a_process(task: _Task, jobs: int, limit_s: float, min_killed: float | None) -> int:
+    """Judge in a process of its own, which alone imports the room. Return its exit code."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        code = _judge(task, jobs, limit_s, min_killed)
+    except KeyboardInterrupt:
+        pass
+    except BaseException:  # noqa: BLE001  the exit code says so
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._end = seconds, float("inf")
 
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        self._end = min(self._end, now + self._seconds)
-        return now < self._end
-
-
-class Report:
-    """Prints what matters as it comes, and counts."""
-
-    def __init__(self, known: dict[Key, str]) -> None:
-        self._known = known
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._seen: dict[Key, Verdict] = {}
-        self._live: set[Key] = set()
-        self.exit_code = 0
-
-    def tell_stale(self, keys: set[Key]) -> None:
-        """Tell which entries of the list are no mutants of the code as it is."""
-        for file, function, before, after in sorted(self._known.keys() - keys):
-            self.exit_code = 1
-            print(f"equivalent.toml: no longer a mutant: {file} {function}\n  - {before}\n  + {after}")
-
-    def add(self, verdict: Verdict) -> None:
-        """Count, and tell of one that lives."""
-        mutant, key = verdict.mutant, key_of(verdict.mutant)
-        file = mutant.module.path.name
-        if verdict.killed_by is not None:
-            self._counts[file, "killed"] += 1
-            self._seen.setdefault(key, verdict)
-            return
-        self._live.add(key)
-        self._counts[file, "equivalent" if key in self._known else "alive"] += 1
-        if key not in self._known:
-            reached = f"{verdict.num_checks} checks reach it" if verdict.num_checks else "not reached"
-            print(f"{mutant.title}, {reached}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
-
-    def print_table(self, num_chosen: int, seconds: float, min_killed: float) -> None:
-        """Print how many of each file were killed, and which of the equivalent ones a test sees.
-
-        Too few are a failure: less than so many percent of those that make a difference, or none judged at all.
-        """
-        for key in sorted(self._known.keys() & self._seen.keys() - self._live):
-            self.exit_code = 1
-            print(f"equivalent.toml: {self._seen[key].killed_by} sees {self._seen[key].mutant.title}\n  + {key[3]}")
-        print("| file | mutants | killed | equivalent | alive | killed, % |\n|---|---|---|---|---|---|")
-        for file in sorted({file for file, _ in self._counts}):
-            print(self._row(file, [self._counts[file, outcome] for outcome in ("killed", "equivalent", "alive")]))
-        outcomes = [
-            sum(n for (_, o), n in self._counts.items() if o == each) for each in ("killed", "equivalent", "alive")
-        ]
-        print(self._row("all", outcomes))
-        killed, _, alive = outcomes
-        if not sum(outcomes) or 100 * killed < min_killed * (killed + alive):
-            self.exit_code = 1
-        print(f"{sum(outcomes)} of {num_chosen} judged in {seconds:.0f} s")
-
-    @staticmethod
-    def _row(file: str, outcomes: list[int]) -> str:
-        total = sum(outcomes)
-        share = f"{100 * outcomes[0] / total:.1f}" if total else "-"
-        return f"| {file} | {total} | {outcomes[0]} | {outcomes[1]} | {outcomes[2]} | {share} |"
+def _judge(task: _Task, jobs: int, limit_s: float, min_killed: float | None) -> int:
+    room, report = task.room, task.report
+    judges = Judges(
+        tuple(str(TESTS / each) for each in room.tests),
+        TESTS / room.conftest,
+        room.left_out,
+        room.num_worlds,
+        room.whole_sweeps,
+    )
+    start = time.monotonic()
+    print(f"{room.name}: {len(task.chosen)} mutants", flush=True)
+    Sweep(room.read_modules(), judges, jobs=jobs, tell=report.add, limit_s=limit_s).judge(task.chosen)
+    report.print_table(
+        len(task.chosen), time.monotonic() - start, room.min_killed if min_killed is None else min_killed
+    )
+    return report.exit_code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What judges a mutant: the unit tests of the core, then small worlds of the simulation. Each runs in this process.
+"""What judges a mutant: the tests of its room, and worlds of the simulation for the core. Each runs in this process.
 
 The tests are collected by pytest once. To judge a mutant a process forks, changes the function, and runs those checks
 that reach the changed line: nothing is imported again.
@@ -6,27 +6,33 @@ that reach the changed line: nothing is imported again.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import CodeType, FrameType
 
     from simulation.world import WorldConfig
 
     from mutation.mutator import Module
 
-TESTS = Path(__file__).resolve().parents[1]
 WORLD_STEPS = 60
 _OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
+_FAST = "not slow and not performance and not real"
+_WHOLE_SWEEPS = (
+    "(sweep or not(slow)) and not performance and not real"  # "not slow" has tests/conftest.py leave cases out
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,46 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a check executed of the code as it is, by module, and the seconds that took."""
+    """What a check executed of the code as it is, by module.
+
+    seconds: the processor time that took; wall_s: the time until it ended.
+    """
 
     seconds: float
+    wall_s: float
     lines: dict[str, set[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """Which tests and worlds judge.
+
+    paths: files and folders of tests. left_out: prefixes of the names of tests that do not judge.
+    conftest: the folder above which no conftest.py is loaded.
+    whole_sweeps: cases of sweeps that are not drawn judge, too.
+    """
+
+    paths: tuple[str, ...]
+    conftest: Path
+    left_out: tuple[str, ...] = ()
+    num_worlds: int = 0
+    whole_sweeps: bool = False
+
+    def collect(self, use: Callable[[list[Check]], None]) -> bool:
+        """Import the tests, and call `use` with them and the worlds; return False if they cannot be imported.
+
+        Hypothesis draws the same examples each time, so that a check reaches what it was measured to reach.
+        """
+        settings.register_profile("mutants", derandomize=True, database=None)
+        settings.load_profile("mutants")
+        options = [
+            *_OPTIONS,
+            f"--confcutdir={self.conftest}",
+            *("-m", _WHOLE_SWEEPS if self.whole_sweeps else _FAST),
+            *(f"--deselect={prefix}" for prefix in self.left_out),
+            *self.paths,
+        ]
+        return pytest.main(options, plugins=[_Session(use, self.num_worlds)]) == pytest.ExitCode.OK
 
 
 class _Session:
@@ -60,17 +102,13 @@ class _Session:
         return True
 
 
-def with_checks(folder: Path, num_worlds: int, use: Callable[[list[Check]], None]) -> bool:
-    """Import the tests of a folder, and call `use` with them and some worlds; False where they cannot be imported."""
-    options = [*_OPTIONS, f"--confcutdir={folder}", "-m", "not slow and not performance", str(folder)]
-    return pytest.main(options, plugins=[_Session(use, num_worlds)]) == pytest.ExitCode.OK
-
-
 def _passes(item: pytest.Item) -> bool:
     return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
 
 
 def _worlds(count: int) -> list[Check]:
+    if not count:
+        return []
     from simulation.world import draw_config, draw_windowed, run_world
 
     def passes(name: str, draw: Callable[[random.Random, int], WorldConfig]) -> bool:
@@ -84,28 +122,46 @@ def _worlds(count: int) -> list[Check]:
     return [Check(name, lambda name=name, draw=draw: passes(name, draw)) for name, draw in worlds]
 
 
-def reach_of(check: Check, modules: list[Module]) -> Reach:
-    """Run a check over the code as it is. Raises `SystemExit` where it fails."""
-    names = {str(module.path): module.name for module in modules}
-    lines: dict[str, set[int]] = {module.name: set() for module in modules}
-    watches: dict[CodeType, Any] = {}
+class Trace:
+    """Notes the lines of functions of some modules that are executed, by all threads, while it runs.
 
-    def watch(frame: FrameType, _event: str, _argument: object) -> Any:
+    lines: by the name of the module.
+    """
+
+    def __init__(self, modules: list[Module]) -> None:
+        self._names = {str(module.path): module.name for module in modules}
+        self.lines: dict[str, set[int]] = {module.name: set() for module in modules}
+        self._watches: dict[CodeType, Any] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        threading.settrace(self._watch)
+        sys.settrace(self._watch)
+
+    def stop(self) -> None:
+        """End."""
+        sys.settrace(None)
+        threading.settrace(None)
+
+    def _watch(self, frame: FrameType, _event: str, _argument: object) -> Any:
         code = frame.f_code
-        if code not in watches:
-            name = names.get(code.co_filename)
-            watches[code] = None if name is None else _noting(code, lines[name])
-        return watches[code]
+        if code not in self._watches:
+            name = self._names.get(code.co_filename)
+            is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or class
+            self._watches[code] = _noting(code, self.lines[name]) if name and is_function else None
+        return self._watches[code]
 
-    start = time.process_time()
-    sys.settrace(watch)
+
+def reach_of(check: Check, modules: list[Module]) -> Reach | None:
+    """Run a check over the code as it is; return None if it fails."""
+    trace = Trace(modules)
+    start, start_wall = time.process_time(), time.monotonic()
+    trace.start()
     try:
         is_good = check.passes()
     finally:
-        sys.settrace(None)
-    if not is_good:
-        raise SystemExit(f"{check.name} fails without any mutant")
-    return Reach(time.process_time() - start, lines)
+        trace.stop()
+    return Reach(time.process_time() - start, time.monotonic() - start_wall, trace.lines) if is_good else None
 
 
 def _noting(code: CodeType, lines: set[int]) -> Any:

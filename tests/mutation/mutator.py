@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import CodeType
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -51,9 +51,12 @@ _SWAPPED: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "iter"}
 _REMOVED = (
     ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Delete,
-    ast.For, ast.While,
+    ast.For, ast.AsyncFor, ast.While,
 )  # fmt: skip
-_BLOCKS = {"body", "orelse", "finalbody", "handlers"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_WITH_HEADER = (ast.If, ast.While, ast.For, ast.AsyncFor, ast.With, ast.AsyncWith, ast.match_case)
+_BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
+_WRAPPERS = ("fget", "__func__", "func", "__wrapped__")  # of properties, methods, cached properties, and any other
 _UNTOUCHED = {"annotation", "returns", "decorator_list", "ctx", "type_params", "bases"}
 
 
@@ -93,12 +96,12 @@ class Mutant:
 
     def compiled(self) -> CodeType:
         """Compile the whole module with it."""
-        return self._compiled(self.module.tree)
+        return self._compiled(lambda: self.module.tree)
 
-    def _compiled(self, tree: ast.Module) -> CodeType:
+    def _compiled(self, tree: Callable[[], ast.Module]) -> CodeType:
         present = self.place.put(self.node)
         try:
-            return compile(ast.fix_missing_locations(tree), str(self.module.path), "exec", annotations.compiler_flag)
+            return compile(ast.fix_missing_locations(tree()), str(self.module.path), "exec", annotations.compiler_flag)
         finally:
             self.place.put(present)
 
@@ -109,23 +112,30 @@ class Mutant:
     def patch(self) -> None:
         """Change the function in this process."""
         names = dict(vars(importlib.import_module(self.module.name)))
-        exec(self._compiled(_alone(self.module.tree, self.function)), names)
-        function, mutated = self.function_object(), _function_in(names, self.function)
+        function = self.function_object()
+        holds_class = "__class__" in function.__code__.co_freevars
+        exec(self._compiled(lambda: _alone(self.module.tree, self.function, holds_class=holds_class)), names)
+        mutated = _function_in(names, self.function)
         function.__code__ = mutated.__code__
         function.__defaults__, function.__kwdefaults__ = mutated.__defaults__, mutated.__kwdefaults__
 
     @property
     def title(self) -> str:
         """The place in words."""
-        return f"{self.module.path.name}:{self.lines.start} {self.function or 'module'}"
+        return f"{self.module.file}:{self.lines.start} {self.function or 'module'}"
 
 
 class Module:
-    """A module of the package, by its name."""
+    """A module, by its name.
 
-    def __init__(self, name: str, source: str | None = None) -> None:
+    file: its path in `folder`, by default the folder that it lies in.
+    """
+
+    def __init__(self, name: str, source: str | None = None, folder: Path | None = None) -> None:
         self.name = name
-        self.path = SOURCE / (name.replace(".", "/") + ".py")
+        path = SOURCE / name.replace(".", "/")
+        self.path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        self.file = self.path.relative_to(folder or self.path.parent).as_posix()
         self.tree = ast.parse(self.path.read_text() if source is None else source)
 
     def mutants(self) -> list[Mutant]:
@@ -139,13 +149,13 @@ class Module:
         for index, statement in enumerate(getattr(parent, field)):
             if isinstance(statement, ast.Import | ast.ImportFrom) or _is_for_types_only(statement):
                 continue
-            is_end = isinstance(parent, ast.FunctionDef) and statement is parent.body[-1]
+            is_end = isinstance(parent, _FUNCTIONS) and statement is parent.body[-1]
             if function and not (is_end and _returns_none(statement)):
                 yield from self._of_removal(statement, Place(parent, field, index), function)
             inner, holder = prefix, function
-            if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+            if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = f"{prefix}.{statement.name}" if prefix else statement.name
-            if holds_functions and isinstance(statement, ast.FunctionDef):
+            if holds_functions and isinstance(statement, _FUNCTIONS):
                 holder = inner
             yield from self._of_expressions(statement, statement, holder)
             is_class = isinstance(statement, ast.ClassDef)
@@ -183,10 +193,14 @@ class Module:
             yield self._mutant(statement, function, place, node, after)
 
     def _mutant(self, statement: ast.stmt, function: str, place: Place, node: Any, after: str) -> Mutant:
-        end = (statement.end_lineno or statement.lineno) + 1
-        if isinstance(statement, ast.If | ast.While | ast.For | ast.With):
-            end = max(statement.body[0].lineno, statement.lineno + 1)
-        lines = range(statement.lineno, end)  # of a function, whose defaults change, all of them
+        first = _first_line(statement)
+        if isinstance(statement, _WITH_HEADER):
+            end = max(statement.body[0].lineno, first + 1)
+        elif isinstance(statement, ast.Match):
+            end = max(_first_line(statement.cases[0]), first + 1)
+        else:
+            end = (statement.end_lineno or first) + 1
+        lines = range(first, end)  # of a function, whose defaults change, all of them
         return Mutant(self, function, lines, _header(statement), after, place, node)
 
 
@@ -218,7 +232,7 @@ def _variants(node: ast.expr) -> Iterator[ast.expr]:
 
 def _variants_there(node: ast.expr, parent: ast.AST, field: str) -> Iterator[ast.expr]:
     """Yield what an expression may become because of where it stands: as a condition, or as a bound."""
-    if field in {"test", "ifs"} and not isinstance(node, ast.Compare) and not _is_not(node):
+    if field in {"test", "ifs", "guard"} and not isinstance(node, ast.Compare) and not _is_not(node):
         yield ast.UnaryOp(ast.Not(), node)
     is_bound = field in {"lower", "upper"} or (field == "args" and _is_call_of(parent, "range"))
     if is_bound and not isinstance(node, ast.Constant | ast.Starred):
@@ -257,8 +271,14 @@ def _is_without_effect(statement: ast.stmt) -> bool:
     return False
 
 
-def _header(statement: ast.stmt) -> str:
+def _first_line(statement: Any) -> int:
+    return statement.pattern.lineno if isinstance(statement, ast.match_case) else statement.lineno
+
+
+def _header(statement: Any) -> str:
     """Return a statement in normal form, without the statements within it."""
+    if isinstance(statement, ast.Match):
+        return f"match {ast.unparse(statement.subject)}:"
     if not hasattr(statement, "body"):
         return ast.unparse(statement)
     alone: Any = copy.copy(statement)
@@ -270,13 +290,19 @@ def _header(statement: ast.stmt) -> str:
     return ast.unparse(alone).removesuffix("pass").strip()
 
 
-def _alone(tree: ast.Module, qualified_name: str) -> ast.Module:
-    """Return a module that has one function only, in its class: it compiles sooner, and to the same code."""
+def _alone(tree: ast.Module, qualified_name: str, *, holds_class: bool) -> ast.Module:
+    """Return a module that has one function only, in its class: it compiles sooner, and to the same code.
+
+    holds_class: the function is compiled with a cell for its class, also if the mutant no longer calls `super()`.
+    """
     *classes, name = qualified_name.split(".")
     nodes = [tree]
     for each in (*classes, name):
         nodes.append(next(node for node in nodes[-1].body if getattr(node, "name", None) == each))
-    inner = nodes.pop()
+    inner = copy.copy(nodes.pop())
+    inner.decorator_list = []
+    if holds_class:
+        inner.body = [*inner.body, *ast.parse("if False:\n    __class__").body]
     for node in reversed(nodes[1:]):
         outer = copy.copy(node)
         outer.body, outer.decorator_list = [inner], []
@@ -285,14 +311,11 @@ def _alone(tree: ast.Module, qualified_name: str) -> ast.Module:
 
 
 def _function_in(names: Mapping[str, Any], qualified_name: str) -> Any:
+    """Return the function that a name stands for, without what its decorators made of it."""
     first, *rest = qualified_name.split(".")
     found = names[first]
     for name in rest:
         found = vars(found)[name]
-    return getattr(found, "fget", None) or getattr(found, "__func__", found)
-
-
-def modules_of(package: str) -> list[Module]:
-    """Return the modules of a package."""
-    folder = SOURCE / package.replace(".", "/")
-    return [Module(f"{package}.{path.stem}") for path in sorted(folder.glob("*.py"))]
+    while (inner := next((getattr(found, name) for name in _WRAPPERS if hasattr(found, name)), None)) is not None:
+        found = inner
+    return found

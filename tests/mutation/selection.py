@@ -6,23 +6,22 @@ import re
 import subprocess
 import tomllib
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mutation.mutator import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from mutation.mutator import Mutant
 
-EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 Key = tuple[str, str, str, str]
 
 
 def key_of(mutant: Mutant) -> Key:
     """Name a mutant by what it changes, not by where that stands: other lines of the file may change."""
-    return mutant.module.path.name, mutant.function, mutant.before, mutant.after
+    return mutant.module.file, mutant.function, mutant.before, mutant.after
 
 
 def read_equivalent(text: str) -> dict[Key, str]:
@@ -40,24 +39,28 @@ def of_changed_lines(mutants: Iterable[Mutant], diff: str) -> list[Mutant]:
     name = ""
     for line in diff.splitlines():
         if line.startswith("+++ "):
-            name = Path(line.removeprefix("+++ ")).name
+            name = line.removeprefix("+++ ").removeprefix("b/")
         elif found := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
             start, count = int(found[1]), int(found[2] or 1)
             changed[name] |= set(range(start, start + count))
-    return [each for each in mutants if not changed[each.module.path.name].isdisjoint(each.lines)]
+    return [each for each in mutants if not changed[_path_in_git(each)].isdisjoint(each.lines)]
 
 
-def diff_since(revision: str, package: str) -> str | None:
-    """Return what changed in a package since the work tree branched off a revision; None where git cannot say.
+def _path_in_git(mutant: Mutant) -> str:
+    return mutant.module.path.relative_to(SOURCE.parent).as_posix()
 
-    On that revision itself: since the commit before. None means that nobody knows what changed, so anything may have.
+
+def diff_since(revision: str, folder: Path) -> str | None:
+    """Return what changed in a folder since the work tree branched off a revision; None if git cannot say.
+
+    On that revision itself: since the commit before. None means that any statement may have changed.
     """
     head, base = _git("rev-parse", "HEAD"), _git("merge-base", revision, "HEAD")
     if base == head:
         base = _git("rev-parse", "--verify", "HEAD~1")
     if base is None:
         return None
-    return _git("diff", "-U0", base.strip(), "--", str(SOURCE / package.replace(".", "/")))
+    return _git("diff", "-U0", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/", base.strip(), "--", str(folder))
 
 
 def _git(*arguments: str) -> str | None:

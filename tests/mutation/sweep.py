@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.abc
 import importlib.util
 import json
-import os
-import resource
 import signal
 import sys
-import tempfile
-import traceback
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from mutation.checks import TESTS, Check, Reach, reach_of, with_checks
+from mutation.checks import Check, Judges, Reach, Trace, reach_of
+from mutation.children import IDLENESS, in_children
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from mutation.mutator import Module, Mutant
 
-MEMORY_BYTES = 2 << 30
 IMPORT_S = 20.0  # of one core
+MAX_FAILED_SHARE = 0.02
+MOST_S = 20.0  # of checks, as they were measured, that a mutant may survive before it counts as alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,68 +36,114 @@ class Verdict:
 
 
 class Sweep:
-    """Judges by the tests in `folder` and `num_worlds` worlds, on `jobs` processes.
+    """Judges mutants of `modules` on `jobs` processes.
 
-    tell: is told of each verdict as it comes; may_go_on: asked before each mutant.
+    tell: is called with each verdict as it comes. limit_s: no mutant is begun after so many seconds, in which the
+    measuring of the checks does not count.
     """
 
     def __init__(
         self,
         modules: list[Module],
+        judges: Judges,
         *,
-        folder: Path = TESTS / "core",
-        num_worlds: int = 100,
         jobs: int = 1,
         tell: Callable[[Verdict], None] = lambda _verdict: None,
-        may_go_on: Callable[[], bool] = lambda: True,
+        limit_s: float = float("inf"),
     ) -> None:
         self._modules = modules
-        self._with_checks = partial(with_checks, folder, num_worlds)
+        self._judges = judges
         self._jobs = jobs
         self._tell = tell
-        self._may_go_on = may_go_on
+        self._limit_s = limit_s
         self._reach: dict[str, Reach] = {}
-        self._kills: Counter[tuple[str, str]] = Counter()  # by function and check
+        self._at_import: dict[str, set[int]] = {}  # lines of functions, by module
+        self._kills: Counter[tuple[str, str, str]] = Counter()  # by module, function and check
 
     def judge(self, mutants: Sequence[Mutant]) -> list[Verdict]:
-        """Judge them all: first those that need an import of their own, then those of functions."""
+        """Judge them: first those that need an import of their own, then those of functions.
+
+        Under a limit of time imports have the part of it that is their part of the mutants.
+        """
         verdicts: list[Verdict] = []
+        libraries = self._measure()
+        imported = [mutant for mutant in mutants if self._needs_import(mutant)]
+        patched = [mutant for mutant in mutants if not self._needs_import(mutant)]
+        start = time.monotonic()
 
         def judge_functions(checks: list[Check]) -> None:
-            chosen = [mutant for mutant in mutants if mutant.function]
-            verdicts.extend(self._judged(chosen, lambda mutant: self._try_patched(mutant, checks)))
+            verdicts.extend(self._judged(patched, lambda mutant: self._try_patched(mutant, checks), end))
 
-        self._reach = self._measured()
-        verdicts += self._judged([mutant for mutant in mutants if not mutant.function], self._try_imported)
-        if not self._with_checks(judge_functions):
+        if imported:
+            _import_all(libraries)
+            end = start + self._limit_s * len(imported) / len(mutants)
+            verdicts += self._judged(imported, self._try_imported, end)
+        end = start + self._limit_s
+        if not self._judges.collect(judge_functions):
             raise RuntimeError("the sweep broke off")
         return verdicts
 
-    def _measured(self) -> dict[str, Reach]:
-        """Run every check over the code as it is, in processes that import the core; this one must not."""
+    def _measure(self) -> list[str]:
+        """Run every check over the code as it is, in processes that import octavo; this one must not.
+
+        Return the modules of other packages that the checks import.
+        """
 
         def measure(first: int) -> object:
             found: list[object] = []
+            failed: list[str] = []
+            at_import = Trace(self._modules)
 
             def run(checks: list[Check]) -> None:
+                at_import.stop()
                 for check in checks[first :: self._jobs]:
                     reach = reach_of(check, self._modules)
-                    found.append((check.name, reach.seconds, [*map(sorted, reach.lines.values())]))
+                    if reach is None:
+                        failed.append(check.name)
+                    else:
+                        lines = [*map(sorted, reach.lines.values())]
+                        found.append((check.name, reach.seconds, reach.wall_s, lines))
 
-            self._with_checks(run)
-            return found
+            at_import.start()
+            if not self._judges.collect(run):
+                raise RuntimeError("the tests cannot be collected")
+            return found, failed, _libraries(), [*map(sorted, at_import.lines.values())]
 
         names = [module.name for module in self._modules]
-        return {
-            name: Reach(seconds, dict(zip(names, map(set, lines), strict=True)))
-            for _, said in _in_children(range(self._jobs), self._jobs, measure)
-            for name, seconds, lines in json.loads(said)
-        }
+        libraries: list[str] = []
+        failed: list[str] = []
+        for _, said in in_children(range(self._jobs), self._jobs, measure):
+            found, more, *rest = json.loads(said)
+            if not rest:
+                raise RuntimeError(f"the tests ended with {found} without any mutant")
+            libraries, imports = rest
+            failed += more
+            self._at_import = dict(zip(names, map(set, imports), strict=True))
+            for name, seconds, wall_s, lines in found:
+                self._reach[name] = Reach(seconds, wall_s, dict(zip(names, map(set, lines), strict=True)))
+        self._tell_failed(failed)
+        return libraries
 
-    def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object]) -> Iterator[Verdict]:
-        for mutant, said in _in_children((each for each in mutants if self._may_go_on()), self._jobs, act):
+    def _tell_failed(self, failed: list[str]) -> None:
+        """Leave out tests that fail over the code as it is: traced, a test of times may. Many of them are an error."""
+        for name in failed:
+            print(f"{name} fails without any mutant: it does not judge", flush=True)
+        if len(failed) > MAX_FAILED_SHARE * (len(failed) + len(self._reach)):
+            raise RuntimeError(f"{len(failed)} tests fail without any mutant: {', '.join(failed)}")
+
+    def _needs_import(self, mutant: Mutant) -> bool:
+        """Whether a mutant is seen only when its module is imported: if so, patching its function comes too late."""
+        name = mutant.module.name
+        return not mutant.function or (
+            not self._at_import[name].isdisjoint(mutant.lines)
+            and all(reach.lines[name].isdisjoint(mutant.lines) for reach in self._reach.values())
+        )
+
+    def _judged(self, mutants: list[Mutant], act: Callable[[Mutant], object], end: float) -> Iterator[Verdict]:
+        """Judge mutants until a moment of the monotonic clock."""
+        for mutant, said in in_children((each for each in mutants if time.monotonic() < end), self._jobs, act):
             verdict = Verdict(mutant, *json.loads(said))
-            self._kills[mutant.function, verdict.killed_by or ""] += 1
+            self._kills[mutant.module.name, mutant.function, verdict.killed_by or ""] += 1
             self._tell(verdict)
             yield verdict
 
@@ -112,23 +155,40 @@ class Sweep:
         sys.meta_path.insert(0, _MutantFinder(mutant))
         signal.setitimer(signal.ITIMER_VIRTUAL, IMPORT_S)
         answers: list[object] = []
-        self._with_checks(lambda checks: answers.append(self._try(mutant, checks)))
+        self._judges.collect(lambda checks: answers.append(self._try(mutant, checks)))
         return answers[0] if answers else ("import", 0)
 
     def _try(self, mutant: Mutant, checks: list[Check]) -> tuple[str | None, int]:
-        """Run the checks that reach a mutant until one fails: first those that saw others of its function."""
+        """Run the checks that reach a mutant until one fails: first those that saw others of its function.
+
+        What runs at import is reached by all; those that execute functions of its module come first. The quickest come
+        before others, and what is left after MOST_S seconds of them is not run.
+        """
+        name, kills, reach = mutant.module.name, self._kills, self._reach
         reached = [check for check in checks if self._reaches(check, mutant)]
-        kills, reach = self._kills, self._reach
-        reached.sort(key=lambda check: (-kills[mutant.function, check.name], reach[check.name].seconds))
+        reached.sort(
+            key=lambda check: (
+                -kills[name, mutant.function, check.name],
+                not reach[check.name].lines[name],
+                reach[check.name].wall_s,
+            )
+        )
+        passed_s = 0.0
         for check in reached:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 1 + 10 * self._reach[check.name].seconds)
+            if passed_s > MOST_S:
+                break
+            passed_s += reach[check.name].wall_s
+            signal.setitimer(signal.ITIMER_VIRTUAL, 1 + 10 * reach[check.name].seconds)
+            IDLENESS.limit_s = 2 + 3 * reach[check.name].wall_s
             if not check.passes():
                 return check.name, len(reached)
         return None, len(reached)
 
     def _reaches(self, check: Check, mutant: Mutant) -> bool:
-        reached = self._reach[check.name].lines[mutant.module.name]
-        return not mutant.function or not reached.isdisjoint(mutant.lines)
+        reach = self._reach.get(check.name)  # None for a check that was not there to be measured
+        return reach is not None and (
+            self._needs_import(mutant) or not reach.lines[mutant.module.name].isdisjoint(mutant.lines)
+        )
 
 
 class _MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -140,7 +200,10 @@ class _MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, fullname: str, _path: object = None, _target: object = None) -> Any:
         if fullname != self._mutant.module.name:
             return None
-        return importlib.util.spec_from_file_location(fullname, self._mutant.module.path, loader=self)
+        path = self._mutant.module.path
+        is_package = path.name == "__init__.py"
+        places = [str(path.parent)] if is_package else None
+        return importlib.util.spec_from_file_location(fullname, path, loader=self, submodule_search_locations=places)
 
     def get_source(self, _fullname: str) -> str:
         return self._mutant.module.path.read_text()
@@ -149,54 +212,17 @@ class _MutantFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._mutant.compiled()
 
 
-def _in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) -> Iterator[tuple[Any, str]]:
-    """Act on each item in a process of its own, `jobs` at a time; yield what each says, as JSON, as they end.
-
-    One that is ended by a signal says so in the place of its answer. Raises RuntimeError for one that fails otherwise.
-    """
-    running: dict[int, tuple[Any, IO[bytes]]] = {}
-    rest = iter(items)
-    is_more = True
-    while is_more or running:
-        while is_more and len(running) < jobs:
-            item = next(rest, rest)
-            if item is rest:
-                is_more = False
-                break
-            file = tempfile.TemporaryFile()  # noqa: SIM115  closed once it is read
-            pid = os.fork()
-            if not pid:
-                _say(act, item, file)
-            running[pid] = item, file
-        if not running:
-            break
-        pid, status = os.wait()
-        item, file = running.pop(pid)
-        with file:
-            file.seek(0)
-            said = file.read().decode()
-        if os.WIFSIGNALED(status):
-            yield item, json.dumps((signal.Signals(os.WTERMSIG(status)).name, 0))
-        elif os.WEXITSTATUS(status):
-            raise RuntimeError(said)
-        else:
-            yield item, said
+def _libraries() -> list[str]:
+    """Return the modules of installed packages that this process has imported, in the order of their import."""
+    return [
+        name
+        for name, module in sys.modules.items()
+        if "site-packages" in (getattr(module, "__file__", None) or "") and name.partition(".")[0] != "octavo"
+    ]
 
 
-def _say(act: Callable[[Any], object], item: object, file: IO[bytes]) -> None:
-    """Answer, and end this process."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    gc.disable()  # it would touch, and so copy, what is shared with the parent
-    code = 1
-    try:
-        said = json.dumps(act(item))
-        code = 0
-    except BaseException:  # noqa: BLE001  the parent raises it
-        said = traceback.format_exc()
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    file.write(said.encode())
-    file.flush()
-    os._exit(code)
+def _import_all(names: list[str]) -> None:
+    """Import modules of other packages once, so that the processes that import a mutant need not."""
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)

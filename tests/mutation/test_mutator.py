@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mutation.mutator import Module, modules_of
-from mutation.selection import EQUIVALENT, key_of, of_changed_lines, read_equivalent
+from mutation.mutator import Module
+from mutation.rooms import BY_NAME, ROOMS, paths_named, room_of_day
+from mutation.selection import key_of, of_changed_lines, read_equivalent
 
 TESTS = Path(__file__).resolve().parents[1]
 NAME = "octavo.core.stop"  # any module: the source is given
@@ -54,6 +55,23 @@ def test_what_a_statement_becomes(line, expected):
     assert changes(body(line)) == [(line if line != '"""Text."""' else "", after) for after in expected]
 
 
+def test_async_functions_and_cases_are_changed_like_others():
+    source = (
+        "async def f(a):\n    async for x in a:\n        await x\n    match a:\n        case 1 if x:\n            a()\n"
+    )
+    found = Module(NAME, source).mutants()
+    assert {each.function for each in found} == {"f"}
+    assert [(each.before, each.after) for each in found] == [
+        ("async for x in a:", "pass"),
+        ("await x", "pass"),
+        ("case 1 if x:", "case 2 if x:"),
+        ("case 1 if x:", "case 0 if x:"),
+        ("case 1 if x:", "case 1 if not x:"),
+        ("a()", "pass"),
+    ]
+    assert [each.lines for each in found[2:]] == [range(5, 6)] * 3 + [range(6, 7)]
+
+
 def test_blocks_keep_their_statements_and_are_named_by_their_first_line():
     found = changes(body("if a:", "    b()", "else:", "    a()", "while b:", "    break"))
     assert found == [
@@ -86,7 +104,7 @@ def test_a_function_of_the_core_is_patched(monkeypatch):
 
     function = HostBlockPool.take
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
-    [module] = [each for each in modules_of("octavo.core") if each.name == "octavo.core.host_block_pool"]
+    module = Module("octavo.core.host_block_pool")
     [mutant] = [
         each
         for each in module.mutants()
@@ -98,8 +116,9 @@ def test_a_function_of_the_core_is_patched(monkeypatch):
     assert HostBlockPool(2).take(1) == [0]
 
 
-def test_every_function_of_the_core_can_be_patched():
-    for module in modules_of("octavo.core"):
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_each_function_of_a_room_can_be_patched(room):
+    for module in room.read_modules():
         one_of_each = {each.function: each for each in module.mutants() if each.function}
         for mutant in one_of_each.values():
             assert mutant.function_object().__qualname__ == mutant.function
@@ -117,13 +136,48 @@ def test_changed_lines_choose_the_statements_they_are_part_of():
     diff = "--- a/stop.py\n+++ b/src/octavo/core/stop.py\n@@ -3,0 +3 @@ def f\n+            b):\n@@ -9,2 +9,0 @@\n"
     assert {each.before for each in of_changed_lines(mutants, diff)} == {"if a and b:"}
     assert of_changed_lines(mutants, diff.replace("stop.py", "policy.py")) == []
+    assert of_changed_lines(mutants, diff.replace("core", "router")) == []  # another file of that name
 
 
-def test_each_equivalent_mutant_is_one_and_has_a_reason():
-    known = read_equivalent(EQUIVALENT.read_text())
-    keys = {key_of(mutant) for module in modules_of("octavo.core") for mutant in module.mutants()}
-    assert known.keys() <= keys
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_each_equivalent_mutant_is_one_and_has_a_reason(room):
+    known = read_equivalent(room.equivalent.read_text())
+    files = {file for file, *_ in known}
+    modules = [module for module in room.read_modules() if module.file in files]
+    assert known.keys() <= {key_of(mutant) for module in modules for mutant in module.mutants()}
     assert all(len(reason) > 20 for reason in known.values())
+
+
+def test_a_room_has_its_modules_and_its_tests():
+    assert {module.file for module in BY_NAME["models"].read_modules()} == {"gguf_file.py", "rope.py"}
+    policies = [module for module in BY_NAME["router"].read_modules() if module.file.startswith("policies/")]
+    assert [policies[0].file, policies[0].name] == ["policies/__init__.py", "octavo.router.policies"]
+    for room in ROOMS:
+        for path in (*room.tests, *(each.removeprefix("tests/").partition("::")[0] for each in room.left_out)):
+            assert (TESTS / path).exists(), f"{room.name}: {path}"
+
+
+def test_files_are_named_by_the_end_of_their_path():
+    def found(*names):
+        return {(room.name, path.name) for room, paths in paths_named(ROOMS, names) for path in paths}
+
+    assert found("limiter.py", "router/proxy.py") == {("access", "limiter.py"), ("router", "proxy.py")}
+    assert found("connection.py") == {("access", "connection.py"), ("router", "connection.py")}
+    assert found("connection.py", "core/stop.py") > found("core/stop.py") == {("core", "stop.py")}
+    with pytest.raises(ValueError, match=r"router/limiter\.py is no file of core, models"):
+        found("stop.py", "router/limiter.py")
+
+
+def test_each_room_has_its_day():
+    days = [f"2026-{day:03}" for day in range(1, 1 + len(ROOMS))]
+    assert {room_of_day(day).name for day in days} == set(BY_NAME)
+    assert room_of_day("2026-009") == room_of_day("2026-001")
+
+
+@pytest.mark.parametrize("day", ["2026", "2026-000", "2026-367", "26-007", "2026-7th"])
+def test_what_is_no_day_is_refused(day):
+    with pytest.raises(ValueError, match="such as 2026-007"):
+        room_of_day(day)
 
 
 WEAK_TEST = """
@@ -138,13 +192,14 @@ def test_take():
 SWEEP = """
 import sys
 from pathlib import Path
-from mutation.mutator import modules_of
+from mutation.checks import Judges
+from mutation.mutator import Module
 from mutation.sweep import Sweep
 
-modules = [each for each in modules_of("octavo.core") if each.name == "octavo.core.host_block_pool"]
+module = Module("octavo.core.host_block_pool")
 functions = {"HostBlockPool.take", "HostBlockPool.free_block_ids", ""}
-mutants = [each for each in modules[0].mutants() if each.function in functions]
-for verdict in Sweep(modules, folder=Path(sys.argv[1]), num_worlds=0).judge(mutants):
+mutants = [each for each in module.mutants() if each.function in functions]
+for verdict in Sweep([module], Judges((sys.argv[1],), Path(sys.argv[1]))).judge(mutants):
     print(verdict.killed_by, "|", verdict.num_checks, "|", verdict.mutant.function, "|", verdict.mutant.after)
 """
 

@@ -178,6 +178,15 @@ def test_the_oldest_tokens_are_overwritten_or_dropped():
     assert index.oldest == 31
 
 
+def test_a_match_is_no_longer_than_what_was_not_dropped():
+    index = SuffixIndex(100)
+    index.extend(range(1, 13))
+    index.close()
+    assert propose(index, [1, 2, 3, 4, 5]) == ([6, 7, 8, 9, 10], 5.0)
+    index.drop(2)
+    assert propose(index, [1, 2, 3, 4, 5]) == ([6, 7, 8], 3.0)
+
+
 def test_the_bytes_said_are_those_held():
     tracemalloc.start()
     index = SuffixIndex(20_000)

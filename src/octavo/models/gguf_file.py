@@ -146,7 +146,7 @@ class _Reader:
         self.path = path
         self.data = data
         self.size = size
-        self.position = 0
+        self.position = len(MAGIC)
 
     def fail(self, problem: str) -> NoReturn:
         raise ModelError(f"{self.path}: {problem}")
@@ -155,7 +155,6 @@ class _Reader:
         """Return the values by key, and the number of tensors that are described behind them."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is no GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
-        self.position = 4
         version = self.number("I", "the version")
         if version & 0xFFFF == 0:
             self.fail("this GGUF file is in big-endian order; convert it with gguf-convert-endian of the package gguf")

@@ -1,0 +1,134 @@
+"""What a disk store knows of its files, and when it looks at its directory again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+from kv_transfer.disk_blocks import BLOCK_BYTES, keys_from, save
+
+from octavo.kv_transfer.connector import _Lookup
+from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer.disk_index import BlockFile, DiskIndex
+from octavo.kv_transfer.window_parts import first_seen
+
+A, B, C = b"a", b"b", b"c"
+
+
+@pytest.fixture
+def index():
+    index = DiskIndex()
+    index.add(BlockFile("one", 10, (A, B)), 1)
+    index.add(BlockFile("two", 20, (C,)), 2)
+    return index
+
+
+def test_files_are_known_by_name_key_and_size(index):
+    assert (index.num_blocks, index.num_bytes, index.names()) == (3, 30, {"one", "two"})
+    assert ("one" in index, "none" in index) == (True, False)
+    assert index.lacking([A, b"d", C]) == {b"d"}
+    assert index.files_of([A, B, C]) == (3, ["one", "two"])
+    assert index.files_of([A, b"d", C]) == (1, ["one"])
+
+
+def test_a_run_follows_the_keys_of_one_file(index):
+    file = BlockFile("one", 10, (A, B))
+    assert index.run([A, B, C]) == (file, 0, 2)
+    assert index.run([B, C]) == (file, 1, 1)
+    assert index.run([A, C]) == (file, 0, 1)
+    assert index.run([b"d"]) is None
+
+
+def test_a_file_that_is_dropped_is_forgotten(index):
+    assert index.drop("one") == BlockFile("one", 10, (A, B))
+    assert index.drop("one") is None
+    assert (index.num_blocks, index.num_bytes, index.oldest()) == (1, 20, (2, "two"))
+
+
+def test_of_two_files_with_a_key_the_newer_one_holds_it(index):
+    index.add(BlockFile("three", 5, (A,)), 3)
+    assert index.files_of([A]) == (1, ["three"])
+    index.drop("one")
+    assert (index.files_of([A]), index.lacking([B])) == ((1, ["three"]), {B})
+
+
+def test_a_file_that_is_added_again_counts_once(index):
+    index.add(BlockFile("one", 7, (A,)), 5)
+    assert (index.num_bytes, index.num_blocks, index.oldest()) == (27, 2, (2, "two"))
+
+
+def test_the_oldest_file_is_the_one_unused_for_longest(index):
+    assert index.oldest() == (1, "one")
+    index.used("two", 9)  # only the oldest is asked about
+    assert index.oldest() == (1, "one")
+    index.used("one", 3)
+    assert index.oldest() == (2, "two")
+    index.drop("two")
+    assert index.oldest() == (3, "one")
+    index.drop("one")
+    assert index.oldest() is None
+    index.used("one", 4)
+    assert index.oldest() is None
+
+
+def test_ages_of_files_that_are_gone_take_a_bounded_room():
+    index = DiskIndex()
+    for number in range(5000):
+        index.add(BlockFile(f"{number}", 1), number)
+        if number >= 10:
+            index.drop(f"{number - 10}")
+    assert len(index._by_age) <= 2 * 10 + 1024 + 1
+    assert index.oldest() == (4990, "4990")
+
+
+def test_a_directory_is_looked_at_again_after_a_pause_unless_it_is_gone(tmp_path, monkeypatch):
+    store = DiskStore(tmp_path / "kv", BLOCK_BYTES, 1 << 20)
+    directory, lists = store._directory, []
+    assert directory._next_look_at > 0
+    save(store, keys_from(0, 2))
+    assert directory._own == set()
+    monkeypatch.setattr(directory, "_list", lambda: lists.append(None))
+    monkeypatch.setattr(directory, "_seen_ns", None)
+    directory._next_look_at = math.inf
+    directory.look()
+    assert lists == []
+    directory._next_look_at = 0.0
+    directory.look()
+    assert len(lists) == 1
+    directory._next_look_at = math.inf
+    shutil.rmtree(tmp_path / "kv")
+    directory.look()
+    assert len(lists) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_tokens", "expected"), [(0, 10, 0), (7, 100, 0), (8, 100, 0), (11, 100, 1), (99, 16, 2)]
+)
+def test_the_first_block_that_a_window_sees(num_computed, num_tokens, expected):
+    assert first_seen(num_computed, num_tokens, block_size=4, window=8) == expected
+
+
+def test_a_lookup_ends_when_nothing_more_comes_or_nobody_asks():
+    def taken(count=1, now=1.0, **fields):
+        lookup = _Lookup(2, 6, **{"num_expected": 6, "until": 10.0, "found": 3, **fields})
+        lookup.take(count, now)
+        return lookup.end
+
+    assert taken() is None
+    assert taken(count=4) == 6  # all that is expected
+    assert taken(now=10.0) == 3  # it took too long
+    assert taken(is_wanted=False) == 3
+
+
+def test_a_lookup_is_repeated_after_longer_and_longer_pauses():
+    lookup = _Lookup(0, 6, num_expected=6)
+    pauses = []
+    for now in range(40):
+        lookup.take(min(now + 1, 5), float(now))
+        if lookup.end is not None:
+            break
+        pauses.append(lookup.again_at - now)
+    assert len(pauses) > 3
+    assert pauses == sorted(pauses)
+    assert pauses[1] == pytest.approx(2 * pauses[0])

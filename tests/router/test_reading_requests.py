@@ -1,0 +1,157 @@
+"""What the router reads of a request: which prompt it has, how much it asks for, and whose it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from octavo.router.asked import Asked, read_asked
+from octavo.router.engines import Engine
+from octavo.router.flight import Flight, Share
+from octavo.server.access.tenants import Tenant
+
+
+def asked(tenant: str = "", headers: dict[str, str] | None = None, *, is_answered: bool = True, **body: Any) -> Asked:
+    return read_asked(
+        json.dumps(body).encode(),
+        tenant=tenant,
+        headers=headers or {},
+        session_header="x-session-id",
+        is_answered=is_answered,
+    )
+
+
+def pieces(*parts: bytes, owner: bytes = b"") -> tuple[list[bytes], list[int]]:
+    return Asked(prompt=tuple(memoryview(part) for part in parts), owner=owner).pieces
+
+
+def test_each_byte_of_a_piece_counts() -> None:
+    """Wherever it stands: at the beginning or the end of a piece, or of a part of the prompt."""
+    parts = [bytes(300), bytes(700), bytes(4000)]
+    hashes, ends = pieces(*parts)
+    assert len(set(hashes)) == len(hashes) > 3
+    assert ends == sorted(ends)
+    assert ends[-1] <= 5000
+    for place in (0, 299, 300, 999, 1000, ends[0] - 1, ends[0], ends[1] - 1, ends[1], ends[-1] - 1):
+        whole = bytearray(b"".join(parts))
+        whole[place] = 1
+        changed, _ = pieces(bytes(whole[:300]), bytes(whole[300:1000]), bytes(whole[1000:]))
+        same = [one == other for one, other in zip(hashes, changed, strict=True)]
+        assert same == [end <= place for end in ends], place
+
+
+def test_pieces_do_not_depend_on_how_the_prompt_is_cut_into_fields_and_do_on_whose_it_is() -> None:
+    assert pieces(bytes(1000), bytes(3000)) == pieces(bytes(4000))
+    assert pieces(bytes(4000), owner=b"a")[0] != pieces(bytes(4000), owner=b"b")[0]
+    assert pieces() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("body", "scores"),
+    [
+        ({}, False),
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True}, False),
+        ({"logprobs": 1}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": False, "logprobs": 0}, False),
+        ({"parameters": {}}, False),
+        ({"parameters": {"decoder_input_details": False}}, False),
+        ({"parameters": {"decoder_input_details": True}}, True),
+    ],
+)
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole(body: Any, scores: bool) -> None:
+    assert asked(prompt="a", **body).scores_prompt is scores
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7, "max_tokens": 9}, 7),
+        ({"max_output_tokens": 7}, 7),
+        ({"num_predict": 7}, 7),
+        ({"parameters": {"max_new_tokens": 7}}, 7),
+        ({"options": {"num_predict": 7}}, 7),
+        ({"max_tokens": 0, "max_completion_tokens": 1}, 1),
+        ({"max_tokens": True, "max_completion_tokens": 2}, 2),
+    ],
+)
+def test_the_least_limit_of_tokens_counts(body: Any, most: int) -> None:
+    assert asked(prompt="a", **body).max_tokens == most
+    assert asked(prompt="a", is_answered=False, **body).max_tokens == 0
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, True, "7", 1.5])
+def test_a_limit_that_is_none_is_the_usual_one(value: Any) -> None:
+    assert asked(prompt="a", max_tokens=value).max_tokens == asked(prompt="a").max_tokens > 1
+
+
+@pytest.mark.parametrize(
+    ("body", "num_choices", "num_streams"),
+    [
+        ({"prompt": "a"}, 1, 1),
+        ({"prompt": "a", "n": 3}, 3, 3),
+        ({"prompt": ["a", "b"], "n": 3}, 3, 6),
+        ({"prompt": [1, 2, 3], "n": 2}, 2, 2),
+        ({"prompt": [[1, 2], [3]]}, 1, 2),
+        ({"input": ["a", "b", "c"]}, 1, 3),
+        ({"input": [{"role": "user", "content": "a"}]}, 1, 1),
+        ({"prompt": "a", "n": 0}, 1, 1),
+        ({"prompt": "a", "n": True}, 1, 1),
+    ],
+)
+def test_answers_are_counted_over_prompts_and_choices(body: Any, num_choices: int, num_streams: int) -> None:
+    found = asked(**body)
+    assert (found.num_choices, found.num_streams) == (num_choices, num_streams)
+
+
+def test_tokens_of_a_prompt_are_reckoned() -> None:
+    assert asked(prompt=[5] * 100).num_tokens == 100
+    assert 50 < asked(prompt="word " * 100).num_tokens < 500
+    assert asked().num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({}, {}, None),
+        ({}, {"user": "u"}, "u"),
+        ({}, {"user": "", "prompt_cache_key": "k"}, "k"),
+        ({}, {"user": 7, "cache_salt": "s"}, "s"),
+        ({"x-session-id": "h"}, {"user": "u"}, "h"),
+    ],
+)
+def test_a_session_is_named_by_the_header_or_by_the_body(headers: Any, body: Any, session: str | None) -> None:
+    assert asked(headers=headers, prompt="a", **body).session == session
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"[" * 100_000])
+def test_a_body_that_cannot_be_read_asks_for_nothing(body: bytes) -> None:
+    headers = {"x-session-id": "h"}
+    assert read_asked(body, tenant="t", headers=headers, session_header="x-session-id") == Asked(session="h")
+
+
+def test_whose_cache_it_is_depends_on_model_salt_and_tenant() -> None:
+    given = [{}, {"model": "m"}, {"cache_salt": "s"}, {"model": 7, "cache_salt": 8}]
+    owners = [asked(prompt="a", **body).owner for body in given] + [asked("tenant", prompt="a").owner]
+    assert owners[0] == owners[3]
+    assert len({*owners}) == 4
+    assert [asked(prompt="a", **body).model for body in given] == [None, "m", None, None]
+
+
+def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
+    engine = Engine("http://e")
+    share = Share(Flight(Asked(num_tokens=100, max_tokens=10, num_streams=2), Tenant()), engine)
+    with share:
+        counts = (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights))
+        assert counts == (120, 120, 1, 1)
+        share.came_back(1)  # with the first event the prompt is done
+        assert engine.open_tokens == 19
+        share.came_back(3)
+        assert engine.open_tokens == 16
+        share.came_back(100)
+        assert engine.open_tokens == 0
+    assert (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights)) == (0, 120, 1, 0)

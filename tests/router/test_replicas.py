@@ -1,0 +1,146 @@
+"""When a replica is started again, when it has failed, and when an engine is lost: without a process."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.router import launcher
+from octavo.router.engines import Engine
+from octavo.router.launcher import LocalReplicas, _Replica
+from octavo.router.watching import EngineWatch
+
+
+class Process:
+    """Stands in for a child, which has ended with `status` unless that is None."""
+
+    def __init__(self, status=None):
+        self.status, self.told = status, []
+
+    def poll(self):
+        return self.status
+
+    def send_signal(self, number):
+        self.told.append(number)
+
+    def kill(self):
+        self.told.append("kill")
+
+
+def replica(process=None):
+    made = _Replica(0, ["command"], {})
+    made._process = process
+    return made
+
+
+def test_a_replica_has_failed_when_it_was_never_well_and_does_not_run():
+    for has_failed, process, expected in (
+        (True, Process(1), True),
+        (True, Process(), False),
+        (True, None, False),
+        (False, Process(1), False),
+    ):
+        made = replica(process)
+        made._has_failed = has_failed
+        assert made.has_failed is expected
+
+
+def test_what_a_replica_is_told_reaches_it_while_it_runs():
+    for act, told in (
+        (_Replica.kill_frozen, "kill"),
+        (_Replica.reload, signal.SIGHUP),
+        (_Replica.tell_to_stop, signal.SIGTERM),
+    ):
+        running, ended = Process(), Process(0)
+        act(replica(running))
+        act(replica(ended))
+        act(replica(None))
+        assert (running.told, ended.told) == ([told], [])
+
+
+@pytest.mark.parametrize(("is_alive", "killed"), [(True, ["kill"]), (False, [])])
+def test_a_replica_that_does_not_end_is_killed(is_alive, killed):
+    made, waits = replica(Process()), []
+    made._thread = SimpleNamespace(join=lambda timeout=None: waits.append(timeout), is_alive=lambda: is_alive)
+    made.join()
+    assert made._process.told == killed
+    assert waits == ([15.0, None] if is_alive else [15.0])
+
+
+def run(monkeypatch, *runs):
+    """Run a replica that ends with (status, after so many seconds); return its pauses and when it had failed."""
+    made, now, pauses, failed = replica(), [0.0], [], []
+    left = list(runs)
+
+    def run_once():
+        if not left:
+            return None
+        status, seconds = left.pop(0)
+        now[0] += seconds
+        return status
+
+    def wait(pause):
+        pauses.append(pause)
+        failed.append(made._has_failed)
+
+    monkeypatch.setattr(made, "_run_once", run_once)
+    monkeypatch.setattr(made, "_is_stopping", SimpleNamespace(is_set=lambda: False, wait=wait))
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
+    made._run()
+    return pauses, failed
+
+
+def test_pauses_between_starts_grow_to_a_minute(monkeypatch):
+    pauses, failed = run(monkeypatch, *[(-9, 1.0)] * 8)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert failed == [False, False, *[True] * 6]
+
+
+def test_one_that_ran_for_a_minute_begins_anew(monkeypatch):
+    pauses, failed = run(monkeypatch, (-9, 1.0), (-9, 1.0), (-9, 60.0), (-9, 59.0), (-9, 1.0), (-9, 1.0))
+    assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0, 8.0]
+    assert failed == [False, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds", "expected"), [(1, 1.0, True), (2, 1.0, True), (3, 1.0, False), (1, 99.0, False)]
+)
+def test_a_wrong_option_is_a_failure_at_once(monkeypatch, status, seconds, expected):
+    assert run(monkeypatch, (status, seconds))[1] == [expected]
+
+
+def test_all_replicas_have_failed_when_each_has():
+    replicas = LocalReplicas({"http://a": ["a"], "http://b": ["b"]}, {})
+    for made in replicas._replicas.values():
+        assert not replicas.has_failed
+        made._has_failed, made._process = True, Process(1)
+    assert replicas.has_failed
+
+
+def test_a_silent_replica_is_killed_after_eight_times():
+    replicas = LocalReplicas({"http://a": ["a"]}, {})
+    replicas._replicas["http://a"]._process = process = Process()
+    replicas.silent("http://a", 7)
+    replicas.silent("http://b", 8)
+    assert process.told == []
+    replicas.silent("http://a", 8)
+    assert process.told == ["kill"]
+    replicas.reload()
+    assert process.told == ["kill", signal.SIGHUP]
+
+
+@pytest.mark.parametrize(
+    ("error", "forgets"), [(ConnectionRefusedError(), True), (ConnectionResetError(), True), (TimeoutError(), False)]
+)
+def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, forgets):
+    """Whatever answers at its address next has an empty cache; an engine that is only silent keeps its own."""
+    heard = []
+    watch = object.__new__(EngineWatch)
+    watch._pool = SimpleNamespace(
+        forget=lambda engine: heard.append("forget"),
+        lost=lambda engine: heard.append("lost"),
+    )
+    watch._lost(Engine("http://e"), error)
+    assert heard == (["forget", "lost"] if forgets else ["lost"])

@@ -1,0 +1,55 @@
+"""A chat template is looked at by rendering a question and a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.server.answers.answer_form import AnswerStyle
+from octavo.server.answers.template_probe import NAME, TemplateProbe
+from octavo.server.answers.tool_formats import HermesFormat
+
+
+def template(*, tells_tools: bool = True, takes_calls: bool = True, takes_any: bool = True) -> Any:
+    """Return what renders messages as `role: content` lines."""
+
+    def render(messages: list[dict[str, Any]], *, tools: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        if not takes_any or (len(messages) > 1 and not takes_calls):
+            raise RequestError("refused")
+        text = f"tools: {tools[0]['function']['name']}\n" if tells_tools else ""
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                text += f"assistant: <{call['function']['name']}>\n"
+            text += f"{message['role']}: {message['content']}\n" if message["content"] else ""
+        return text + ("assistant: " if add_generation_prompt else "")
+
+    return render
+
+
+def test_a_call_is_what_follows_the_question() -> None:
+    probe = TemplateProbe.of(template())
+    assert probe.prompt == f"tools: {NAME}\nuser: Question\nassistant: "
+    assert probe.call == f"assistant: <{NAME}>\n"
+    assert probe.texts == [probe.prompt, probe.call]
+    assert probe.shows_tools
+
+
+def test_a_template_may_tell_of_no_tools() -> None:
+    probe = TemplateProbe.of(template(tells_tools=False))
+    assert probe.prompt == "user: Question\nassistant: "
+    assert not probe.shows_tools
+
+
+def test_a_template_may_refuse_calls_or_anything() -> None:
+    probe = TemplateProbe.of(template(takes_calls=False))
+    assert (probe.call, probe.texts) == (None, [probe.prompt])
+    assert probe.shows_tools
+    probe = TemplateProbe.of(template(takes_any=False))
+    assert (probe.prompt, probe.call, probe.texts, probe.shows_tools) == (None, None, [], False)
+
+
+def test_a_style_is_told_in_a_line() -> None:
+    blind = " (the chat template tells the model of no tools)"
+    assert AnswerStyle().summary == "tool calls: not known; reasoning: none"
+    assert AnswerStyle(HermesFormat()).summary == f"tool calls: {HermesFormat.name}{blind}; reasoning: none"
+    assert AnswerStyle(HermesFormat(), shows_tools=True).summary == f"tool calls: {HermesFormat.name}; reasoning: none"

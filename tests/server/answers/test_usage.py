@@ -1,0 +1,66 @@
+"""Token counts of a request: over its prompts and choices, with what it cost, and of drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.server.answers.usage import UsageCounter
+
+
+def output(request_id: str, *texts: str, num_cached: int = 0, finished: bool = False, **metrics: Any) -> RequestOutput:
+    """Return an output of three prompt tokens, whose choices have a token for each letter."""
+    choices = [
+        CompletionOutput(index, text, [*text.encode()], finish_reason="stop" if finished else None)
+        for index, text in enumerate(texts)
+    ]
+    return RequestOutput(
+        request_id, None, [1, 2, 3], choices, finished,
+        num_cached_tokens=num_cached, metrics=RequestMetrics(0.0, **metrics),
+    )  # fmt: skip
+
+
+def count(*outputs: RequestOutput, **options: Any) -> UsageCounter:
+    counter = UsageCounter(**options)
+    for each in outputs:
+        counter.add(each, each.outputs)
+    return counter
+
+
+def test_prompts_count_once_and_choices_as_they_grow() -> None:
+    usage = count(output("a", "xy", "z"), output("a", "x", num_cached=2), output("b", "uvw", num_cached=1)).usage()
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 7, 13)
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    assert (usage.receipt, usage.completion_tokens_details) == (UNSET, UNSET)
+
+
+def test_completions_that_do_not_count_have_no_tokens() -> None:
+    assert count(output("a", "xy"), counts_completions=False).usage().completion_tokens == 0
+
+
+def test_a_receipt_adds_up_what_ended_requests_cost() -> None:
+    cost = {"num_computed_tokens": 5, "num_recomputed_tokens": 2, "num_wasted_tokens": 1}
+    ended = output("a", "x", finished=True, **cost)
+    counter = count(ended, ended, output("b", "y", num_computed_tokens=100), output("c", "z", finished=True, **cost))
+    receipt = counter.usage().receipt
+    assert (receipt.computed_tokens, receipt.recomputed_tokens, receipt.wasted_tokens) == (10, 4, 2)
+    assert len(counter.metrics) == 2
+
+
+def test_drafts_count_as_accepted_and_rejected() -> None:
+    drafts = {"num_draft_tokens": 7, "num_accepted_tokens": 5}
+    details = count(output("a", "x", finished=True, **drafts), output("b", "x", finished=True, **drafts)).usage()
+    assert details.completion_tokens_details.accepted_prediction_tokens == 10
+    assert details.completion_tokens_details.rejected_prediction_tokens == 4
+    assert details.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_a_summary_is_for_a_log() -> None:
+    assert UsageCounter().summary() == {}
+    counter = count(output("a", "x", "yz", num_cached=1), output("a", "", "", finished=True, num_computed_tokens=5))
+    assert counter.summary() == {
+        "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3, "computed_tokens": 5, "recomputed_tokens": 0,
+        "wasted_tokens": 0, "finish_reasons": ["stop", "stop"],
+    }  # fmt: skip
