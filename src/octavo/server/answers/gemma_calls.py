@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.argument_values import json_of, takes_others, types_of
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.python_parser import PythonParser
@@ -67,7 +67,7 @@ class GemmaFormat(SectionFormat):
             return [f"value{place}: {' | '.join(self._literal(_written(each)) for each in values)}"]
         if kinds == {"object"} and isinstance(schema.get("properties"), dict) and schema["properties"]:
             return self._object(place, schema, root)
-        if kinds == {"object"} and schema.get("additionalProperties", True) is False:
+        if kinds == {"object"} and not takes_others(schema):
             return [f'value{place}: "{{" "}}"']
         if kinds == {"array"} and isinstance(schema.get("items"), dict):
             item = f"value{place}_0"

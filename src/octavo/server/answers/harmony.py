@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_parser import MalformedError, ending
 from octavo.server.answers.message_parser import MessageParser
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json
@@ -32,7 +32,7 @@ class HarmonyFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
         """Return what reads messages."""
-        return HarmonyParser(frozenset(each.name for each in functions), only_one=only_one)
+        return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Messages, as the model is told to write them."""
@@ -85,6 +85,7 @@ class HarmonyParser(MessageParser):
     """Reads them."""
 
     begins, head_closes, ends = ("<|start|>", "<|channel|>", "to="), _MESSAGE, _ENDS
+    _ends = ending(*_ENDS)
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)

@@ -57,7 +57,7 @@ class PythonParser(ValueParser):
         separator = ""
         while (yield from self._skip_space()) != closer:
             key = yield from self._key("=" if closer == ")" else ":")
-            self._held = f"{separator}{key}: "
+            self._held_piece = f"{separator}{key}: "
             yield from self._python_value(call, depth)
             separator = ", "
             if (yield from self._skip_space()) != ",":
@@ -108,7 +108,7 @@ class PythonParser(ValueParser):
         self._say_opened("[", "]", call)
         while (yield from self._skip_space()) != closer:
             yield from self._python_value(call, depth)
-            self._held = ", "
+            self._held_piece = ", "
             if (yield from self._skip_space()) != ",":
                 break
             self._position += 1
