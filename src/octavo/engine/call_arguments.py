@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 import pydantic_core
 
@@ -21,9 +21,8 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+        value = pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError:
         found = recover_object(text.strip()) if text.lstrip().startswith("{") else None
         value = None if found is None else json.loads(found[0])
     return value if isinstance(value, dict) else None
@@ -44,7 +43,3 @@ def read_arguments(text: str) -> dict[str, Any]:
     except ValueError:
         begun = None
     return begun if isinstance(begun, dict) and begun else {UNREADABLE_KEY: text}
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(word)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.python_literals import NotALiteralError, end_of_value, literal_json
+from octavo.engine.python_literals import NotALiteralError, ValueScanner, literal_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ def recover_object(
 
 def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
     try:
-        end = end_of_value(text, 0, is_over=True)
+        end = ValueScanner(0, ends="").end(text, is_over=True)
         return None if end is None or not ends.match(text, end) else (literal_json(text[:end]), end)
     except NotALiteralError:
         return None

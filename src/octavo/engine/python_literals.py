@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 _MAX_CHARS = 1_000_000
 _MAX_DEPTH = 100
-_PREFIX = r"(?:[rR]|[uU])?"
-_STRING = re.compile(_PREFIX + r"(?P<quote>'''|\"\"\"|'|\")")
-_BEGUN_STRING = re.compile(_PREFIX + r"(?:''?|\"\"?)?\Z")
+_STRING = re.compile(r"""(?P<quote>'''|\"\"\"|'|")""")
+_BEGUN_STRING = re.compile(r"""(?:''?|""?)\Z""")
+_STOPS = {quote: re.compile(rf"[{quote}\\\n]") for quote in "\"'"}
 _WORD = re.compile(r"[\w.]+")
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
@@ -22,64 +22,72 @@ class NotALiteralError(ValueError):
     """A text is no literal that JSON has a value for."""
 
 
-def end_of_value(text: str, start: int, *, is_over: bool, ends: str = "") -> int | None:
-    """Return where a value ends: after its last bracket, or before one of the characters `ends` outside of strings.
+class ValueScanner:
+    """Looks for the end of one value in a text that grows: before one of the characters `ends`, outside of brackets.
 
-    Returns None where more text is needed. Raises `NotALiteralError` for brackets that do not match, for strings of
-    one line with a line feed, and at the end of a text (is_over) within a value.
+    With no such characters it ends with its last bracket. is_begun: the text ended within the value.
     """
-    position, stack = start, list[str]()
-    while position < len(text):
-        char = text[position]
-        if not stack and char in ends:
-            return position
-        if char in "\"'" or (char.isalpha() and _STRING.match(text, position)):
-            end = end_of_string(text, position, is_over=is_over)
-            if end is None:
-                return None
-            position = end
-            continue
-        if char in _CLOSERS:
-            stack.append(_CLOSERS[char])
-            if len(stack) > _MAX_DEPTH:
-                raise NotALiteralError
-        elif char in ")]}":
-            if not stack or stack.pop() != char:
-                raise NotALiteralError
-            if not stack and not ends:
-                return position + 1
-        elif char.isalnum() or char == "_":
-            word = _WORD.match(text, position)
-            position = position + 1 if word is None else word.end()
-            continue
-        position += 1
-    if is_over:
-        raise NotALiteralError
-    return None
 
+    def __init__(self, start: int, ends: str = ",)") -> None:
+        self.is_begun = False
+        self._position, self._ends = start, ends
+        self._stack: list[str] = []
+        self._quote = ""  # of the string at the position
 
-def end_of_string(text: str, start: int, *, is_over: bool) -> int | None:
-    """Return where a string with its prefix ends. Returns None and raises as `end_of_value` does."""
-    if not is_over and _BEGUN_STRING.match(text, start):
-        return None  # two quotes may be an empty string, or the beginning of three
-    opened = _STRING.match(text, start)
-    if opened is None:
-        raise NotALiteralError
-    quote, position = opened.group("quote"), opened.end()
-    while position < len(text):
-        if text.startswith(quote, position):
-            return position + len(quote)
-        if text[position] == "\\":
-            position += 2
-        elif text[position] == "\n" and len(quote) == 1:
+    def end(self, text: str, *, is_over: bool) -> int | None:
+        """Return where the value ends; None if more text is needed.
+
+        Raises `NotALiteralError` for brackets that do not match, a string of one line with a line feed, and a text
+        that is over (is_over) within the value.
+        """
+        while self._position < len(text):
+            before = self._position
+            char = text[before]
+            if self._quote:
+                self._scan_string(text)
+            elif not self._stack and char in self._ends:
+                return before
+            elif opened := _STRING.match(text, before):
+                if not is_over and _BEGUN_STRING.match(text, before):
+                    break  # two quotes are an empty string, or the beginning of three
+                self._quote, self._position = opened.group("quote"), opened.end()
+            else:
+                self._take(text, char)
+                if not self._stack and not self._ends:
+                    return self._position
+            if self._position == before and self._quote:
+                break
+        if is_over:
+            self.is_begun = True
             raise NotALiteralError
-        elif not is_over and len(text) - position < len(quote):
-            return None
-        else:
-            position += 1
-    if is_over:
-        raise NotALiteralError
-    return None
+        return None
+
+    def _scan_string(self, text: str) -> None:
+        quote = self._quote
+        found = _STOPS[quote[0]].search(text, self._position)
+        if found is None:
+            self._position = len(text)
+        elif found.group() == "\\":
+            self._position = found.start() + (2 if found.end() < len(text) else 0)
+        elif found.group() == "\n":
+            if len(quote) == 1:
+                raise NotALiteralError
+            self._position = found.end()
+        elif text.startswith(quote, found.start()):
+            self._quote, self._position = "", found.start() + len(quote)
+        else:  # of three quotes, not all are there
+            is_open = len(text) - found.start() < len(quote)
+            self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
+
+    def _take(self, text: str, char: str) -> None:
+        word = _WORD.match(text, self._position)
+        self._position = self._position + 1 if word is None else word.end()
+        if char in _CLOSERS:
+            self._stack.append(_CLOSERS[char])
+            if len(self._stack) > _MAX_DEPTH:
+                raise NotALiteralError
+        elif char in ")]}" and (not self._stack or self._stack.pop() != char):
+            raise NotALiteralError
 
 
 def literal(text: str) -> Any:
@@ -88,7 +96,7 @@ def literal(text: str) -> Any:
     Tuples are lists; JSON's `true`, `false` and `null` may stand in Python. Raises `NotALiteralError` for anything
     else: names, calls, f-strings, bytes, sets, keys that are no strings, halves of characters.
     """
-    if len(text) > _MAX_CHARS:
+    if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
     try:
         value = json.loads(text, parse_constant=_refuse)
@@ -109,7 +117,7 @@ def _python_value(text: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
-            tree = ast.parse(text.strip(), mode="eval")
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # in brackets a value may have several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise NotALiteralError from None

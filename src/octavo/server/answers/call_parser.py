@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 2048  # of a call's arguments: more of them are told before the call has ended
+HELD_CHARS = 1024  # of a call's arguments: more of them are told before the call has ended
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
@@ -364,7 +364,9 @@ class ToolParser:
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes(text)):
-            self._drop_cut(text)
+            rest = self._text[self._position :].rstrip(_HALF)
+            if self._is_cut and rest and text.startswith(rest):
+                self._position = len(self._text)
             raise MalformedError
 
     def _takes(self, expected: str) -> Wait[bool]:

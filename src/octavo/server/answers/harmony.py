@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=<\||\s|$)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNELS = ("analysis", "commentary", "final")
+_CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
@@ -84,7 +85,12 @@ class HarmonyFormat(ToolFormat):
 class HarmonyParser(MessageParser):
     """Reads them."""
 
-    begins, head_closes, ends = ("<|start|>", "<|channel|>", "to="), _MESSAGE, _ENDS
+    begins = (
+        *("<|start|>", "<|channel|>", "to=", _MESSAGE),
+        *(f"assistant{each}" for each in ("<|channel|>", " to=")),
+        *(f"{channel}{_MESSAGE}" for channel in _CHANNELS),
+    )
+    head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
     _ends = ending(*_ENDS)
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:

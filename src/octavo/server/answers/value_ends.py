@@ -96,7 +96,8 @@ class TagEnd:
 
     def num_certain(self, text: str) -> int:
         """Return how many characters of a text without a known end are the value's."""
-        return min(self._looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
+        end = min(self._looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # it may stand between two arguments
 
     def drop(self, num_chars: int) -> None:
         """Count from a later place in the text."""

@@ -9,8 +9,13 @@ from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import SectionParser
 
 if TYPE_CHECKING:
+    import re
+
     from octavo.server.answers.call_parser import Call, Wait
     from octavo.server.answers.value_ends import ValueEnd
+
+
+_MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
@@ -43,6 +48,19 @@ class ValueParser(SectionParser):
     def _say_closed(self, call: Call) -> None:
         closer, self._open, self._held_piece = self._open[0], self._open[1:], ""
         self._tell("arguments", closer, call)
+
+    def _run(self, letters: re.Pattern[str]) -> Wait[str]:
+        """Return as many letters as there are. Raises `MalformedError` for too many."""
+        while True:
+            found = letters.match(self._text, self._position)
+            end = self._position if found is None else found.end()
+            if end - self._position > _MAX_WORD_CHARS:
+                raise MalformedError
+            if end < len(self._text) or self._is_over:
+                run = self._text[self._position : end]
+                self._position = end
+                return run
+            yield
 
     # --- values that are bare text up to a mark
 
