@@ -413,7 +413,8 @@ def verdict(case: Case, slip: str, text: str) -> str:
     if not calls:
         told = "".join(part.text for part in whole if part.kind in {"content", "reasoning"})
         is_framed = case.form.frames_content
-        lost = [each for each in case.strings if each.strip() and each in text and each not in told]
+        lost = [each for each in case.strings if "\n" not in each and len(each) > 5 and each in text and each not in told]
+        lost = [each for each in lost if not any(mark in each for mark in case.form.markers)]
         return "lost text" if (lost if is_framed else told != text) else "text"
     try:
         read_calls = [(name, json.loads(arguments)) for name, arguments in calls]

@@ -29,7 +29,7 @@ _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|nu
 _WORD = re.compile(r"[\w.+-]+", re.ASCII)
 _MAX_WORD_CHARS = 400
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_MEMBER = re.compile(r'[ \t\r\n]*(?:\}|"[^"\\\x00-\x1f]{0,256}"[ \t\r\n]*:)')
+_MEMBER = re.compile(r'[ \t\r\n]*(?:\}|"(?P<key>[^"\\\x00-\x1f]{0,256})"[ \t\r\n]*:)')
 _ITEM = re.compile(r'[ \t\r\n]*["{\[\]\-0-9tfnTFN]')
 _CLOSERS = {"{": "}", "[": "]"}
 _OBJECT = ("object", "{")
@@ -278,17 +278,19 @@ class _Search:
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
         """Read a string to each of the quotes that may end it, the nearest first."""
-        text, start, top = self._text, before.position, before.stack[-1]
+        text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
+        has_member = False  # a quote that was taken for text stands where the string ends and another value follows
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
                 pieces.append(run.group())
                 position = run.end()
             elif text[position] == '"':
-                if self._may_end_string(position + 1, top):
-                    is_clear = before.is_clear and escapes.are_clear(has_strays=bool(strays))
+                may_end = self._may_end_string(position + 1, before)
+                if may_end:
+                    is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
                     if len(strays) == 1:  # next to the string's own quote it may be that one, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
@@ -301,6 +303,7 @@ class _Search:
                         is_clear=is_clear,
                         is_paired=before.is_paired and not (strays and (len(strays) + escapes.num_quotes) % 2),
                     )
+                has_member = has_member or may_end == ","
                 strays.append(position)
                 pieces.append('\\"')
                 position += 1
@@ -308,7 +311,7 @@ class _Search:
                 escape = _ESCAPE.match(text, position)
                 end = position + 1 if escape is None else escape.end()
                 escapes.add(text[position : end + (escape is None)], is_valid=escape is not None)
-                if text[position:end] == '\\"' and self._may_end_string(end, top):
+                if text[position:end] == '\\"' and self._may_end_string(end, before):
                     escapes.has_end = True
                 pieces.append("\\\\" if escape is None else escape.group())
                 position = end
@@ -316,13 +319,26 @@ class _Search:
                 pieces.append(json.dumps(text[position])[1:-1])
                 position += 1
 
-    def _may_end_string(self, position: int, top: str) -> bool:
+    def _may_end_string(self, position: int, before: _Reading) -> str:
+        """Return the comma or the bracket behind a quote that may end a string; "" if none is there."""
+        top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()
         char = self._text[position : position + 1]
-        if char == ",":
-            return (_MEMBER if top == "{" else _ITEM).match(self._text, position + 1) is not None
-        return char == _CLOSERS[top]
+        if char != ",":
+            return char if char == _CLOSERS[top] else ""
+        if top == "[":
+            return char if _ITEM.match(self._text, position + 1) else ""
+        member = _MEMBER.match(self._text, position + 1)
+        if member is None or (member.group("key") is not None and not self._is_known(member.group("key"), before)):
+            return ""
+        return char
+
+    def _is_known(self, key: str, before: _Reading) -> bool:
+        """Return whether an object may have another member of this name."""
+        if len(before.stack) > 1:
+            return True
+        return key not in before.keys and (self._known is None or key in self._known)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,12 @@ _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 _OPENS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
 _ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
+_IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class UnreadableError(Exception):
+    """A text is no value of its types, and no plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
@@ -117,8 +122,9 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Return the JSON of an argument that was written as this text: JSON of a type that it may have, else a string.
 
-    Python's literals are understood where a string is not meant. Returns None for an empty text that is no string: the
-    argument is left out.
+    Python's literals are understood where a string is not meant. Words that are no value of the types are a string: the
+    client answers it. Returns None for an empty text that is no string: the argument is left out. Raises
+    `UnreadableError` for a text with other characters, such as brackets, that is no value: it has a slip.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -134,9 +140,11 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
         if value is text and text.strip().startswith(("[", "{", "(")) and kinds & {"array", "object"}:
             value, bare = _container(text.strip(), value, bare)
     kind = _TYPES[type(value)]
-    if kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds:
+    if kind in kinds or (kind == "integer" and "number" in kinds):
         return bare
-    return json.dumps(text, ensure_ascii=False)
+    if "string" not in kinds and value is text and not _IS_PLAIN.fullmatch(text):
+        raise UnreadableError
+    return bare if "string" not in kinds else json.dumps(text, ensure_ascii=False)
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:

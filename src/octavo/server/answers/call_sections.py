@@ -40,7 +40,7 @@ class SectionFormat(ToolFormat):
 
     def __init_subclass__(cls) -> None:
         """Content that has marks is read without tools as well."""
-        cls.frames_content = bool(cls.frames)
+        cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return a section, or several."""

@@ -74,7 +74,7 @@ class MessageParser(ToolParser):
                     self._drop()
                 raise MalformedError
             yield
-        if end > MAX_HEAD_CHARS:
+        if end > MAX_HEAD_CHARS or "{" in self._text[:end]:
             raise MalformedError
         self._position = end + len(self.head_closes)
         return self._text[:end]

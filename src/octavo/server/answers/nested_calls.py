@@ -13,7 +13,6 @@ from octavo.server.answers.argument_values import (
     takes_others,
     text_pattern,
     types_of,
-    value_text,
 )
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
@@ -193,7 +192,7 @@ class NestedParser(ValueParser):
         text = yield from self._whole_value(MarkEnd(closes), is_padded=False)
         empty = "[]" if "array" in kinds else "{}" if "object" in kinds else None
         is_empty = not text.strip() and "string" not in kinds and empty is not None
-        written = empty if is_empty else value_text(text, schema, self._root)
+        written = empty if is_empty else self._read_value(text, schema, self._root)
         if written is not None:
             self._say(written, call)
         self._held_piece = ""

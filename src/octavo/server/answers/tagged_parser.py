@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.answers.argument_values import is_text, property_of, types_of, value_text
+from octavo.server.answers.argument_values import is_text, property_of, types_of
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME
 from octavo.server.answers.value_ends import TagEnd
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
     from octavo.server.answers.tagged_calls import TaggedFormat
     from octavo.server.answers.tool_format import Function
+
+
+_NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
@@ -113,8 +116,7 @@ class TaggedParser(ValueParser):
             return head
         text = yield from self._whole_value(ends, is_padded=is_padded)
         yield from self._takes_tag_end(closes)
-        known = schema if is_marked_text is None else {}
-        written = value_text(text, known, parameters)
+        written = self._read_value(text, schema if is_marked_text is None else _NO_STRING, parameters)
         if written is None:
             return "" if separator == "{" else separator
         self._tell("arguments", head + written, call)
@@ -156,5 +158,6 @@ class TaggedParser(ValueParser):
         for mark, is_marked_text in ((self._form.text_mark, True), (self._form.json_mark, False)):
             if mark and head.endswith(mark):
                 return head.removesuffix(mark), is_marked_text
-        yield from self._takes_all(*more)
+        if not (yield from self._takes_all(*more)):
+            raise MalformedError
         return head.strip(), None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from octavo.server.answers.tagged_calls import TaggedFormat
 
+_MAX_MARK_CHARS = 512
 _BLANKS = re.compile(r"\s*")
 
 
@@ -30,8 +31,8 @@ class ValueEnd(Protocol):
         """Return how many characters of a text without a known end are the value's."""
         ...
 
-    def drop(self, num_chars: int) -> None:
-        """Count from a later place in the text."""
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -52,9 +53,9 @@ class MarkEnd:
         """Return how many characters of a text without the mark are the value's."""
         return len(text) - num_held_back_chars(text, self._mark)
 
-    def drop(self, num_chars: int) -> None:
-        """Count from a later place in the text."""
-        self._looked_at = max(0, self._looked_at - num_chars)
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
+        self._looked_at = max(0, self._looked_at - len(text))
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """Return where the mark begins and ends. Raises `MalformedError` if the text is over without it."""
@@ -80,6 +81,7 @@ class TagEnd:
     def __init__(self, form: TaggedFormat, closes: str, heads: Iterable[str], *, is_text: bool, is_padded: bool) -> None:
         self._closes, self._is_text, self._is_padded = closes, is_text, is_padded
         self._closer = re.compile(slips_of(closes))
+        self._begun = re.compile(rf"{re.escape(closes[:-1])}\s*/?")
         self._heads = tuple(heads)
         self._breaks = tuple(mark for each in (form.call_closes, form.closes) if (mark := each.strip()))
         self._openers = tuple(mark for each in (form.opener, form.call_opens) if (mark := each.strip()))
@@ -90,19 +92,20 @@ class TagEnd:
         first = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (first, *self._heads, *self._breaks)
         self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
+        self._remnants = tuple(closes[start:] for start in range(1, max(2, len(closes) - 2)))
         self._looked_at = 0
         self._has_tags = False  # the value holds a closing tag as text
-        self._is_begun = False  # the text does not begin with the value any more
+        self._before = ""  # the value's last characters before the text
 
     def num_certain(self, text: str) -> int:
         """Return how many characters of a text without a known end are the value's."""
         end = min(self._looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
         return end - (self._is_loose and text.endswith("\n", 0, end))  # it may stand between two arguments
 
-    def drop(self, num_chars: int) -> None:
-        """Count from a later place in the text."""
-        self._looked_at -= num_chars
-        self._is_begun = self._is_begun or num_chars > 0
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
+        self._looked_at -= len(text)
+        self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """Return where the value ends and where its closing tag does; None if more text is needed.
@@ -127,17 +130,32 @@ class TagEnd:
             return self._judged_closer(text, closer, is_over=is_over)
         if any(text.startswith(each, place) for each in self._heads):
             return self._broken_off(text, place) if self._is_own_line(text, place) else False
+        is_end = self._is_end_of_call(text, place, is_over=is_over)
+        if not is_end:
+            return is_end
         ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
         if ends is None:
             return None
         return False if ends else self._broken_off(text, place)
+
+    def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> Literal[False] | bool | None:
+        """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
+        mark = next(each for each in self._breaks if text.startswith(each, place))
+        blanks = _BLANKS.match(text, place + len(mark))
+        rest = text[place + len(mark) if blanks is None else blanks.end() :][:_MAX_MARK_CHARS]
+        if not rest:
+            return True if is_over else None
+        after = (*self._breaks, *self._openers)
+        if any(rest.startswith(each) for each in after):
+            return True
+        return None if not is_over and any(each.startswith(rest) for each in after) else False
 
     def _judged_closer(
         self, text: str, closer: re.Match[str], *, is_over: bool
     ) -> tuple[int, int] | None | Literal[False]:
         is_whole = closer.group() == self._closes
         follows = self._follow(text, closer.end(), is_over=is_over)
-        if follows is None:
+        if follows is None or (not is_over and self._begun.fullmatch(text, closer.start())):
             return None
         if not self._is_text:
             return closer.start(), closer.end()
@@ -154,13 +172,17 @@ class TagEnd:
 
     def _is_own_line(self, text: str, place: int) -> bool:
         """Return whether a mark stands where the format writes it."""
-        return not self._is_padded or (text[place - 1] == "\n" if place else not self._is_begun)
+        return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
+
+    def _written(self, text: str, place: int) -> str:
+        """Return the last characters of the value before a place."""
+        return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "mark", "again", ""] | None:
         """Return which structure follows a closing tag; "" for none, None if more text is needed."""
         blanks = _BLANKS.match(text, place)
         place = place if blanks is None else blanks.end()
-        rest = text[place : place + 512]
+        rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
             return "mark" if is_over else None
         if any(rest.startswith(each) for each in self._heads):
@@ -187,7 +209,10 @@ class TagEnd:
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         """Return the end of a value without a closing tag."""
-        if self._has_tags or (self._is_text and self._is_padded and text.endswith("\n\n", 0, place)):
+        written = self._written(text, place)
+        if self._has_tags or (self._is_text and self._is_padded and written.endswith("\n\n")):
             raise MalformedError  # which line feeds are the value's is not known
+        if self._is_text and written.rstrip().endswith(self._remnants):
+            raise MalformedError  # the closing tag lost its beginning
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from octavo.server.answers.argument_values import UnreadableError, value_text
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import SectionParser
 
@@ -62,6 +63,13 @@ class ValueParser(SectionParser):
                 return run
             yield
 
+    def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
+        """Return the JSON of a value, None for one that is left out. Raises `MalformedError`."""
+        try:
+            return value_text(text, schema, root)
+        except UnreadableError:
+            raise MalformedError from None
+
     # --- values that are bare text up to a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
@@ -69,7 +77,7 @@ class ValueParser(SectionParser):
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
-            ends.drop(self._position)
+            ends.drop(self._text[: self._position])
             self._drop()
             yield
         end, self._position = found
