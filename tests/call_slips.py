@@ -43,6 +43,10 @@ FUNCTIONS = [
 WORDS = ["a", "notes", "Röme", "狐", "x < y", "it is so", "e.g. 5%", "c:d", "[1]", "{}", "(b)", "#1", "and, then"]
 PLACE = re.compile("\ue000(\\d+)\ue001")
 BARE = (TaggedFormat, MiniMaxM3Format)
+HOSTILE = [
+    *('x", "days": 3', '"}}', '"]', "]}", "\\", 'C:\\"', "</parameter>\n", "\n</function>\n</tool_call>", '"""', "\'\'\'", '","'),
+    *("</arg_value>", "<parameter=text>", '{"path": "x", "text": "y"}', '"a", "b"', "`", "``` x", "\x07", '", "path": "'),
+]
 DEEP = [{"a": True, "b": [1, None]}, {"k": {"z": "word"}}, {"n": 1.5}]
 
 
@@ -57,11 +61,18 @@ class Case:
     rng: random.Random
     form: ToolFormat
     arguments: dict[str, Any]
+    has_second: bool = False
     strings: list[str] = field(default_factory=list)
 
+    @property
+    def calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """What is meant."""
+        return [(NAME, self.arguments), *([("now", {})] if self.has_second else [])]
+
     def skeleton(self) -> str:
-        """Return the call with placeholders for its strings."""
-        return self.form.write([(NAME, {key: self._placed(value) for key, value in self.arguments.items()})])
+        """Return the calls with placeholders for their strings."""
+        placed = {key: self._placed(value) for key, value in self.arguments.items()}
+        return self.form.write([(NAME, placed), *self.calls[1:]])
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -277,9 +288,18 @@ def _closing_tag(change: Callable[[random.Random, str], str]) -> Callable[[Case]
 
 
 def closing_tag_left_out(case: Case) -> str | None:
-    """With its line, where values stand on lines of their own."""
+    """With its line, where values stand on lines of their own; arguments do in any case."""
+    return _without_closing_tag(case, has_lines=True)
+
+
+def closing_tag_left_out_of_a_line(case: Case) -> str | None:
+    """The same where nothing but tags tells arguments apart: the next one may be text of the value."""
+    return _without_closing_tag(case, has_lines=False)
+
+
+def _without_closing_tag(case: Case, *, has_lines: bool) -> str | None:
     form = case.form
-    if not isinstance(form, TaggedFormat) or not form.argument_heads(["path"]):
+    if not isinstance(form, TaggedFormat) or (form.is_padded or form.argument_closes == "\n") is not has_lines:
         return None
     skeleton = case.skeleton()
     mark = ("\n" if form.is_padded else "") + form.value_closes
@@ -327,8 +347,10 @@ SLIPS: dict[str, Callable[[Case], str | None]] = {
     "closing tag with a slash": _closing_tag(lambda _, tag: tag[:-1] + "/>"),
     "closing tag without its end": _closing_tag(lambda _, tag: tag[:-1]),
     "closing tag left out": closing_tag_left_out,
+    "closing tag left out of a line": closing_tag_left_out_of_a_line,
     "empty tag": empty_tag,
 }
+UNESCAPED = frozenset({"raw quotes of any kind", "one raw quote", "raw backslashes among escapes"})
 REPAIRABLE = frozenset(
     {
         "none",
@@ -352,6 +374,10 @@ REPAIRABLE = frozenset(
 
 def string_of(rng: random.Random, form: ToolFormat) -> str:
     """Return a string: words, paths, code, quotes, and sometimes the format's own marks."""
+    if rng.random() < 0.04:
+        hostile = rng.choice(HOSTILE)
+        own = "" if "</" in hostile else rng.choice(["", form.write([("now", {})])])  # closed, it would begin a call
+        return hostile + rng.choice(["", " "]) + own
     kind = rng.randrange(9)
     words = [rng.choice(WORDS) for _ in range(rng.randrange(1, 5))]
     if kind == 0:
@@ -381,9 +407,9 @@ def arguments_of(rng: random.Random, form: ToolFormat) -> dict[str, Any]:
     return {key: values[key] for key in ALL if key == "path" or rng.random() < 0.6}
 
 
-def read(form: ToolFormat, pieces: Sequence[str]) -> list[Part]:
+def read(form: ToolFormat, pieces: Sequence[str], *, is_cut: bool = False) -> list[Part]:
     parser = form.parser(FUNCTIONS)
-    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
 
 
 def calls_of(parts: list[Part]) -> list[tuple[str, str]]:
@@ -403,16 +429,27 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
+def is_written(form: ToolFormat, calls: list[tuple[str, Any]], text: str) -> bool:
+    """Return whether a text holds these calls as the format writes them, together or one by one."""
+    bare = _bare(text)
+    return _bare(form.write(calls)) in bare or all(_bare(form.write([each])) in bare for each in calls)
+
+
 def verdict(case: Case, slip: str, text: str) -> str:
     """Return "call", "letter", "text" or what is wrong."""
     whole = read(case.form, [text])
     pieces = cut(case.rng, text)
     if read(case.form, pieces) != whole:
         return "another answer in pieces"
+    pieces = pieces[: case.rng.randrange(1, len(pieces) + 1)]
+    if read(case.form, pieces, is_cut=True) != read(case.form, ["".join(pieces)], is_cut=True):
+        return "another cut answer in pieces"
     calls = calls_of(whole)
-    if not calls:
+    if NAME not in dict(calls):
+        if calls not in ([], [("now", "{}")] if case.has_second else []):
+            return "letter" if is_written(case.form, [(name, json.loads(each)) for name, each in calls], text) else "a call of a text"
         told = "".join(part.text for part in whole if part.kind in {"content", "reasoning"})
-        is_framed = case.form.frames_content
+        is_framed = case.form.frames_content or calls
         lost = [each for each in case.strings if "\n" not in each and len(each) > 5 and each in text and each not in told]
         lost = [each for each in lost if not any(mark in each for mark in case.form.markers)]
         return "lost text" if (lost if is_framed else told != text) else "text"
@@ -420,13 +457,25 @@ def verdict(case: Case, slip: str, text: str) -> str:
         read_calls = [(name, json.loads(arguments)) for name, arguments in calls]
     except ValueError:
         return "broken JSON"
-    if read_calls == [(NAME, case.arguments)] and slip != "prose":
+    if read_calls in (case.calls, case.calls[:1]) and slip != "prose":
         return "call"
-    if any(not arguments for _, arguments in read_calls) and slip != "prose":
+    if any(not arguments for name, arguments in read_calls if name == NAME) and slip != "prose":
         return "a call without arguments"
-    if _bare(case.form.write(read_calls)) in _bare(text):
+    if is_written(case.form, read_calls, text):
         return "letter"
+    if slip in UNESCAPED and all(arguments in text for _, arguments in calls):
+        return "letter"  # the text holds these objects, as JSON has it
     return "another call"
+
+
+def made(rng: random.Random, slip: str) -> tuple[Case, str]:
+    """Return a case that has a place for a slip, and its text."""
+    while True:
+        form = rng.choice(FORMATS)()
+        case = Case(rng, form, arguments_of(rng, form), has_second=rng.random() < 0.2)
+        text = SLIPS[slip](case)
+        if text is not None:
+            return case, ("I look.\n" if rng.random() < 0.3 and not case.form.frames_content else "") + text
 
 
 def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[str]], list[tuple[str, str, str, str]]]:
@@ -434,17 +483,11 @@ def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[st
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
     kinds = [*SLIPS]
-    number = tried = first
-    while number < first + count:
-        tried += 1
-        rng = random.Random(f"{seed} {tried}")
-        form = rng.choice(FORMATS)()
-        slip = kinds[tried % len(kinds)]
-        case = Case(rng, form, arguments_of(rng, form))
-        text = SLIPS[slip](case)
-        if text is None:
-            continue
-        number += 1
+    for number in range(first, first + count):
+        rng = random.Random(f"{seed} {number}")
+        slip = kinds[number % len(kinds)]
+        case, text = made(rng, slip)
+        form = case.form
         found = verdict(case, slip, text)
         counts[slip][found] += 1
         counts[f"{slip} | {type(form).__name__}"][found] += 1

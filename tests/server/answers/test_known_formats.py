@@ -325,13 +325,13 @@ SCHEMA: dict[str, Any] = {
         ("flag", "True", True),
         ("amount", "2", 2),
         ("amount", "true", "true"),
-        ("list", "[1, NaN]", "[1, NaN]"),
+        ("list", "['a', None, True]", ["a", None, True]),
+        ("free", "{'a': True}", {"a": True}),
         ("list", '["a"]', ["a"]),
         ("code", "1", "1"),
         ("free", "1.5", 1.5),
         ("free", "<b>", "<b>"),
         ("other", "[]", []),
-        ("list", "[" * 100_000, "[" * 100_000),
     ],
 )
 def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
@@ -340,6 +340,13 @@ def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, valu
     parser = form.parser([function])
     ((_, arguments),) = told(joined(parser.feed(written) + parser.finish()))[1]
     assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize("text", ["[1, NaN]", "[" * 100_000, '["a', "['a' + 'b']", "<b>"])
+def test_a_list_with_a_slip_is_no_string(text: str) -> None:
+    written = f"<tool_call>\n<function=now>\n<parameter=list>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = Qwen3CoderFormat().parser([Function("now", SCHEMA)])
+    assert told(joined(parser.feed(written) + parser.finish())) == (written, [])
 
 
 PYTHON = [

@@ -1,9 +1,9 @@
 """Reads calls of tools in an answer's text while it comes: what the parsers of all families share.
 
 A call is held back until it has ended. A text that begins like a call and is none (arguments that cannot be read in one
-way, a name that no tool has, a tag that is not closed) is content, and other calls may begin within it. Slips with one
-meaning are repaired, see `octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the
-call is told as far as it came, and nothing of it is content.
+way, a name that no tool has, a tag that is not closed) is content. Slips with one meaning are repaired, see
+`octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the call is told as far as it
+came, and nothing of it is content.
 
 A call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they are never
 closed to another value than the model wrote.
@@ -166,25 +166,24 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call by these steps. Returns False if there is none; the text before it is content then."""
-        start = self._position
+        """Read a call by these steps. Returns False if there is none; what was looked at is content then."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         try:
             yield from steps
         except MalformedError:
             if not self._tell_cut(call) and self._held is not None:
-                self._roll_back(start, call)
+                self._roll_back(call)
                 self._tell_content()
                 return False
         self._commit()
         self._drop()
         return True
 
-    def _roll_back(self, start: int, call: Call) -> None:
-        """Forget a call, and go back to where it begins."""
+    def _roll_back(self, call: Call) -> None:
+        """Forget a call: its text up to here is content, in which no other call is looked for."""
         before = "".join(self._held_text)
         self._text, self._num_told = before + self._text, self._num_told - len(before)
-        self._position = start
+        self._position += len(before)
         self._held, self._held_text = None, []
         if call.index is not None:
             self._num_calls, call.index = call.index, None

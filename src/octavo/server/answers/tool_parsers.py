@@ -55,10 +55,9 @@ class LlamaParser(ToolParser):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, heads)):
                 self._position, self._is_tagged = start, found == self.opener
-                if (yield from self._object()):
-                    continue
-                self._position = min(1, len(self._text))  # the bracket is text
-            self._tell_content()
+                yield from self._object()
+            else:
+                self._tell_content()
 
     def _object(self) -> Wait[bool]:
         """Read a call and what stands behind it. Returns False if there is none; the text is as it was then."""

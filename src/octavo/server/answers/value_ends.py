@@ -25,7 +25,12 @@ def slips_of(tag: str) -> str:
 
 
 class ValueEnd(Protocol):
-    """Looks for the end of one value in a text that grows."""
+    """Looks for the end of one value in a text that grows.
+
+    looked_at: the place in the text up to which there is no end.
+    """
+
+    looked_at: int
 
     def num_certain(self, text: str) -> int:
         """Return how many characters of a text without a known end are the value's."""
@@ -47,7 +52,7 @@ class MarkEnd:
     """The first place of a mark that no value holds."""
 
     def __init__(self, mark: str) -> None:
-        self._mark, self._looked_at = mark, 0
+        self._mark, self.looked_at = mark, 0
 
     def num_certain(self, text: str) -> int:
         """Return how many characters of a text without the mark are the value's."""
@@ -55,16 +60,16 @@ class MarkEnd:
 
     def drop(self, text: str) -> None:
         """Forget the beginning of the text, which is the value's."""
-        self._looked_at = max(0, self._looked_at - len(text))
+        self.looked_at = max(0, self.looked_at - len(text))
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """Return where the mark begins and ends. Raises `MalformedError` if the text is over without it."""
-        place = text.find(self._mark, self._looked_at)
+        place = text.find(self._mark, self.looked_at)
         if place >= 0:
             return place, place + len(self._mark)
+        self.looked_at = len(text) if is_over else max(0, len(text) - len(self._mark) + 1)
         if is_over:
             raise MalformedError
-        self._looked_at = max(0, len(text) - len(self._mark) + 1)
         return None
 
 
@@ -89,22 +94,22 @@ class TagEnd:
         inner = (form.value_closes.strip(),) if closes != form.value_closes else ()
         self._follows = (opens, *self._breaks, *inner)
         self._is_loose = form.argument_closes.startswith("\n")
-        first = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
-        self._marks = (first, *self._heads, *self._breaks)
+        self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
+        self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
         self._remnants = tuple(closes[start:] for start in range(1, max(2, len(closes) - 2)))
-        self._looked_at = 0
         self._has_tags = False  # the value holds a closing tag as text
+        self.looked_at = 0
         self._before = ""  # the value's last characters before the text
 
     def num_certain(self, text: str) -> int:
         """Return how many characters of a text without a known end are the value's."""
-        end = min(self._looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
+        end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
         return end - (self._is_loose and text.endswith("\n", 0, end))  # it may stand between two arguments
 
     def drop(self, text: str) -> None:
         """Forget the beginning of the text, which is the value's."""
-        self._looked_at -= len(text)
+        self.looked_at -= len(text)
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -112,14 +117,14 @@ class TagEnd:
 
         Raises `MalformedError` if the text is over without an end, or may be read in two ways.
         """
-        while found := self._any.search(text, self._looked_at):
-            self._looked_at = found.start()
+        while found := self._any.search(text, self.looked_at):
+            self.looked_at = found.start()
             ends = self._judged(text, found.start(), is_over=is_over)
             if ends is not False:
                 return ends
-            self._looked_at += 1
-        self._looked_at = len(text)
-        self._looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
+            self.looked_at += 1
+        self.looked_at = len(text)
+        self.looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
         if is_over:
             raise MalformedError
         return None
@@ -128,8 +133,11 @@ class TagEnd:
         """Return the end that a mark is; False if it is text, None if more text is needed."""
         if closer := self._closer.match(text, place):
             return self._judged_closer(text, closer, is_over=is_over)
-        if any(text.startswith(each, place) for each in self._heads):
-            return self._broken_off(text, place) if self._is_own_line(text, place) else False
+        if head := next((each for each in self._heads if text.startswith(each, place)), None):
+            return self._judged_head(text, place, place + len(head), is_over=is_over)
+        if not any(text.startswith(each, place) for each in self._breaks):
+            self._has_tags = True  # of a call within the value
+            return False
         is_end = self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
             return is_end
@@ -137,6 +145,17 @@ class TagEnd:
         if ends is None:
             return None
         return False if ends else self._broken_off(text, place)
+
+    def _judged_head(
+        self, text: str, place: int, end: int, *, is_over: bool
+    ) -> tuple[int, int] | None | Literal[False]:
+        """Return the end that the beginning of another argument is, if it stands where the format writes it."""
+        if not self._is_padded and not self._is_loose and self._is_text:
+            raise MalformedError  # it may be text as well
+        if self._is_padded and text[end : end + 1] != "\n":
+            return None if end == len(text) and not is_over else False
+        is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
+        return self._broken_off(text, place) if is_line else False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> Literal[False] | bool | None:
         """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
@@ -197,11 +216,12 @@ class TagEnd:
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a whole closing tag ends the value before the next call begins; None if that is not known."""
-        ends = ("\n" if self._is_padded else "") + self._closes
+        ends = ("\n" if self._is_padded else "") + self._start
         places = [found for each in self._openers if (found := text.find(each, place)) >= 0]
         limit = min(places, default=len(text))
         while (place := text.find(ends, place, limit)) >= 0:
-            follows = self._follow(text, place + len(ends), is_over=is_over)
+            closer = self._closer.match(text, place + len(ends) - len(self._start))
+            follows = self._follow(text, closer.end() if closer else place + len(ends), is_over=is_over)
             if follows is None or follows:
                 return None if follows is None else True
             place += 1

@@ -94,6 +94,8 @@ class ValueParser(SectionParser):
                 self._position = len(self._text)
                 self._tell("arguments", _escaped(text), call)
                 self._drop()
+            else:
+                self._position = ends.looked_at
             raise
 
     def _whole_value(self, ends: ValueEnd, *, is_padded: bool) -> Wait[str]:
@@ -102,7 +104,7 @@ class ValueParser(SectionParser):
             while (found := ends.find(self._text, is_over=self._is_over)) is None:
                 yield
         except MalformedError:
-            self._position = len(self._text) if self._is_cut else self._position
+            self._position = len(self._text) if self._is_cut else ends.looked_at
             raise
         end, self._position = found
         text = _unpadded(self._text[:end], is_padded)
