@@ -44,8 +44,29 @@ WORDS = ["a", "notes", "Röme", "狐", "x < y", "it is so", "e.g. 5%", "c:d", "[
 PLACE = re.compile("\ue000(\\d+)\ue001")
 BARE = (TaggedFormat, MiniMaxM3Format)
 HOSTILE = [
-    *('x", "days": 3', '"}}', '"]', "]}", "\\", 'C:\\"', "</parameter>\n", "\n</function>\n</tool_call>", '"""', "\'\'\'", '","'),
-    *("</arg_value>", "<parameter=text>", '{"path": "x", "text": "y"}', '"a", "b"', "`", "``` x", "\x07", '", "path": "'),
+    *(
+        'x", "days": 3',
+        '"}}',
+        '"]',
+        "]}",
+        "\\",
+        'C:\\"',
+        "</parameter>\n",
+        "\n</function>\n</tool_call>",
+        '"""',
+        "'''",
+        '","',
+    ),
+    *(
+        "</arg_value>",
+        "<parameter=text>",
+        '{"path": "x", "text": "y"}',
+        '"a", "b"',
+        "`",
+        "``` x",
+        "\x07",
+        '", "path": "',
+    ),
 ]
 DEEP = [{"a": True, "b": [1, None]}, {"k": {"z": "word"}}, {"n": 1.5}]
 
@@ -92,7 +113,9 @@ class Case:
         def put(found: re.Match[str]) -> str:
             index = int(found.group(1))
             is_other = spelled is not None and only in {None, index}
-            return spelled(self.strings[index]) if is_other and spelled is not None else self.spelled(self.strings[index])
+            return (
+                spelled(self.strings[index]) if is_other and spelled is not None else self.spelled(self.strings[index])
+            )
 
         return PLACE.sub(put, skeleton)
 
@@ -232,7 +255,9 @@ def trailing_comma(case: Case) -> str | None:
 
 def python_words(case: Case) -> str | None:
     skeleton = case.skeleton()
-    changed = re.sub(r": (true|false|null)\b", lambda found: f": {found.group(1).replace('null', 'none').title()}", skeleton)
+    changed = re.sub(
+        r": (true|false|null)\b", lambda found: f": {found.group(1).replace('null', 'none').title()}", skeleton
+    )
     return case.filled(changed) if changed != skeleton and _in_json(case) else None
 
 
@@ -261,7 +286,9 @@ def python_strings(case: Case) -> str | None:
             return f"r'{string}'"
         return repr(string)
 
-    return PLACE.sub(lambda found: spelled(case.strings[int(found.group(1))]), re.sub("\"(\ue000\\d+\ue001)\"", r"\1", skeleton))
+    return PLACE.sub(
+        lambda found: spelled(case.strings[int(found.group(1))]), re.sub('"(\ue000\\d+\ue001)"', r"\1", skeleton)
+    )
 
 
 def gemma_quotes(case: Case) -> str | None:
@@ -316,7 +343,9 @@ def empty_tag(case: Case) -> str | None:
     value = json.dumps(case.arguments["days"])
     pad = "\n" if form.is_padded else ""
     ends = f"{pad}{form.value_closes}"
-    case_text = re.sub(f"(days.{{0,60}}?[>|]{pad}){re.escape(value)}(?={re.escape(ends)})", r"\1", skeleton, flags=re.DOTALL)
+    case_text = re.sub(
+        f"(days.{{0,60}}?[>|]{pad}){re.escape(value)}(?={re.escape(ends)})", r"\1", skeleton, flags=re.DOTALL
+    )
     if case_text == skeleton:
         return None
     case.arguments = {key: each for key, each in case.arguments.items() if key != "days"}
@@ -389,9 +418,13 @@ def string_of(rng: random.Random, form: ToolFormat) -> str:
     if kind == 3:
         return "\t".join(words) + "."
     if kind == 4:
-        return rng.choice(['print("hi", x)', 'd = {"a": "b", "c": 1}', "re.sub(r'\\d+', '', s)", '5" pipe', "it's 'so'", '["x", "y"]'])
+        return rng.choice(
+            ['print("hi", x)', 'd = {"a": "b", "c": 1}', "re.sub(r'\\d+', '', s)", '5" pipe', "it's 'so'", '["x", "y"]']
+        )
     if kind == 5:
-        return " ".join([*words, rng.choice([*form.markers, "</parameter>", "</arg_value>", "{}", "`"]), rng.choice(WORDS)])
+        return " ".join(
+            [*words, rng.choice([*form.markers, "</parameter>", "</arg_value>", "{}", "`"]), rng.choice(WORDS)]
+        )
     return " ".join(words)
 
 
@@ -447,10 +480,16 @@ def verdict(case: Case, slip: str, text: str) -> str:
     calls = calls_of(whole)
     if NAME not in dict(calls):
         if calls not in ([], [("now", "{}")] if case.has_second else []):
-            return "letter" if is_written(case.form, [(name, json.loads(each)) for name, each in calls], text) else "a call of a text"
+            return (
+                "letter"
+                if is_written(case.form, [(name, json.loads(each)) for name, each in calls], text)
+                else "a call of a text"
+            )
         told = "".join(part.text for part in whole if part.kind in {"content", "reasoning"})
         is_framed = case.form.frames_content or calls
-        lost = [each for each in case.strings if "\n" not in each and len(each) > 5 and each in text and each not in told]
+        lost = [
+            each for each in case.strings if "\n" not in each and len(each) > 5 and each in text and each not in told
+        ]
         lost = [each for each in lost if not any(mark in each for mark in case.form.markers)]
         return "lost text" if (lost if is_framed else told != text) else "text"
     try:

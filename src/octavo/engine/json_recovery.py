@@ -30,6 +30,7 @@ _WORD = re.compile(r"[\w.+-]+", re.ASCII)
 _MAX_WORD_CHARS = 400
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MEMBER = re.compile(r'[ \t\r\n]*(?:\}|"(?P<key>[^"\\\x00-\x1f]{0,256})"[ \t\r\n]*:)')
+_NEXT_KEY = re.compile(r'[ \t\r\n]+"[^"\\\x00-\x1f]{1,256}"[ \t\r\n]*:')
 _ITEM = re.compile(r'[ \t\r\n]*["{\[\]\-0-9tfnTFN]')
 _CLOSERS = {"{": "}", "[": "]"}
 _OBJECT = ("object", "{")
@@ -281,7 +282,7 @@ class _Search:
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # a quote that was taken for text stands where the string ends and another value follows
+        has_member = False  # after a quote that was taken for text another value follows, with or without its comma
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -303,7 +304,7 @@ class _Search:
                         is_clear=is_clear,
                         is_paired=before.is_paired and not (strays and (len(strays) + escapes.num_quotes) % 2),
                     )
-                has_member = has_member or may_end == ","
+                has_member = has_member or may_end == "," or _NEXT_KEY.match(text, position + 1) is not None
                 strays.append(position)
                 pieces.append('\\"')
                 position += 1

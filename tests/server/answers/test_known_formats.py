@@ -264,8 +264,10 @@ HARMONY = [
         "<|channel|>analysis<|message|>Hm<|end|>assistant<|channel|>final<|message|>Hello<|return|>",
         [Part("reasoning", "Hm"), Part("content", "Hello")],
     ),
-    ("<|channel|>analysis<|message|>Hm<|start|>assistant<|channel|>final<|message|>Hi",
-     [Part("reasoning", "Hm"), Part("content", "Hi")]),
+    (
+        "<|channel|>analysis<|message|>Hm<|start|>assistant<|channel|>final<|message|>Hi",
+        [Part("reasoning", "Hm"), Part("content", "Hi")],
+    ),
     ("final Hello<|return|>", [Part("content", "final Hello")]),
     ("final<|message|>Hello<|return|>", [Part("content", "Hello")]),
 ]

@@ -385,9 +385,10 @@ class ToolParser:
         yield from self._skip_space()
         self._drop()
         for _ in range(_MAX_CLOSERS):
+            yield from self._skip_space()
             if (yield from self._takes(closer)):
                 break
-            if (yield from self._skip_space()) not in {"}", "]"}:
+            if (yield from self._peek()) not in {"}", "]"}:
                 self._drop_cut(closer)
                 self._position = 0
                 break

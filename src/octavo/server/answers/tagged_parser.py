@@ -108,7 +108,7 @@ class TaggedParser(ValueParser):
         ends = self._ends_of(closes, parameters, is_text=may_be_string, is_padded=is_padded)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
         if may_be_string:
-            yield from self._refuse_doubled()
+            yield from self._refuse_doubled(key)
         if is_string:
             self._tell("arguments", f'{head}"', call)
             yield from self._text_value(call, ends, is_padded=is_padded)
@@ -129,11 +129,12 @@ class TaggedParser(ValueParser):
         heads = self._form.argument_heads(left)
         return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
 
-    def _refuse_doubled(self) -> Wait[None]:
-        """Raise `MalformedError` for a value that begins with the mark before it: is it written twice?"""
+    def _refuse_doubled(self, key: str) -> Wait[None]:
+        """Raise `MalformedError` for a value that begins with a mark before it: is it written twice?"""
         *_, mark = self._form.argument_named.split("\n")
-        if mark.startswith("<") and (yield from self._takes(mark)):
-            raise MalformedError
+        for each in (mark if mark.startswith("<") else "", *self._form.argument_heads([key])):
+            if each and (yield from self._takes(each)):
+                raise MalformedError
 
     def _value_end(self) -> Wait[str]:
         """Return what closes the value that comes, and go behind what opens it."""

@@ -83,7 +83,9 @@ class TagEnd:
     heads: how arguments begin that may still follow. is_text: False for JSON, which holds no tag.
     """
 
-    def __init__(self, form: TaggedFormat, closes: str, heads: Iterable[str], *, is_text: bool, is_padded: bool) -> None:
+    def __init__(
+        self, form: TaggedFormat, closes: str, heads: Iterable[str], *, is_text: bool, is_padded: bool
+    ) -> None:
         self._closes, self._is_text, self._is_padded = closes, is_text, is_padded
         self._closer = re.compile(slips_of(closes))
         self._begun = re.compile(rf"{re.escape(closes[:-1])}\s*/?")
