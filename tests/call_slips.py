@@ -68,6 +68,7 @@ HOSTILE = [
         '", "path": "',
     ),
 ]
+CODE = ['print("hi", x)', 'd = {"a": "b", "c": 1}', "re.sub(r'\\d+', '', s)", '5" pipe', "it's 'so'", '["x", "y"]']
 DEEP = [{"a": True, "b": [1, None]}, {"k": {"z": "word"}}, {"n": 1.5}]
 
 
@@ -407,25 +408,18 @@ def string_of(rng: random.Random, form: ToolFormat) -> str:
         hostile = rng.choice(HOSTILE)
         own = "" if "</" in hostile else rng.choice(["", form.write([("now", {})])])  # closed, it would begin a call
         return hostile + rng.choice(["", " "]) + own
-    kind = rng.randrange(9)
     words = [rng.choice(WORDS) for _ in range(rng.randrange(1, 5))]
-    if kind == 0:
-        return "C:\\" + "\\".join(rng.choice(["Program", "work", "Data", "new", "temp", "x.py"]) for _ in range(2))
-    if kind == 1:
-        return " ".join([*words, f'"{rng.choice(WORDS[:4])}"', rng.choice(WORDS)])
-    if kind == 2:
-        return "\n".join(words) + rng.choice(["", "\n"])
-    if kind == 3:
-        return "\t".join(words) + "."
-    if kind == 4:
-        return rng.choice(
-            ['print("hi", x)', 'd = {"a": "b", "c": 1}', "re.sub(r'\\d+', '', s)", '5" pipe', "it's 'so'", '["x", "y"]']
-        )
-    if kind == 5:
-        return " ".join(
-            [*words, rng.choice([*form.markers, "</parameter>", "</arg_value>", "{}", "`"]), rng.choice(WORDS)]
-        )
-    return " ".join(words)
+    mark = rng.choice([*form.markers, "</parameter>", "</arg_value>", "{}", "`"])
+    strings = [
+        "C:\\" + "\\".join(rng.choice(["Program", "work", "Data", "new", "temp", "x.py"]) for _ in range(2)),
+        " ".join([*words, f'"{rng.choice(WORDS[:4])}"', rng.choice(WORDS)]),
+        "\n".join(words) + rng.choice(["", "\n"]),
+        "\t".join(words) + ".",
+        rng.choice(CODE),
+        " ".join([*words, mark, rng.choice(WORDS)]),
+        *[" ".join(words)] * 3,
+    ]
+    return rng.choice(strings)
 
 
 def arguments_of(rng: random.Random, form: ToolFormat) -> dict[str, Any]:
@@ -472,39 +466,38 @@ def verdict(case: Case, slip: str, text: str) -> str:
     """Return "call", "letter", "text" or what is wrong."""
     whole = read(case.form, [text])
     pieces = cut(case.rng, text)
-    if read(case.form, pieces) != whole:
+    begun = pieces[: case.rng.randrange(1, len(pieces) + 1)]
+    is_same = read(case.form, pieces) == whole
+    if not is_same or read(case.form, begun, is_cut=True) != read(case.form, ["".join(begun)], is_cut=True):
         return "another answer in pieces"
-    pieces = pieces[: case.rng.randrange(1, len(pieces) + 1)]
-    if read(case.form, pieces, is_cut=True) != read(case.form, ["".join(pieces)], is_cut=True):
-        return "another cut answer in pieces"
-    calls = calls_of(whole)
-    if NAME not in dict(calls):
-        if calls not in ([], [("now", "{}")] if case.has_second else []):
-            return (
-                "letter"
-                if is_written(case.form, [(name, json.loads(each)) for name, each in calls], text)
-                else "a call of a text"
-            )
-        told = "".join(part.text for part in whole if part.kind in {"content", "reasoning"})
-        is_framed = case.form.frames_content or calls
-        lost = [
-            each for each in case.strings if "\n" not in each and len(each) > 5 and each in text and each not in told
-        ]
-        lost = [each for each in lost if not any(mark in each for mark in case.form.markers)]
-        return "lost text" if (lost if is_framed else told != text) else "text"
     try:
-        read_calls = [(name, json.loads(arguments)) for name, arguments in calls]
+        calls = [(name, json.loads(arguments)) for name, arguments in calls_of(whole)]
     except ValueError:
         return "broken JSON"
-    if read_calls in (case.calls, case.calls[:1]) and slip != "prose":
+    if NAME not in dict(calls):
+        return _verdict_of_text(case, text, whole, calls)
+    is_meant = slip != "prose"
+    if calls in (case.calls, case.calls[:1]) and is_meant:
         return "call"
-    if any(not arguments for name, arguments in read_calls if name == NAME) and slip != "prose":
+    if is_meant and any(not arguments for name, arguments in calls if name == NAME):
         return "a call without arguments"
-    if is_written(case.form, read_calls, text):
+    # of quotes that are not escaped the text may hold another object, as JSON has it
+    is_json_there = slip in UNESCAPED and all(arguments in text for _, arguments in calls_of(whole))
+    return "letter" if is_json_there or is_written(case.form, calls, text) else "another call"
+
+
+def _verdict_of_text(case: Case, text: str, parts: list[Part], calls: list[tuple[str, Any]]) -> str:
+    """Judge an answer whose first call is text."""
+    if calls not in ([], case.calls[1:]):
+        return "letter" if is_written(case.form, calls, text) else "a call of a text"
+    told = "".join(part.text for part in parts if part.kind in {"content", "reasoning"})
+    if not calls and not case.form.frames_content:
+        return "text" if told == text else "lost text"
+    strings = [each for each in case.strings if "\n" not in each and len(each) > 5 and each in text]
+    lost = [each for each in strings if each not in told and not any(mark in each for mark in case.form.markers)]
+    if calls and lost and all(case.form.write([("now", {})]) in each for each in lost):
         return "letter"
-    if slip in UNESCAPED and all(arguments in text for _, arguments in calls):
-        return "letter"  # the text holds these objects, as JSON has it
-    return "another call"
+    return "lost text" if lost else "text"
 
 
 def made(rng: random.Random, slip: str) -> tuple[Case, str]:

@@ -248,19 +248,19 @@ class _Search:
         if char == "," and on.expects == "comma":
             comma = "" if _LAST_COMMA.match(self._text, start) else ","
             return on.behind(start + 1, blanks + comma, "key" if top == "{" else "item")
-        if char == ":" and on.expects == "colon":
-            return on.behind(start + 1, blanks + char, "value")
-        if char == '"' and on.expects in {"key", "first key"}:
+        if on.expects == "colon":
+            return on.behind(start + 1, blanks + char, "value") if char == ":" else None
+        if on.expects in {"key", "first key"}:
             return self._after_key(on, blanks, start)
         is_value = on.expects in {"value", "first value", "item"}
         if char in _CLOSERS and len(on.stack) < _MAX_DEPTH and (is_value or (on.expects, char) == _OBJECT):
             first = "first key" if char == "{" else "first value"
             return on.behind(start + 1, blanks + char, first, stack=(*on.stack, char))
-        if char == '"' and is_value:
-            return on.behind(start + 1, blanks, "string")
         return self._after_word(on, blanks, start) if is_value else None
 
     def _after_word(self, on: _Reading, blanks: str, start: int) -> _Reading | None:
+        if self._text[start] == '"':
+            return on.behind(start + 1, blanks, "string")
         word = _WORD.match(self._text, start)
         if word is None or not (word.group() in _WORDS or _SCALAR.fullmatch(word.group())):
             return None

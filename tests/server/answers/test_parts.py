@@ -25,6 +25,7 @@ WEATHER = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 ADD = '{"name": "add", "arguments": {"a": 1, "b": -2.5e3}}'
 
 RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+BROKEN = '<tool_call>{"name": "add", "arguments": {"a": [1, "x'
 LONE = '<tool_call>{"name": "add", "arguments": "\\ud800"}'
 
 
@@ -84,7 +85,7 @@ HERMES = [
     (LONE, content(LONE)),
     (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
     # The model ended within its arguments: what it wanted is not known.
-    ('<tool_call>{"name": "add", "arguments": {"a": [1, "x', content('<tool_call>{"name": "add", "arguments": {"a": [1, "x')),
+    (BROKEN, content(BROKEN)),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}', call(0, "add", '{"a": 1}')),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}, oops', [*call(0, "add", '{"a": 1}'), *content("oops")]),
 ]  # fmt: skip

@@ -130,7 +130,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` for a value that begins with a mark before it: is it written twice?"""
+        """Raise `MalformedError` for a value that begins with the mark before it, which may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_heads([key])):
             if each and (yield from self._takes(each)):

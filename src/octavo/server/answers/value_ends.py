@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.call_parser import MalformedError
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from octavo.server.answers.tagged_calls import TaggedFormat
+
+    _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
+    """Where a value and its closing tag end; False if a mark is text, None if more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _BLANKS = re.compile(r"\s*")
@@ -99,7 +102,8 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
-        self._remnants = tuple(closes[start:] for start in range(1, max(2, len(closes) - 2)))
+        starts = range(1, max(2, len(closes) - 2))
+        self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
         self._has_tags = False  # the value holds a closing tag as text
         self.looked_at = 0
         self._before = ""  # the value's last characters before the text
@@ -131,7 +135,7 @@ class TagEnd:
             raise MalformedError
         return None
 
-    def _judged(self, text: str, place: int, *, is_over: bool) -> tuple[int, int] | None | Literal[False]:
+    def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
         """Return the end that a mark is; False if it is text, None if more text is needed."""
         if closer := self._closer.match(text, place):
             return self._judged_closer(text, closer, is_over=is_over)
@@ -148,9 +152,7 @@ class TagEnd:
             return None
         return False if ends else self._broken_off(text, place)
 
-    def _judged_head(
-        self, text: str, place: int, end: int, *, is_over: bool
-    ) -> tuple[int, int] | None | Literal[False]:
+    def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         """Return the end that the beginning of another argument is, if it stands where the format writes it."""
         if not self._is_padded and not self._is_loose and self._is_text:
             raise MalformedError  # it may be text as well
@@ -159,7 +161,7 @@ class TagEnd:
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
 
-    def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> Literal[False] | bool | None:
+    def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
         mark = next(each for each in self._breaks if text.startswith(each, place))
         blanks = _BLANKS.match(text, place + len(mark))
@@ -171,9 +173,7 @@ class TagEnd:
             return True
         return None if not is_over and any(each.startswith(rest) for each in after) else False
 
-    def _judged_closer(
-        self, text: str, closer: re.Match[str], *, is_over: bool
-    ) -> tuple[int, int] | None | Literal[False]:
+    def _judged_closer(self, text: str, closer: re.Match[str], *, is_over: bool) -> _Verdict:
         is_whole = closer.group() == self._closes
         follows = self._follow(text, closer.end(), is_over=is_over)
         if follows is None or (not is_over and self._begun.fullmatch(text, closer.start())):
@@ -235,6 +235,6 @@ class TagEnd:
         if self._has_tags or (self._is_text and self._is_padded and written.endswith("\n\n")):
             raise MalformedError  # which line feeds are the value's is not known
         if self._is_text and written.rstrip().endswith(self._remnants):
-            raise MalformedError  # the closing tag lost its beginning
+            raise MalformedError  # the closing tag lost its beginning or its end
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place
