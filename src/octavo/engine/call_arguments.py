@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pydantic_core
 
 from octavo.engine.json_recovery import recover_object
 
+_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # of an object: a name at most
 UNREADABLE_KEY = "arguments"
 """The key under which a chat template is given arguments that are no object."""
 
@@ -38,8 +40,19 @@ def read_arguments(text: str) -> dict[str, Any]:
     whole = parse_arguments(text)
     if whole is not None:
         return whole
+    begun = begun_arguments(text, with_last_string=True)
+    return begun if begun or _NO_VALUE.match(text) else {UNREADABLE_KEY: text}
+
+
+def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
+    """Return what came of arguments that were cut off; {} for a text that is no beginning of an object.
+
+    with_last_string: the last value may be half a string; clients that read a stream as it comes leave it out.
+    """
     try:
-        begun = pydantic_core.from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+        begun = pydantic_core.from_json(
+            text, allow_partial="trailing-strings" if with_last_string else True, allow_inf_nan=False
+        )
     except ValueError:
-        begun = None
-    return begun if isinstance(begun, dict) and begun else {UNREADABLE_KEY: text}
+        return {}
+    return begun if isinstance(begun, dict) else {}

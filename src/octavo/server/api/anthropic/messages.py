@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.engine.call_arguments import UNREADABLE_KEY, parse_arguments, read_arguments
+from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
@@ -293,9 +293,9 @@ class MessageReply:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
-        """Return the arguments of the last call: a cut-off answer has what came of them."""
+        """Return the arguments of the last call: if it was cut off, those that came, as Anthropic's clients read them."""
         if self._is_cut:
-            return read_arguments(self._arguments)
+            return begun_arguments(self._arguments)
         whole = parse_arguments(self._arguments)
         return {UNREADABLE_KEY: self._arguments} if whole is None else whole
 
