@@ -293,7 +293,7 @@ class MessageReply:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
-        """Return the arguments of the last call: if it was cut off, those that came, as Anthropic's clients read them."""
+        """Return the arguments of the last call: if it was cut off, those that came."""
         if self._is_cut:
             return begun_arguments(self._arguments)
         whole = parse_arguments(self._arguments)
