@@ -180,8 +180,6 @@ class TagEnd:
             return None
         if not self._is_text:
             return closer.start(), closer.end()
-        if follows == "again":
-            raise MalformedError  # written twice, or the value ends with such a tag
         if not follows:
             self._has_tags = self._has_tags or is_whole
             return False
@@ -199,7 +197,7 @@ class TagEnd:
         """Return the last characters of the value before a place."""
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
-    def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "mark", "again", ""] | None:
+    def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "mark", ""] | None:
         """Return which structure follows a closing tag; "" for none, None if more text is needed."""
         blanks = _BLANKS.match(text, place)
         place = place if blanks is None else blanks.end()
@@ -212,7 +210,7 @@ class TagEnd:
             is_head_begun = not is_over and any(each.startswith(rest) for each in self._heads)
             return None if is_head_begun else "mark"
         if rest.startswith(self._closes):
-            return "again"
+            return "mark"  # written twice, or the value ends with such a tag: the call breaks there
         begun = any(each.startswith(rest) for each in (*self._heads, *self._follows, self._closes))
         return ("mark" if is_over else None) if begun else ""
 
