@@ -272,6 +272,7 @@ class ToolParser:
                 yield from self._recover(call, "".join(told))
                 break
             if self._is_over:
+                self._position = len(self._text)  # the answer ended within a value: no call is looked for there
                 self._give_up(call)
             yield
         self._commit()

@@ -74,7 +74,8 @@ class MessageParser(ToolParser):
                     self._drop()
                 raise MalformedError
             yield
-        if end > MAX_HEAD_CHARS or "{" in self._text[:end]:
+        head = self._text[:end].strip()
+        if end > MAX_HEAD_CHARS or any(mark in head for mark in ("{", "\n", *self.ends)):
             raise MalformedError
         self._position = end + len(self.head_closes)
         return self._text[:end]

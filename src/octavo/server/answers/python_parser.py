@@ -79,7 +79,7 @@ class PythonParser(ValueParser):
                 yield
             value = literal_json(self._text[start:end])
         except NotALiteralError:
-            if self._is_cut and scanner.is_begun:
+            if scanner.is_begun:  # the answer ended within a value: no call is looked for there
                 self._position = len(self._text)
             raise MalformedError from None
         self._position = end
