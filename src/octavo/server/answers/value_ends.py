@@ -144,9 +144,9 @@ class TagEnd:
         if not any(text.startswith(each, place) for each in self._breaks):
             self._has_tags = True  # of a call within the value
             return False
-        if not self._is_own_line(text, place) or not text.startswith(self._breaks[0], place):
-            return False  # the end of a section without that of its call: two tags would be missing
-        is_end = self._is_end_of_call(text, place, is_over=is_over)
+        # the end of a section without the end of its call is text: two tags would be missing
+        is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
+        is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
             return is_end
         ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
