@@ -168,8 +168,8 @@ class TagEnd:
         mark = next(each for each in self._breaks if text.startswith(each, place))
         blanks = _BLANKS.match(text, place + len(mark))
         rest = text[place + len(mark) if blanks is None else blanks.end() :][:_MAX_MARK_CHARS]
-        if not rest:
-            return True if is_over else None
+        if not rest:  # an answer that ends before the end of its section may have ended within the value
+            return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if any(rest.startswith(each) for each in after):
             return True
