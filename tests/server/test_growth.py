@@ -20,6 +20,7 @@ from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import parse
 from octavo.server.answers.parts import Part, ReasoningParser, joined
+from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_parsers import HermesParser
 from octavo.server.api.anthropic.messages import MessagesRequest
 from octavo.server.api.anthropic.messages import _read_conversation as messages_of
@@ -51,7 +52,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
     inputs = engine.input_processor
 
     def read_call(piece: int) -> None:
-        parser = HermesParser(frozenset({"f"}))
+        parser = HermesParser([Function("f", {})])
         for start in range(0, len(call), piece):
             parser.feed(call[start : start + piece])
         parser.finish()
@@ -65,7 +66,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
     turns = ResponsesRequest(input=items)
 
     def read_space() -> None:
-        parser = ReasoningParser(HermesParser(frozenset({"f"})), is_open=True)
+        parser = ReasoningParser(HermesParser([Function("f", {})]), is_open=True)
         parser.feed("a")
         for _ in range(0, size, 8):
             parser.feed(" " * 8)

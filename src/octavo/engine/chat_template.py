@@ -9,10 +9,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import pydantic_core
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
+from octavo.engine.call_arguments import read_arguments
 from octavo.engine.generation_config import read_json_object
 from octavo.engine.template_environment import BoundedSandbox
 from octavo.engine.template_traits import TOOL, TemplateTraits
@@ -265,23 +265,6 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def template_role(role: str) -> str:
     """Return the name under which templates know a role."""
     return _ROLES.get(role, role)
-
-
-def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, which APIs spell as JSON in a string and templates want as an object."""
-    arguments = parse_arguments(text or "{}")
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def parse_arguments(text: str) -> Any:
-    """Parse arguments that a model wrote: what a limit cut off may lack its end; {} for what is no JSON at all.
-
-    So a call that the server itself gave can stand in the next request, as it is.
-    """
-    try:
-        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
 
 
 def _part_text(part: Any, index: int) -> str:

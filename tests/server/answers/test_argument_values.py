@@ -10,8 +10,10 @@ from call_grammars import Grammars
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.answers.argument_values import json_of, types_of
-from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.argument_values import json_of, known_keys, takes_others, types_of
+from octavo.server.answers.gemma_calls import GemmaFormat
+from octavo.server.answers.nested_calls import MiniMaxM3Format
+from octavo.server.answers.python_calls import LFM2Format, PythonicFormat
 from octavo.server.answers.tagged_calls import GLMFormat, Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_formats import HermesFormat
@@ -132,3 +134,35 @@ def test_a_bare_string_keeps_to_its_schema(family: Any, kind: str, schema: Any, 
     structure = StructuredOutputsParams(grammar=form.forced([Function("now", parameters)], only_one=True))
     assert grammars.accepts(structure, form.write([("now", {"a": text})]))
     assert not any(grammars.accepts(structure, form.write([("now", {"a": each})])) for each in others)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {"a": {}}}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, True),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}}, True),
+        ({"type": "object", "additionalProperties": False}, False),
+        ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {}}}, True),
+        ({"type": "object", "properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, True),
+    ],
+)
+def test_an_object_with_named_properties_is_closed(schema: Any, is_open: bool) -> None:
+    assert takes_others(schema) is is_open
+    assert (known_keys(schema) is None) is is_open
+
+
+CLOSED_FAMILIES = [PythonicFormat, LFM2Format, Qwen3CoderFormat, GLMFormat, MiniMaxM3Format, GemmaFormat]
+
+
+@pytest.mark.parametrize("family", CLOSED_FAMILIES)
+def test_grammars_of_calls_close_objects_with_properties(family: Any) -> None:
+    grammars = Grammars("plain", [])
+    form = family(grammars.spell)
+    for fields, is_open in (({"properties": {}}, False), ({"properties": {}, "additionalProperties": True}, True)):
+        function = Function("now", {"type": "object", **fields})
+        structure = StructuredOutputsParams(grammar=form.forced([function], only_one=True))
+        assert grammars.accepts(structure, form.write([("now", {})]))
+        assert grammars.accepts(structure, form.write([("now", {"a": 1})])) is is_open, fields

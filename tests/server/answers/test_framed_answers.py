@@ -11,6 +11,7 @@ from fakes import FakeChatTemplate, FakeExecutor
 from running import run_server
 
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
@@ -19,6 +20,7 @@ from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
 from octavo.server.answers.recipients import RecipientsFormat
 from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tools import NO_TOOLS
 
 if TYPE_CHECKING:
     import httpx
@@ -177,6 +179,12 @@ def test_content_has_no_marks_where_there_are_no_tools() -> None:
         with server.http() as http:
             message = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
             assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+
+
+def test_muse_glimmers_content_has_no_marks_without_tools() -> None:
+    parser = AnswerForm.of(AnswerStyle(MuseGlimmerFormat()), NO_TOOLS, "").parser()
+    parts = parser.feed(" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hello.<|eot|>")
+    assert joined(parts + parser.finish()) == [Part("reasoning", "Hm."), content("Hello.")]
 
 
 @pytest.mark.parametrize(("name", "reserved"), [("functionary_v3_2", "all"), ("muse_glimmer", "user"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import re
@@ -254,6 +253,23 @@ HARMONY = [
         [Part("content", '{"a": 1}')],
     ),
     ("<|channel|>commentary to=functions.now<|message|> now!<|call|>", [Part("content", " now!")]),
+    (
+        (
+            "commentary?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+            "<|channel|>final<|message|>Yes.<|return|>"
+        ),
+        [Part("content", "commentary?"), Part("reasoning", "Hm."), Part("content", "Yes.")],
+    ),
+    (
+        "<|channel|>analysis<|message|>Hm<|end|>assistant<|channel|>final<|message|>Hello<|return|>",
+        [Part("reasoning", "Hm"), Part("content", "Hello")],
+    ),
+    (
+        "<|channel|>analysis<|message|>Hm<|start|>assistant<|channel|>final<|message|>Hi",
+        [Part("reasoning", "Hm"), Part("content", "Hi")],
+    ),
+    ("final Hello<|return|>", [Part("content", "final Hello")]),
+    ("final<|message|>Hello<|return|>", [Part("content", "Hello")]),
 ]
 
 
@@ -311,13 +327,13 @@ SCHEMA: dict[str, Any] = {
         ("flag", "True", True),
         ("amount", "2", 2),
         ("amount", "true", "true"),
-        ("list", "[1, NaN]", "[1, NaN]"),
+        ("list", "['a', None, True]", ["a", None, True]),
+        ("free", "{'a': True}", {"a": True}),
         ("list", '["a"]', ["a"]),
         ("code", "1", "1"),
         ("free", "1.5", 1.5),
         ("free", "<b>", "<b>"),
         ("other", "[]", []),
-        ("list", "[" * 100_000, "[" * 100_000),
     ],
 )
 def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, value: Any) -> None:
@@ -328,14 +344,24 @@ def test_bare_arguments_have_the_types_of_their_schema(key: str, text: str, valu
     assert json.loads(arguments) == {key: value}
 
 
+@pytest.mark.parametrize("text", ["[1, NaN]", "[" * 100_000, '["a', "['a' + 'b']", "<b>"])
+def test_a_list_with_a_slip_is_no_string(text: str) -> None:
+    written = f"<tool_call>\n<function=now>\n<parameter=list>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = Qwen3CoderFormat().parser([Function("now", SCHEMA)])
+    assert told(joined(parser.feed(written) + parser.finish())) == (written, [])
+
+
 PYTHON = [
     ("[now(a='it\\'s', b=\"\\u72d0 \\ud83d\\ude00\", c=None)]", {"a": "it's", "b": "狐 😀", "c": None}),
     ("[now(a=[1, -2.5e3, 0x10, 1_000], b=(True, False), c={'d': {}, \"e\": true,},)]",
      {"a": [1, -2500.0, 16, 1000], "b": [True, False], "c": {"d": {}, "e": True}}),
-    ("[now(a=1٢)]", {"a": 12}),
     (" [ now ( ) ] ", {}),
     ("I look: <b> [1] [ now(a=[1]) ]", {"a": [1]}),
     ("It [is](x). <|python_start|>[now(a=1)]<|python_end|>", {"a": 1}),
+    ("[now(a='''it's\na''', b='a' 'b', c=r'\\d+', d=\"\"\"a\"b\"\"\")]",
+     {"a": "it's\na", "b": "ab", "c": "\\d+", "d": 'a"b'}),
+    ("[now(a=-1, b='\\d', c=u'x', d=('a'\n'b'), e='', f=\"\\/\")]",
+     {"a": -1, "b": "\\d", "c": "x", "d": "ab", "e": "", "f": "/"}),
 ]  # fmt: skip
 
 
@@ -347,25 +373,32 @@ def test_values_of_python(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "text", "value"),
+    ("family", "text"),
     [
-        (PythonicFormat, "<|python_start|>[now(1)]", {}),
-        (PythonicFormat, "[now(a=1, b=__import__('os'))]", {"a": 1}),
-        (PythonicFormat, "[now(a=" + "[" * 99 + "]", {"a": functools.reduce(lambda inner, _: [inner], range(64), [])}),
-        (PythonicFormat, "[now(a=1 + 1)]", {"a": 1}),
-        (PythonicFormat, "[now(a='it is", {"a": "it is"}),
-        (PythonicFormat, "[now(a={'b': [1, (2, x)], 'c': 3})]", {"a": {"b": [1, [2]]}}),
-        (PythonicFormat, "[now(a={'b': 1, 'c", {"a": {"b": 1}}),
-        (PythonicFormat, "[now(a={'b': 1, 2: 3})]", {"a": {"b": 1}}),
-        (GemmaFormat, '<|tool_call>call:now{a:1,b:{<|"|>c<|"|>:<|"|>d', {"a": 1, "b": {"c": "d"}}),
-        (GemmaFormat, "<|tool_call>call:now{a:1,b:c}<tool_call|>", {"a": 1}),
+        (PythonicFormat, "<|python_start|>[now(1)]"),
+        (PythonicFormat, "[now(a=1, b=__import__('os'))]"),
+        (PythonicFormat, "[now(a=" + "[" * 199 + "]" * 199 + ")]"),
+        (PythonicFormat, "[now(a=1 + 1)]"),
+        (PythonicFormat, "[now(a=1\u0662)]"),
+        (PythonicFormat, "[now(a='it is"),
+        (PythonicFormat, "[now(a='it\nis')]"),
+        (PythonicFormat, "[now(a=f'{x}')]"),
+        (PythonicFormat, "[now(a=b'x')]"),
+        (PythonicFormat, "[now(a='\\ud83d')]"),
+        (PythonicFormat, "[now(a=1, a=2)]"),
+        (PythonicFormat, "[now(a={'b': [1, (2, x)], 'c': 3})]"),
+        (PythonicFormat, "[now(a={'b': 1, 'c"),
+        (PythonicFormat, "[now(a={'b': 1, 2: 3})]"),
+        (GemmaFormat, '<|tool_call>call:now{a:1,b:{<|"|>c<|"|>:<|"|>d'),
+        (GemmaFormat, "<|tool_call>call:now{a:1,b:c}<tool_call|>"),
+        (GemmaFormat, '<|tool_call>call:now{a:"it " is"}<tool_call|>'),
     ],
 )
-def test_a_call_that_breaks_stays_one(family: type[ToolFormat], text: str, value: Any) -> None:
-    """Its name is told when it breaks: its arguments are what is whole of them, and what follows is content."""
+def test_a_call_that_breaks_is_content(family: type[ToolFormat], text: str) -> None:
+    """No tool runs with a part of its arguments."""
     whole = read(family(), [text])
     assert read(family(), list(text)) == whole
-    assert valued(told(whole)[1]) == [("now", value)]
+    assert told(whole) == (text, [])
 
 
 @pytest.mark.parametrize("family", [each for each in FORMATS if issubclass(each, TaggedFormat)])

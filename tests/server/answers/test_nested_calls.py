@@ -19,6 +19,7 @@ PARAMETERS: dict[str, Any] = {
     "$defs": {"place": PLACE},
     "properties": {
         "text": {"type": "string", "minLength": 1},
+        "number": {"type": "integer"},
         "place": {"$ref": "#/$defs/place"},
         "maybe": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
         "places": {"type": "array", "items": PLACE},
@@ -59,6 +60,8 @@ def in_call(tags: str) -> str:
         ("<maybe>null</maybe>", {"maybe": None}),
         ("<places><item><zip>1</zip></item><item></item></places>", {"places": [{"zip": "1"}, {}]}),
         ("<list></list><either>12 or so</either>", {"list": [], "either": "12 or so"}),
+        ("<text>a</text><number></number><place></place>", {"text": "a", "place": {}}),
+        ("<number></number><text>a</text>", {"text": "a"}),
         ("<list>[1, 2]</list><either>12</either>", {"list": [1, 2], "either": 12}),
         ("<free><a><item>x</item></a><b>True</b></free><code>1</code>",
          {"free": {"a": ["x"], "b": True}, "code": "1"}),
@@ -81,20 +84,19 @@ def test_values_are_what_their_schema_says(tags: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    "text",
     [
-        (f"{MARK}<text>it is", {"text": "it is"}),
-        (f"{MARK}<place>{MARK}<zip>1{MARK}</zip>{MARK}</text>", {"place": {"zip": "1"}}),
-        (f"{MARK}<free>" + f"{MARK}<a>" * 99, None),
-        (f"{MARK}<list>1, 2", {"list": "1, 2"}),
+        f"{MARK}<text>it is",
+        f"{MARK}<place>{MARK}<zip>1{MARK}</zip>{MARK}</text>",
+        f"{MARK}<free>" + f"{MARK}<a>" * 99,
+        f"{MARK}<list>1, 2",
     ],
 )
-def test_a_call_that_breaks_stays_one(text: str, value: Any) -> None:
+def test_a_call_that_breaks_is_content(text: str) -> None:
     written = in_call("").removesuffix(f"{MARK}</invoke>\n{MARK}</tool_call>") + text
     whole = read(written)
     assert read(written, in_letters=True) == whole
-    arguments = json.loads(arguments_of(whole))
-    assert value is None or arguments == value
+    assert whole == [Part("content", written)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "special"])

@@ -117,6 +117,32 @@ def test_calls_cut_off_by_a_limit(client: ollama.Client) -> None:
         assert whole["ends"][0] == "length"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "Ro\nme",}', {"city": "Ro\nme"}),
+        ('{"city": "say "hi" now"}', {"city": 'say "hi" now'}),
+        ('{"city": "C:\\path\\new"}', None),
+        ('{"city": oops}', None),
+        ('{"city": "' + "long " * 300 + '", "day": oops}', None),
+    ],
+)
+def test_a_call_is_never_told_without_its_arguments(arguments: str, expected: dict[str, Any] | None) -> None:
+    """A call with a slip that has two readings is text, also one that was long enough to be streamed."""
+    answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    options = {"chat_template": FakeChatTemplate("<tool_call>")}
+    with (
+        run_server(FakeExecutor(answer=answer), engine_options=options) as running,
+        ollama.Client(running.url, timeout=DEADLINE_S) as client,
+    ):
+        whole = client.chat("fake", MESSAGES, tools=[WEATHER])
+        lines = list(client.chat("fake", MESSAGES, tools=[WEATHER], stream=True))
+    assert joined(lines) == joined([whole])
+    calls = [call.function.arguments for call in whole.message.tool_calls or []]
+    assert calls == ([] if expected is None else [expected])
+    assert expected is not None or arguments.removesuffix("}") in (whole.message.content or "")
+
+
 def test_functions_are_tools(client: ollama.Client, running: Running) -> None:
     """The package describes them, and gives their results back under `tool_name`."""
 

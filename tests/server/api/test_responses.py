@@ -254,7 +254,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         items = [{"role": "user", "content": "a"}, thought, call, thought, call, {"type": "reasoning", "content": 5}]
         items += [{"type": "function_call_output", "call_id": "c", "output": "noon"}] * 2
         usage = http.post("/v1/responses", json={"input": items, "max_output_tokens": 1}).json()["usage"]
-        function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
+        function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {"zone": "U"}}}
         text = f"<user>a\n<assistant>{json.dumps([function] * 2)}\n<tool>noon\n<tool>noon\n<assistant>"
         assert usage["input_tokens"] == len(text.encode())
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any, NoReturn
 
+from octavo.engine.json_recovery import recover_object
+from octavo.engine.python_literals import NotALiteralError, literal_json
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
@@ -24,8 +27,14 @@ _TYPES: dict[type, str] = {
 _MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
+_OPENS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
 _ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
+_IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class UnreadableError(Exception):
+    """A text is no value of its types, and no plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
@@ -33,6 +42,25 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
     return schema if isinstance(schema, dict) else {}
+
+
+def takes_others(schema: dict[str, Any]) -> bool:
+    """Return whether an object may have properties that its schema does not name.
+
+    A schema with `properties` and without `additionalProperties` is read as closed, as models write such calls.
+    """
+    others = schema.get("additionalProperties")
+    if others is not None:
+        return others is not False
+    return not isinstance(schema.get("properties"), dict) or not _OPENS.isdisjoint(schema)
+
+
+def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
+    """Return the names that properties of an object may have; None for any."""
+    properties = schema.get("properties")
+    if takes_others(schema):
+        return None
+    return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -94,24 +122,41 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
     return types_of(schema, root) == {"string"}
 
 
-def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str:
+def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Return the JSON of an argument that was written as this text: JSON of a type that it may have, else a string.
 
-    Python's spelling of truth values and of nothing is understood.
+    Python's literals are understood where a string is not meant. Words that are no value of the types are a string: the
+    client answers it. Returns None for an empty text that is no string: the argument is left out. Raises
+    `UnreadableError` for a text with other characters, such as brackets, that is no value: it has a slip.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     bare = text.strip()
+    if not bare and "string" not in kinds:
+        return None
     try:
         value = json.loads(bare, parse_constant=_refuse)
     except (ValueError, RecursionError):
         value = _WORDS.get(bare.lower(), text)
         bare = json.dumps(value, ensure_ascii=False)
+        if value is text and text.strip().startswith(("[", "{", "(")) and kinds & {"array", "object"}:
+            value, bare = _container(text.strip(), value, bare)
     kind = _TYPES[type(value)]
-    if kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds:
+    if kind in kinds or (kind == "integer" and "number" in kinds):
         return bare
-    return json.dumps(text, ensure_ascii=False)
+    if "string" not in kinds and value is text and not _IS_PLAIN.fullmatch(text):
+        raise UnreadableError
+    return bare if "string" not in kinds else json.dumps(text, ensure_ascii=False)
+
+
+def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
+    """Return a list or an object with slips, and its JSON; what was given if it cannot be read."""
+    found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
+    with contextlib.suppress(NotALiteralError):
+        found.append(literal_json(text))
+    values = [json.loads(each) for each in found]
+    return (values[0], found[0]) if values and values[0] == values[-1] else (value, written)
 
 
 class LookaheadError(RequestError):

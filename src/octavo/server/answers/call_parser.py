@@ -1,8 +1,12 @@
-"""How calls of tools are read in an answer's text while it comes: what the parsers of all families share.
+"""Reads calls of tools in an answer's text while it comes: what the parsers of all families share.
 
-Calls are JSON objects with a name and arguments. What looks like a call and is none (broken JSON, a name that no tool
-has) is content. A call whose arguments have begun to be told stays one, whatever follows. Where an answer was cut off
-within a call, the call is told if its name is known; nothing of it is content.
+A call is held back until it has ended. A text that begins like a call and is none (arguments that cannot be read in one
+way, a name that no tool has, a tag that is not closed) is content. Slips with one meaning are repaired, see
+`octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the call is told as far as it
+came, and nothing of it is content.
+
+A call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they are never
+closed to another value than the model wrote.
 """
 
 from __future__ import annotations
@@ -10,24 +14,42 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
+from octavo.engine.json_recovery import END, StrictObject, recover_object
 from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.argument_values import known_keys
 from octavo.server.answers.parts import MAX_BLANKS, Heads, Part, joined, without_space
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
+
+    from octavo.server.answers.tool_format import Function
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
+HELD_CHARS = 1024  # of a call's arguments: more of them are told before the call has ended
+_END_OF_TEXT = r"\Z"
+_MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
+
+
+def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
+    """Return a pattern of the text that may follow arguments: one of these marks, with any white space, or the end.
+
+    is_wrapped: the arguments stand in an object, whose bracket comes first.
+    """
+    either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # a bracket alone is no mark
+    bracket = r"\}?\s*" if is_wrapped else ""
+    return re.compile(rf"\s*{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
 
 class MalformedError(Exception):
@@ -46,15 +68,17 @@ class Call:
 class ToolParser:
     """Tells calls of tools from other text.
 
-    names: of the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
-    is a call has its name and its arguments under.
+    functions: the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
+    is a call has its name and its arguments under. _ends: matches the text that may follow broken arguments.
     """
 
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    _ends: re.Pattern[str] = END
 
-    def __init__(self, names: frozenset[str], *, only_one: bool = False) -> None:
-        self._names = names
+    def __init__(self, functions: Sequence[Function], *, only_one: bool = False) -> None:
+        self._names = frozenset(each.name for each in functions)
+        self._keys = {each.name: known_keys(each.parameters) for each in functions}
         self._only_one = only_one
         self._num_calls = 0
         self._text = ""  # what has not been told yet
@@ -62,8 +86,10 @@ class ToolParser:
         self._position = 0  # in it: what was looked at
         self._is_over = False
         self._is_cut = False  # nor did the model end it
-        self._told: Call | None = None  # the call whose arguments are being told
         self._parts: list[Part] = []
+        self._held: list[Part] | None = None  # of a call that may turn out to be text
+        self._held_text: list[str] = []  # that they were read from
+        self._num_held_chars = 0  # of its arguments
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -140,29 +166,51 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call by these steps; False where there was none, and what was looked at is content."""
+        """Read a call by these steps. Returns False if there is none; what was looked at is content then."""
+        self._held, self._held_text, self._num_held_chars = [], [], 0
         try:
             yield from steps
         except MalformedError:
-            if call.index is None and not self._tell_cut(call):
+            if not self._tell_cut(call) and self._held is not None:
+                self._roll_back(call)
                 self._tell_content()
                 return False
+        self._commit()
         self._drop()
         return True
 
+    def _roll_back(self, call: Call) -> None:
+        """Forget a call: its text up to here is content, in which no other call is looked for."""
+        before = "".join(self._held_text)
+        self._text, self._num_told = before + self._text, self._num_told - len(before)
+        self._position += len(before)
+        self._held, self._held_text = None, []
+        if call.index is not None:
+            self._num_calls, call.index = call.index, None
+
+    def _commit(self) -> None:
+        """Tell the call that is held back: it stays one."""
+        if self._held is not None:
+            self._parts += self._held
+            self._held, self._held_text = None, []
+
     def _tell_cut(self, call: Call) -> bool:
-        """Tell what is known of a call within which the answer was cut off; whether that is what happened."""
-        if not self._is_cut_here():
+        """Tell what is known of a call if the answer was cut off within it. Returns whether it was."""
+        if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
-        if call.name in self._names:
+        if call.index is None and call.name in self._names:
             self._begin(call)
             if call.arguments is not None and call.arguments.lstrip().startswith("{"):
                 self._tell("arguments", call.arguments, call)
+        self._commit()
         self._position = len(self._text)
         return True
 
     def _is_cut_here(self) -> bool:
-        """Whether the answer was cut off while the call at the beginning of `_text` was read."""
+        """Return whether the answer was cut off while the call at the beginning of `_text` was read."""
+        return self._is_at_cut()
+
+    def _is_at_cut(self) -> bool:
         return self._is_cut and self._position == len(self._text)
 
     def _drop_cut(self, expected: str) -> None:
@@ -194,22 +242,68 @@ class ToolParser:
             self._tell_whole(call)
 
     def _tell_whole(self, call: Call) -> None:
-        arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments)
-        if not arguments.lstrip().startswith("{"):
-            raise MalformedError
+        """Tell arguments that stood before the name, or in a string."""
+        arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
+        scanner = StrictObject()
+        if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
+            found = recover_object(arguments, known=self._known_keys(call)) if arguments.startswith("{") else None
+            if found is None:
+                raise MalformedError
+            arguments, _ = found
         self._begin(call)
         self._tell("arguments", arguments, call)
 
     def _tell_arguments(self, call: Call) -> Wait[None]:
-        """Read a call's arguments, and tell them as they come."""
+        """Read arguments that are a JSON object, and tell them. Raises `MalformedError` if they cannot be read."""
         self._begin(call)
         self._drop()
-        self._told = call
-        try:
-            yield from self._value()
-        finally:
-            self._flush()
-            self._told = None
+        scanner, told = StrictObject(), list[str]()
+        while True:
+            self._position = scanner.scan(self._text, self._position)
+            num_told = self._position if scanner.is_over else scanner.num_safe
+            told.append(self._text[:num_told])
+            self._tell("arguments", told[-1], call)
+            self._position -= num_told
+            self._drop_first(num_told)
+            scanner.num_safe -= num_told
+            if scanner.is_over:
+                break
+            if scanner.is_broken:
+                yield from self._recover(call, "".join(told))
+                break
+            if self._is_over:
+                self._position = len(self._text)  # the answer ended within a value: no call is looked for there
+                self._give_up(call)
+            yield
+        self._commit()
+
+    def _recover(self, call: Call, told: str) -> Wait[None]:
+        """Repair arguments whose beginning was told, with the whole rest of the answer in view."""
+        while not self._is_over:
+            yield
+        found = recover_object(told + self._text, self._ends, self._known_keys(call))
+        if found is None or (self._held is None and not found[0].startswith(told)):
+            self._give_up(call)
+        arguments, end = found
+        if self._held is None:
+            arguments = arguments.removeprefix(told)
+        else:
+            self._held, self._num_held_chars = [part for part in self._held if part.kind != "arguments"], 0
+        self._tell("arguments", arguments, call)
+        self._position = end - len(told)
+        self._drop()
+
+    def _give_up(self, call: Call) -> NoReturn:
+        """Tell the rest of arguments that were cut off or are broken, for a call that is told already."""
+        if self._is_cut or self._held is None:
+            self._position = len(self._text) if self._is_cut else self._position
+            self._tell("arguments", self._text[: self._position], call)
+            self._drop()
+        raise MalformedError
+
+    def _known_keys(self, call: Call) -> frozenset[str] | None:
+        """Return the names that a call's arguments may have; None for any."""
+        return self._keys.get(call.name or "")
 
     def _begin(self, call: Call) -> None:
         """Decide that this is a call."""
@@ -219,7 +313,7 @@ class ToolParser:
         self._tell("call", call.name or "", call)
 
     def _value(self) -> Wait[str]:
-        """Go behind a JSON value of any kind; return its text, unless it was told as it came."""
+        """Go behind a JSON value of any kind; return its text."""
         start, depth = self._position, 0
         while True:
             char = yield from self._peek()
@@ -239,7 +333,7 @@ class ToolParser:
                 raise MalformedError
             if depth == 0:
                 break
-        if self._told is None and start == self._position:
+        if start == self._position:
             raise MalformedError
         return self._text[start : self._position]
 
@@ -270,6 +364,9 @@ class ToolParser:
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes(text)):
+            rest = self._text[self._position :].rstrip(_HALF)
+            if self._is_cut and rest and text.startswith(rest):
+                self._position = len(self._text)
             raise MalformedError
 
     def _takes(self, expected: str) -> Wait[bool]:
@@ -284,6 +381,22 @@ class ToolParser:
                 return False
             yield
 
+    def _takes_closer(self, closer: str) -> Wait[None]:
+        """Go behind what closes a call, and behind brackets too many before it, if it comes."""
+        yield from self._skip_space()
+        self._drop()
+        for _ in range(_MAX_CLOSERS):
+            yield from self._skip_space()
+            if (yield from self._takes(closer)):
+                break
+            if (yield from self._peek()) not in {"}", "]"}:
+                self._drop_cut(closer)
+                self._position = 0
+                break
+            self._position += 1
+        yield from self._skip_space()
+        self._drop()
+
     def _skip_space(self) -> Wait[str]:
         """Go behind white space; return the character that follows, "" at the end."""
         while (char := (yield from self._peek())) and char in _SPACE:
@@ -295,26 +408,32 @@ class ToolParser:
         while self._position == len(self._text):
             if self._is_over:
                 return ""
-            self._flush()
             yield
         return self._text[self._position]
 
     # --- what is told
 
-    def _flush(self) -> None:
-        """Tell what was looked at of the arguments that are being told."""
-        if self._told is not None:
-            self._tell("arguments", self._text[: self._position], self._told)
-            self._drop()
-
     def _tell(self, kind: str, text: str, call: Call) -> None:
-        if call.index is not None and not (self._only_one and call.index):
-            self._parts.append(Part("call" if kind == "call" else "arguments", text, call.index, self._num_told))
+        if call.index is None:
+            return
+        if not (self._only_one and call.index):
+            part = Part("call" if kind == "call" else "arguments", text, call.index, self._num_told)
+            (self._parts if self._held is None else self._held).append(part)
+        if kind == "arguments":
+            self._num_held_chars += len(text)
+            if self._num_held_chars > HELD_CHARS:
+                self._commit()
 
     def _tell_content(self) -> None:
         self._parts.append(Part("content", self._text[: self._position], start=self._num_told))
         self._drop()
 
     def _drop(self) -> None:
-        self._num_told += self._position
-        self._text, self._position = self._text[self._position :], 0
+        self._drop_first(self._position)
+        self._position = 0
+
+    def _drop_first(self, num_chars: int) -> None:
+        if self._held is not None:
+            self._held_text.append(self._text[:num_chars])
+        self._num_told += num_chars
+        self._text = self._text[num_chars:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
 from octavo.server.answers.tool_format import ToolFormat, json_text
 from octavo.structured_output.lark import lark_json
 
@@ -40,7 +40,7 @@ class SectionFormat(ToolFormat):
 
     def __init_subclass__(cls) -> None:
         """Content that has marks is read without tools as well."""
-        cls.frames_content = bool(cls.frames)
+        cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return a section, or several."""
@@ -108,12 +108,13 @@ class SectionParser(ToolParser):
     """Reads sections: each has a call at least, or it is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
-        super().__init__(frozenset(each.name for each in functions), only_one=only_one)
+        super().__init__(functions, only_one=only_one)
         self._openers = (form.opener, *form.strays, *form.frames)
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
         self._one_each = form.one_each
+        self._ends = ending(form.closes, form.opener, *form.strays)
 
     def _read(self) -> Wait[None]:
         while opener := (yield from self._content(*self._openers)):
@@ -125,10 +126,7 @@ class SectionParser(ToolParser):
                 continue
             while (yield from self._attempt(call := Call(), self._call_steps(call))):
                 if self._one_each or not (yield from self._goes_on()):
-                    yield from self._skip_space()
-                    yield from self._takes_all(self._closes)
-                    yield from self._skip_space()
-                    self._drop()
+                    yield from self._takes_section_end()
                     break
 
     def _goes_on(self) -> Wait[bool]:
@@ -137,6 +135,13 @@ class SectionParser(ToolParser):
         if not self._between:
             return bool(self._call_opens) and (yield from self._takes_all(self._call_opens))
         return (yield from self._takes(self._between)) and (yield from self._takes_all(self._call_opens))
+
+    def _takes_section_end(self) -> Wait[None]:
+        """Go behind what closes a section, and behind brackets too many before it."""
+        yield from self._skip_space()
+        yield from self._takes_all(self._closes)
+        yield from self._skip_space()
+        self._drop()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
         """Go behind marks, whatever white space stands in them and in front; drop them where the answer was cut off."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from octavo.engine.python_literals import NotALiteralError, literal_json
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.argument_values import json_of, takes_others, types_of
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
-from octavo.server.answers.python_parser import PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
+from octavo.server.answers.value_parser import ValueParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 QUOTE = '<|"|>'
 _KEY = re.compile(r"""[^\s:,{}\[\]<]*""")
+_WORD = re.compile(r"[\w.+-]+")
+_MAX_DEPTH = 64
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
@@ -67,7 +70,7 @@ class GemmaFormat(SectionFormat):
             return [f"value{place}: {' | '.join(self._literal(_written(each)) for each in values)}"]
         if kinds == {"object"} and isinstance(schema.get("properties"), dict) and schema["properties"]:
             return self._object(place, schema, root)
-        if kinds == {"object"} and schema.get("additionalProperties", True) is False:
+        if kinds == {"object"} and not takes_others(schema):
             return [f'value{place}: "{{" "}}"']
         if kinds == {"array"} and isinstance(schema.get("items"), dict):
             item = f"value{place}_0"
@@ -99,23 +102,79 @@ def _written(value: Any) -> str:
     return json_text(value)
 
 
-class GemmaParser(PythonParser):
-    """Reads them."""
-
-    quotes = "<"
+class GemmaParser(ValueParser):
+    """Reads them. A string may stand between ordinary quotes, too, as JSON has it."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
         name = yield from self._run(NAME)
         yield from self._expect("{")
         call.name = name
-        yield from self._arguments(call, self._object(call, "}", 0))
+        yield from self._arguments(call, self._object(call, 0))
+        self._commit()
 
-    def _key(self, behind: str) -> Wait[str]:
-        key = (yield from self._quoted(None)) if (yield from self._peek()) == "<" else (yield from self._bare_key(_KEY))
+    def _object(self, call: Call, depth: int) -> Wait[None]:
+        """Read keys with values up to what closes them, and tell an object."""
+        self._say_opened("{", "}", call)
+        given = set[str]()
+        while (yield from self._skip_space()) != "}":
+            key = yield from self._key()
+            if key in given:
+                raise MalformedError
+            self._held_piece = f"{', ' if given else ''}{key}: "
+            given.add(key)
+            yield from self._any_value(call, depth)
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._expect("}")
+        self._say_closed(call)
+
+    def _key(self) -> Wait[str]:
+        """Read a key and what stands behind it; return it as JSON."""
+        if (yield from self._peek()) == "<":
+            key = yield from self._quoted(None)
+        else:
+            key = yield from self._run(_KEY)
+            if not key or (self._is_cut and self._position == len(self._text)):
+                raise MalformedError
+            key = json_text(key)
         yield from self._skip_space()
-        yield from self._expect(behind)
+        yield from self._expect(":")
         return key
+
+    def _any_value(self, call: Call, depth: int) -> Wait[None]:
+        if depth > _MAX_DEPTH:
+            raise MalformedError
+        char = yield from self._skip_space()
+        if char == "<":
+            yield from self._quoted(call)
+        elif char == '"':
+            self._say(json_text((yield from self._string())), call)
+            self._drop()
+        elif char == "{":
+            self._position += 1
+            yield from self._object(call, depth + 1)
+        elif char == "[":
+            self._position += 1
+            yield from self._items(call, depth + 1)
+        else:
+            word = yield from self._run(_WORD)
+            if self._is_cut and self._position == len(self._text):
+                raise MalformedError  # of a word whose end is not known
+            self._say(_word(word), call)
+            self._drop()
+
+    def _items(self, call: Call, depth: int) -> Wait[None]:
+        self._say_opened("[", "]", call)
+        while (yield from self._skip_space()) != "]":
+            yield from self._any_value(call, depth)
+            self._held_piece = ", "
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._expect("]")
+        self._say_closed(call)
 
     def _quoted(self, call: Call | None) -> Wait[str]:
         """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
@@ -140,3 +199,19 @@ class GemmaParser(PythonParser):
         if call is not None:
             self._say_closed(call)
         return f'"{written}"'
+
+    def _piece(self, text: str, call: Call | None) -> str:
+        """Tell a piece of a string, or return it as JSON where it is told to nobody."""
+        written = json_text(text)[1:-1]
+        if call is None:
+            return written
+        self._tell("arguments", written, call)
+        return ""
+
+
+def _word(word: str) -> str:
+    """Return the JSON of a word that is a value. Raises `MalformedError`."""
+    try:
+        return literal_json(word)
+    except NotALiteralError:
+        raise MalformedError from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_parser import MalformedError, ending
 from octavo.server.answers.message_parser import MessageParser
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=<\||\s|$)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNELS = ("analysis", "commentary", "final")
+_CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
@@ -32,7 +33,7 @@ class HarmonyFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
         """Return what reads messages."""
-        return HarmonyParser(frozenset(each.name for each in functions), only_one=only_one)
+        return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Messages, as the model is told to write them."""
@@ -84,7 +85,13 @@ class HarmonyFormat(ToolFormat):
 class HarmonyParser(MessageParser):
     """Reads them."""
 
-    begins, head_closes, ends = ("<|start|>", "<|channel|>", "to="), _MESSAGE, _ENDS
+    begins = (
+        *("<|start|>", "<|channel|>", "to=", _MESSAGE),
+        *(f"assistant{each}" for each in ("<|channel|>", " to=")),
+        *(f"{channel}{_MESSAGE}" for channel in _CHANNELS),
+    )
+    head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
+    _ends = ending(*_ENDS)
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)

@@ -42,6 +42,10 @@ class KimiK3Format(TaggedFormat):
         """Return what reads these tags."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
+    def argument_heads(self, keys: Sequence[str]) -> list[str]:  # noqa: ARG002 - the seam's
+        """None: attributes have any order."""
+        return []
+
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, Heads]:  # noqa: ARG002 - the seam's
         """A call in a section: what stands in its tag has any order."""
         return {self.opener: Heads([self.call_opens])}

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 class MessageParser(ToolParser):
-    """Reads messages; what begins like none is content to its end.
+    """Reads messages. Text without a head is content up to the end of its message, and further messages may follow.
 
-    A message to a function that there is not, or that is no call, is text of the kind that its head says.
-    begins: what heads begin with. head_closes: what they end with. ends: what messages end with.
+    A message to a function that does not exist, or that is no call, is text of the kind that its head says.
+    begins: what heads begin with. head_closes: what they end with. ends: what messages end with. breaks: what ends a
+    message as well and begins the next one.
     """
 
     begins: ClassVar[tuple[str, ...]]
+    breaks: ClassVar[tuple[str, ...]] = ()
     head_closes: ClassVar[str]
     ends: ClassVar[tuple[str, ...]]
 
@@ -33,7 +35,12 @@ class MessageParser(ToolParser):
         raise NotImplementedError
 
     def _read(self) -> Wait[None]:
-        while (yield from self._begins()):
+        while True:
+            if not (yield from self._begins()):
+                if self._is_over and not self._text:
+                    return
+                yield from self._body("content")
+                continue
             try:
                 head = yield from self._message_head()
             except MalformedError:
@@ -67,7 +74,8 @@ class MessageParser(ToolParser):
                     self._drop()
                 raise MalformedError
             yield
-        if end > MAX_HEAD_CHARS:
+        head = self._text[:end].strip()
+        if end > MAX_HEAD_CHARS or any(mark in head for mark in ("{", "\n", *self.ends)):
             raise MalformedError
         self._position = end + len(self.head_closes)
         return self._text[:end]
@@ -83,17 +91,21 @@ class MessageParser(ToolParser):
         """Tell a message up to its end."""
         while True:
             ends = [(place, end) for end in self.ends if (place := self._text.find(end)) >= 0]
+            ends += [(place, "") for each in self.breaks if (place := self._text.find(each)) >= 0]
             if ends:
                 place, end = min(ends)
+                is_ended = True
             else:
+                is_ended = False
                 is_whole = self._is_over and not self._is_cut
-                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in self.ends)
+                marks = (*self.ends, *self.breaks)
+                num_held_back = 0 if is_whole else max(num_held_back_chars(self._text, each) for each in marks)
                 place, end = len(self._text) - num_held_back, ""
             text = self._text[:place]
             self._parts.append(Part(kind, text, start=self._num_told))
             self._position = place + len(end)
             self._drop()
-            if end:
+            if is_ended:
                 return
             if self._is_over:
                 self._position = len(self._text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.call_parser import Call, MalformedError
+from octavo.server.answers.call_parser import Call, MalformedError, ending
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
 from octavo.server.answers.parts import Heads
 from octavo.server.answers.tool_format import choice_of, json_text
@@ -59,6 +59,7 @@ class NamedParser(SectionParser):
         super().__init__(form, functions, only_one=only_one)
         self._head_pattern = form.head_pattern
         self._arguments_open, self._call_closes = form.arguments_open.strip(), form.call_closes
+        self._ends = ending(form.call_closes, form.closes, form.call_opens, form.opener)
 
     def _call_steps(self, call: Call) -> Wait[None]:
         head = self._head_pattern.fullmatch((yield from self._head(self._arguments_open)))

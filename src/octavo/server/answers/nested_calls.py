@@ -10,13 +10,14 @@ from octavo.server.answers.argument_values import (
     json_of,
     part_of,
     property_of,
+    takes_others,
     text_pattern,
     types_of,
-    value_text,
 )
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.tool_format import choice_of, json_text
+from octavo.server.answers.value_ends import MarkEnd
 from octavo.server.answers.value_parser import ValueParser
 from octavo.structured_output.lark import FEW_BLANKS, pattern
 
@@ -70,7 +71,7 @@ class MiniMaxM3Format(SectionFormat):
         """Return the rules of an object's properties in their order, of which the first is `members<place>`."""
         mark, named, required = self._marker(MARK), schema.get("properties"), schema.get("required")
         if not isinstance(named, dict) or not named:
-            return [f"members{place}: {'tags?' if schema.get('additionalProperties', True) else chr(34) * 2}"]
+            return [f"members{place}: {'tags?' if takes_others(schema) else chr(34) * 2}"]
         uses, rules = list[str](), list[str]()
         for number, (key, part) in enumerate(named.items()):
             here = f"{place}_{number}"
@@ -142,9 +143,9 @@ class NestedParser(ValueParser):
         self._say_opened("{", "}", call)
         separator = ""
         while key := (yield from self._next_tag(tag)):
-            self._held = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
-            yield from self._value_of(call, key, property_of(schema, key), depth)
-            separator = ", "
+            self._held_piece = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+            if (yield from self._value_of(call, key, property_of(schema, key), depth)):
+                separator = ", "
         self._say_closed(call)
 
     def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
@@ -152,8 +153,8 @@ class NestedParser(ValueParser):
         self._say_opened("[", "]", call)
         items = schema.get("items")
         while key := (yield from self._next_tag(tag)):
-            yield from self._value_of(call, key, items if isinstance(items, dict) else {}, depth)
-            self._held = ", "
+            if (yield from self._value_of(call, key, items if isinstance(items, dict) else {}, depth)):
+                self._held_piece = ", "
         self._say_closed(call)
 
     def _next_tag(self, around: str) -> Wait[str]:
@@ -170,16 +171,15 @@ class NestedParser(ValueParser):
         self._drop()
         return key
 
-    def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
-        """Read a value with the end of its tag, and tell it."""
+    def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
+        """Read a value with the end of its tag, and tell it. Returns False for one that is left out."""
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)
             self._open = self._open[1:]  # which the text closes itself
-            self._held = ""
-            if not (yield from self._text_value(call, closes)):
-                raise MalformedError
-            return
+            self._held_piece = ""
+            yield from self._text_value(call, MarkEnd(closes), is_padded=False)
+            return True
         kinds = types_of(schema, self._root)
         first = yield from self._opened_tag()
         if first is not None:
@@ -188,14 +188,15 @@ class NestedParser(ValueParser):
             is_list = "array" in kinds and (first == _ITEM or "object" not in kinds)
             known = part_of(schema, self._root, "array" if is_list else "object")
             yield from (self._items if is_list else self._object)(call, tag, known, depth + 1)
-            return
-        text = yield from self._whole_value(closes)
-        if text is None:
-            raise MalformedError
+            return True
+        text = yield from self._whole_value(MarkEnd(closes), is_padded=False)
         empty = "[]" if "array" in kinds else "{}" if "object" in kinds else None
         is_empty = not text.strip() and "string" not in kinds and empty is not None
-        self._say(empty if is_empty and empty else value_text(text, schema, self._root), call)
-        self._held = ""
+        written = empty if is_empty else self._read_value(text, schema, self._root)
+        if written is not None:
+            self._say(written, call)
+        self._held_piece = ""
+        return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
         """Return the name of the tag that comes, and stay in front of it; None where a text comes, or an end."""

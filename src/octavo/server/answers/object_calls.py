@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_parser import MalformedError, ending
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
 from octavo.server.answers.tool_format import choice_of, json_text, object_rules
 from octavo.structured_output.lark import lark_json
@@ -46,6 +46,8 @@ class ObjectParser(SectionParser):
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self.name_key, self.arguments_keys = form.name_key, (form.arguments_key,)
+        further = f"{form.between.strip()} {{"
+        self._ends = ending(form.closes, form.opener, *form.strays, further, is_wrapped=True)
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -166,6 +168,10 @@ class ApertusFormat(SectionFormat):
 
 
 class _KeyedParser(SectionParser):
+    def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(form, functions, only_one=only_one)
+        self._ends = ending(form.closes, form.opener, ", {", is_wrapped=True)
+
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
         yield from self._expect("{")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import json_of, types_of
+from octavo.server.answers.argument_values import json_of, takes_others, types_of
 from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.code_spans import CODE, OUTSIDE
@@ -63,7 +63,7 @@ def _argument_rules(place: str, parameters: dict[str, Any]) -> tuple[str, list[s
     properties, required = parameters.get("properties"), parameters.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
-        if not parameters.get("additionalProperties", True):
+        if not takes_others(parameters):
             return "", []
         value = _value_rules(f"value{place}", {}, parameters)
         return f"(any{place} (COMMA any{place})*)?", [f'any{place}: {_ANY_KEY} "=" value{place}', *value]
@@ -133,7 +133,7 @@ def _beginnings(index: int, function: Function) -> list[tuple[str, str]]:
     properties, required = parameters.get("properties"), parameters.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
-        is_any = parameters.get("additionalProperties", True)
+        is_any = takes_others(parameters)
         return [(_ANY_KEY.strip("/"), f"value{index} (COMMA any{index})*")] if is_any else []
     found = []
     for number, key in enumerate(named):

@@ -1,13 +1,13 @@
-"""Reads calls that are written in Python, and tells their arguments as JSON while they come. Nothing is evaluated."""
+"""Reads calls that are written in Python, and tells their arguments as JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
 import json
 import re
 from copy import copy
-from string import hexdigits
 from typing import TYPE_CHECKING
 
+from octavo.engine.python_literals import NotALiteralError, ValueScanner, literal_json
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.code_spans import CodeSpans
@@ -18,23 +18,13 @@ if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
 
 _KEY = re.compile(r"""[^\s=,()\[\]{}"']*""")
-_WORD = re.compile(r"[\w.+-]+")
-_PLAIN = re.compile(r"""[^"'\\]+""")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _HEAD_END = re.compile(rf"\)|{_KEY.pattern}")
 _SUBSCRIPTED = re.compile(r"[A-Za-z0-9_\])]")
 _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
-_MAX_WORD_CHARS = 512
-_MAX_DEPTH = 64
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
-_CODES = {"x": 2, "u": 4, "U": 8}
 
 
 class PythonParser(ValueParser):
-    """Reads a list between marks. quotes: what strings begin with."""
-
-    quotes = "\"'"
+    """Reads a list between marks. Values are what `ast` reads; each is told when it is whole."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -42,7 +32,8 @@ class PythonParser(ValueParser):
         yield from self._skip_space()
         yield from self._expect("(")
         call.name = name
-        yield from self._arguments(call, self._object(call, ")", 0))
+        yield from self._arguments(call, self._named_values(call))
+        self._commit()
 
     def _goes_on(self) -> Wait[bool]:
         """Calls on lines of their own have no mark between them."""
@@ -51,142 +42,48 @@ class PythonParser(ValueParser):
         char = yield from self._skip_space()
         return bool(char) and not self._closes.startswith(char)
 
-    def _object(self, call: Call, closer: str, depth: int) -> Wait[None]:
-        """Read names, or strings in a dictionary, with values, up to what closes them, and tell an object."""
-        self._say_opened("{", "}", call)
-        separator = ""
-        while (yield from self._skip_space()) != closer:
-            key = yield from self._key("=" if closer == ")" else ":")
-            self._held = f"{separator}{key}: "
-            yield from self._python_value(call, depth)
-            separator = ", "
+    def _named_values(self, call: Call) -> Wait[None]:
+        """Read names with values up to the closing bracket, and tell an object."""
+        self._tell("arguments", "{", call)
+        given = set[str]()
+        while (yield from self._skip_space()) != ")":
+            key = yield from self._key()
+            if key in given:
+                raise MalformedError
+            self._drop()
+            value = yield from self._python_value()
+            self._tell("arguments", f"{', ' if given else ''}{json.dumps(key, ensure_ascii=False)}: {value}", call)
+            given.add(key)
+            self._drop()
             if (yield from self._skip_space()) != ",":
                 break
             self._position += 1
-        yield from self._skip_space()
-        yield from self._expect(closer)
-        self._say_closed(call)
+        yield from self._expect(")")
+        self._tell("arguments", "}", call)
 
-    def _key(self, behind: str) -> Wait[str]:
-        """Read a name and what stands behind it; return it as JSON."""
-        if behind == ":":
-            if (yield from self._peek()) not in {'"', "'"}:
-                raise MalformedError
-            key = yield from self._quoted(None)
-        else:
-            key = yield from self._bare_key(_KEY)
-        yield from self._skip_space()
-        yield from self._expect(behind)
-        return key
-
-    def _bare_key(self, letters: re.Pattern[str]) -> Wait[str]:
-        key = yield from self._run(letters)
+    def _key(self) -> Wait[str]:
+        """Read the name of an argument and the mark behind it."""
+        key = yield from self._run(_KEY)
         if not key or (self._is_cut and self._position == len(self._text)):
             raise MalformedError
-        return json.dumps(key, ensure_ascii=False)
+        yield from self._skip_space()
+        yield from self._expect("=")
+        return key
 
-    def _python_value(self, call: Call, depth: int) -> Wait[None]:
-        if depth > _MAX_DEPTH:
-            raise MalformedError
-        char = yield from self._skip_space()
-        if char and char in self.quotes:
-            yield from self._quoted(call)
-        elif char == "{":
-            self._position += 1
-            yield from self._object(call, "}", depth + 1)
-        elif char and char in "[(":
-            self._position += 1
-            yield from self._items(call, "]" if char == "[" else ")", depth + 1)
-        else:
-            word = yield from self._run(_WORD)
-            if self._is_cut and self._position == len(self._text):
-                raise MalformedError  # of a word whose end is not known
-            self._say(_word(word), call)
-            self._drop()
-
-    def _items(self, call: Call, closer: str, depth: int) -> Wait[None]:
-        self._say_opened("[", "]", call)
-        while (yield from self._skip_space()) != closer:
-            yield from self._python_value(call, depth)
-            self._held = ", "
-            if (yield from self._skip_space()) != ",":
-                break
-            self._position += 1
-        yield from self._expect(closer)
-        self._say_closed(call)
-
-    def _quoted(self, call: Call | None) -> Wait[str]:
-        """Read a string, and tell it as it comes, or return it as JSON where it is told to nobody."""
-        quote = yield from self._peek()
-        self._position += 1
-        self._drop()
-        if call is not None:
-            self._say_opened('"', '"', call)
-        written = ""
-        while (char := (yield from self._peek())) != quote:
-            if not char:
-                raise MalformedError
-            if char == "\\":
-                text = yield from self._escape()
-            elif char in "\"'":
-                text = char
-                self._position += 1
-            else:
-                run = _PLAIN.match(self._text, self._position)
-                text = char if run is None else run.group()
-                self._position += len(text)
-            written += self._piece(text, call)
-            self._drop()
-        self._position += 1
-        self._drop()
-        if call is not None:
-            self._say_closed(call)
-        return f'"{written}"'
-
-    def _piece(self, text: str, call: Call | None) -> str:
-        """Tell a piece of a string, or return it as JSON where it is told to nobody."""
-        written = json.dumps(text, ensure_ascii=False)[1:-1]
-        if call is None:
-            return written
-        self._tell("arguments", written, call)
-        return ""
-
-    def _escape(self) -> Wait[str]:
-        self._position += 1
-        kind = yield from self._peek()
-        self._position += bool(kind)
-        if kind not in _CODES:
-            return _ESCAPES.get(kind, kind if kind in "\"'\\/" else "\\" + kind)
-        code = yield from self._digits(_CODES[kind])
-        if 0xD800 <= code < 0xDC00 and (yield from self._takes("\\u")):  # JSON's way: two halves
-            low = yield from self._digits(4)
-            code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) if 0xDC00 <= low < 0xE000 else 0xD800
-        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise MalformedError
-        return chr(code)
-
-    def _digits(self, count: int) -> Wait[int]:
-        digits = ""
-        for _ in range(count):
-            digit = yield from self._peek()
-            self._position += bool(digit)
-            digits += digit
-        if len(digits) < count or not all(each in hexdigits for each in digits):
-            raise MalformedError
-        return int(digits, 16)
-
-    def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Return as many letters as there are. Raises `MalformedError` for too many."""
-        while True:
-            found = letters.match(self._text, self._position)
-            end = self._position if found is None else found.end()
-            if end - self._position > _MAX_WORD_CHARS:
-                raise MalformedError
-            if end < len(self._text) or self._is_over:
-                run = self._text[self._position : end]
-                self._position = end
-                return run
-            yield
+    def _python_value(self) -> Wait[str]:
+        """Go behind a value, and return its JSON. Raises `MalformedError`."""
+        start = self._position
+        scanner = ValueScanner(start)
+        try:
+            while (end := scanner.end(self._text, is_over=self._is_over)) is None:
+                yield
+            value = literal_json(self._text[start:end])
+        except NotALiteralError:
+            if scanner.is_begun:  # the answer ended within a value: no call is looked for there
+                self._position = len(self._text)
+            raise MalformedError from None
+        self._position = end
+        return value
 
 
 class PythonListParser(PythonParser):
@@ -245,7 +142,7 @@ class PythonListParser(PythonParser):
             if (yield from self._skip_space()) not in {",", "]"}:
                 raise MalformedError
         else:
-            yield from self._key("=")
+            yield from self._key()
             if (yield from self._peek()) == "=":
                 raise MalformedError
         self._position = start
@@ -271,16 +168,3 @@ class PythonListParser(PythonParser):
 def _may_become(text: str, head: str) -> bool:
     """Whether a text may go on as a call with this head: the first argument's name stands behind it, or its end."""
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)
-
-
-def _word(word: str) -> str:
-    """Return the JSON of a word of Python's that is a value. Raises `MalformedError`."""
-    if word in _WORDS:
-        return _WORDS[word]
-    if _NUMBER.fullmatch(word):
-        return word
-    try:
-        value = float(word.replace("_", "")) if "." in word or "e" in word.lower() else int(word, 0)
-        return json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise MalformedError from None

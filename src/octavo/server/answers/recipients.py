@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 
@@ -27,7 +27,7 @@ class RecipientsFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
         """Return what reads recipients."""
-        return RecipientsParser(frozenset(each.name for each in functions), only_one=only_one)
+        return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return what templates make of calls: the first has a mark as well."""
@@ -75,6 +75,8 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 class RecipientsParser(ToolParser):
     """Reads parts; a mark behind which no recipient stands is content."""
+
+    _ends = ending(_MARK)
 
     def _read(self) -> Wait[None]:
         yield from self._part()

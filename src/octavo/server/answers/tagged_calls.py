@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import is_text, json_of, text_pattern, types_of
+from octavo.server.answers.argument_values import is_text, json_of, takes_others, text_pattern, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.parts import Heads
 from octavo.server.answers.tagged_parser import TaggedParser
@@ -44,6 +44,12 @@ class TaggedFormat(SectionFormat):
         """Return what reads tags."""
         return TaggedParser(self, functions, only_one=only_one)
 
+    def argument_heads(self, keys: Sequence[str]) -> list[str]:
+        """Return what arguments of these names begin with."""
+        ends, *_ = self.argument_named.split("\n")
+        marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
+        return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
+
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
         """Return the tags of one call."""
         pad = "\n" if self.is_padded else ""
@@ -72,7 +78,7 @@ class TaggedFormat(SectionFormat):
             is_needed = isinstance(required, list) and key in required
             uses.append(name if is_needed else f"{name}?")
             rules += self._argument(name, json.dumps(key), schema if isinstance(schema, dict) else {}, parameters)
-        if not uses and parameters.get("additionalProperties", True):
+        if not uses and takes_others(parameters):
             uses.append(f"any{place}*")
             rules += self._argument(f"any{place}", None, {}, parameters)
         return " ".join(uses), rules

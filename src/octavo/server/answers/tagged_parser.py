@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.answers.argument_values import is_text, property_of, value_text
+from octavo.server.answers.argument_values import is_text, property_of, types_of
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME
+from octavo.server.answers.value_ends import TagEnd
 from octavo.server.answers.value_parser import ValueParser
 
 if TYPE_CHECKING:
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 
+_NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
+
+
 class TaggedParser(ValueParser):
-    """Reads them. However a call ends, unless the answer was cut off within, its arguments are a whole object."""
+    """Reads calls in tags. A call ends with its own closing tag or its section's; otherwise it is text."""
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form, self.is_padded = form, form.is_padded
         self._parameters = {each.name: each.parameters for each in functions}
+        self._given: set[str] = set()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         form = self._form
@@ -38,26 +42,30 @@ class TaggedParser(ValueParser):
             raise MalformedError
         self._begin(call)
         self._drop()
+        self._given = set()
         told = ""
-        with contextlib.suppress(MalformedError):
-            while (yield from self._takes_all(form.argument_opens)):
-                told = yield from self._argument(call, ", " if told else "{")
-                yield from self._takes_all(form.argument_closes)
-        if (yield from self._takes_end()) or not self._is_cut:
-            self._tell("arguments", "}" if told else "{}", call)
+        while (yield from self._takes_all(form.argument_opens)):
+            told = yield from self._argument(call, ", " if told else "{")
+            yield from self._takes_all(form.argument_closes)
+        if not (yield from self._takes_end()):
+            raise MalformedError
+        self._tell("arguments", "}" if told else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Go behind what stands behind a name; whether it was there."""
+        """Go behind what stands behind a name. Returns whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
-        seen = bool(form.named.strip())
-        return seen or (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
+        return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self) -> Wait[bool]:
-        """Go behind what closes a call; whether it was there, or the end of the section is."""
-        closes = self._form.call_closes
-        if closes.strip() and (yield from self._takes_all(closes)):
+        """Go behind what closes a call. Returns whether it was there, or the end of the section is."""
+        closes = self._form.call_closes.strip()
+        if closes and (yield from self._takes_all(closes)):
+            return True
+        if closes.startswith("</") and (yield from self._takes_all(closes[:-1])):
+            for char in "/>":  # what is left of a tag with a slip
+                yield from self._takes(char)
             return True
         return (yield from self._sees(self._closes))
 
@@ -84,27 +92,49 @@ class TaggedParser(ValueParser):
             yield
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Read one behind what opens it, and tell it; return what was told first. Raises `MalformedError`."""
+        """Read one behind what opens it, and tell it. Returns what was told first. Raises `MalformedError`."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
-        if self.is_padded and (yield from self._peek()) == "\n":
-            self._position += 1
+        if key in self._given or "<" in key or "\n" in key:
+            raise MalformedError
+        self._given.add(key)
+        is_padded = self.is_padded and (yield from self._peek()) == "\n"
+        self._position += is_padded
         self._drop()
         closes = yield from self._value_end()
         schema = property_of(parameters, key)
+        is_string = is_text(schema, parameters) if is_marked_text is None else is_marked_text
+        may_be_string = is_string or (is_marked_text is None and "string" in types_of(schema, parameters))
+        ends = self._ends_of(closes, parameters, is_text=may_be_string, is_padded=is_padded)
         head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
-        if is_text(schema, parameters) if is_marked_text is None else is_marked_text:
+        if may_be_string:
+            yield from self._refuse_doubled(key)
+        if is_string:
             self._tell("arguments", f'{head}"', call)
-            yield from self._text_value(call, closes)
+            yield from self._text_value(call, ends, is_padded=is_padded)
             yield from self._takes_tag_end(closes)
             return head
-        text = yield from self._whole_value(closes)
+        text = yield from self._whole_value(ends, is_padded=is_padded)
         yield from self._takes_tag_end(closes)
-        if text is None:
+        written = self._read_value(text, schema if is_marked_text is None else _NO_STRING, parameters)
+        if written is None:
             return "" if separator == "{" else separator
-        known = schema if is_marked_text is None else {}
-        self._tell("arguments", head + value_text(text, known, parameters), call)
+        self._tell("arguments", head + written, call)
         return head
+
+    def _ends_of(self, closes: str, parameters: dict[str, Any], *, is_text: bool, is_padded: bool) -> TagEnd:
+        """Return what finds the end of the value that comes."""
+        properties = parameters.get("properties")
+        left = [key for key in properties if key not in self._given] if isinstance(properties, dict) else []
+        heads = self._form.argument_heads(left)
+        return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
+
+    def _refuse_doubled(self, key: str) -> Wait[None]:
+        """Raise `MalformedError` for a value that begins with the mark before it, which may be written twice."""
+        *_, mark = self._form.argument_named.split("\n")
+        for each in (mark if mark.startswith("<") else "", *self._form.argument_heads([key])):
+            if each and (yield from self._takes(each)):
+                raise MalformedError
 
     def _value_end(self) -> Wait[str]:
         """Return what closes the value that comes, and go behind what opens it."""
@@ -129,5 +159,6 @@ class TaggedParser(ValueParser):
         for mark, is_marked_text in ((self._form.text_mark, True), (self._form.json_mark, False)):
             if mark and head.endswith(mark):
                 return head.removesuffix(mark), is_marked_text
-        yield from self._takes_all(*more)
+        if not (yield from self._takes_all(*more)):
+            raise MalformedError
         return head.strip(), None

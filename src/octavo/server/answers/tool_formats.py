@@ -25,7 +25,7 @@ class HermesFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return what reads tags with objects in them."""
-        return HermesParser(frozenset(each.name for each in functions), only_one=only_one)
+        return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Each on lines of its own."""
@@ -57,7 +57,7 @@ class LlamaFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return what reads answers that are objects."""
-        return LlamaParser(frozenset(each.name for each in functions), only_one=only_one)
+        return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Objects with semicolons between."""
@@ -95,7 +95,7 @@ class MistralFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return what reads a list, and names with arguments."""
-        return MistralParser(frozenset(each.name for each in functions), only_one=only_one)
+        return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """A list of objects."""

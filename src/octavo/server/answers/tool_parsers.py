@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
 from octavo.server.answers.parts import Heads
 
 if TYPE_CHECKING:
@@ -20,16 +20,13 @@ class HermesParser(ToolParser):
     """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, as often as wanted, anywhere."""
 
     opener, closer = "<tool_call>", "</tool_call>"
+    _ends = ending(closer, opener, is_wrapped=True)
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
             yield from self._skip_space()
             if (yield from self._call()):
-                yield from self._skip_space()
-                if not (yield from self._takes(self.closer)):
-                    self._drop_cut(self.closer)
-                yield from self._skip_space()
-                self._drop()
+                yield from self._takes_closer(self.closer)
 
 
 class LlamaParser(ToolParser):
@@ -40,6 +37,7 @@ class LlamaParser(ToolParser):
     """
 
     opener = "<|python_tag|>"
+    _ends = ending(";", "{", is_wrapped=True)
     _is_tagged = False
 
     def _read(self) -> Wait[None]:
@@ -62,7 +60,7 @@ class LlamaParser(ToolParser):
                 self._tell_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and what stands behind it; False where there was none."""
+        """Read a call and what stands behind it. Returns False if there is none; the text is as it was then."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         if (yield from self._skip_space()) == ";":
@@ -84,16 +82,20 @@ class MistralParser(ToolParser):
     """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and its arguments, each time."""
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
+    _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
             match (yield from self._skip_space()):
                 case "[":
+                    self._ends = self._ends_in_list
                     self._position += 1
                     yield from self._list()
                 case "{":
+                    self._ends = self._ends_in_list
                     yield from self._call()
                 case _:
+                    self._ends = self._ends_named
                     yield from self._named()
 
     def _list(self) -> Wait[None]:
@@ -104,26 +106,22 @@ class MistralParser(ToolParser):
             if (yield from self._skip_space()) != ",":
                 break
             self._position += 1
-        yield from self._takes("]")
-        yield from self._skip_space()
-        self._drop()
+        yield from self._takes_closer("]")
 
     def _named(self) -> Wait[None]:
+        if (yield from self._attempt(call := Call(), self._named_steps(call))):
+            yield from self._skip_space()
+            self._drop()
+
+    def _named_steps(self, call: Call) -> Wait[None]:
         start = self._position
         end = start + _MAX_HEAD_CHARS
         while (brace := self._text.find("{", start, end)) < 0 and len(self._text) < end and not self._is_over:
             yield
         head = None if brace < 0 else _NAMED_HEAD.fullmatch(self._text, start, brace)
-        call = Call(None if head is None else head.group(1))
-        try:
-            self._read_head(call, head, brace)
-            yield from self._tell_arguments(call)
-        except MalformedError:
-            if call.index is None and not self._tell_cut(call):
-                self._tell_content()
-                return
-        yield from self._skip_space()
-        self._drop()
+        call.name = None if head is None else head.group(1)
+        self._read_head(call, head, brace)
+        yield from self._tell_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
         """Go behind a name and its marks, or what is there of them where the answer was cut off behind them."""

@@ -3,89 +3,117 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.argument_values import UnreadableError, value_text
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import SectionParser
 
 if TYPE_CHECKING:
+    import re
+
     from octavo.server.answers.call_parser import Call, Wait
+    from octavo.server.answers.value_ends import ValueEnd
+
+
+_MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
     """Tells values while they come.
 
-    However a call ends, unless the answer was cut off within, its arguments are a whole object: names are told with the
-    first of their values, and where a value breaks, what is open is closed.
+    Names are told with the first piece of their values.
     """
 
     is_padded = False
-    _held = ""  # what stands before the next value
+    _held_piece = ""  # what stands before the next value
     _open = ""  # what closes what was told, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
         """Decide that this is a call, and tell its arguments by these steps."""
         self._begin(call)
         self._drop()
-        self._held = self._open = ""
-        try:
-            yield from steps
-        except MalformedError:
-            if not self._is_cut:
-                self._tell("arguments", self._open, call)
-            raise
+        self._held_piece = self._open = ""
+        yield from steps
         self._drop()
 
     def _say(self, text: str, call: Call) -> None:
         """Tell a value, or where it begins, with what was held back before it."""
-        self._tell("arguments", self._held + text, call)
-        self._held = ""
+        self._tell("arguments", self._held_piece + text, call)
+        self._held_piece = ""
 
     def _say_opened(self, opener: str, closer: str, call: Call) -> None:
         self._say(opener, call)
         self._open = closer + self._open
 
     def _say_closed(self, call: Call) -> None:
-        closer, self._open, self._held = self._open[0], self._open[1:], ""
+        closer, self._open, self._held_piece = self._open[0], self._open[1:], ""
         self._tell("arguments", closer, call)
+
+    def _run(self, letters: re.Pattern[str]) -> Wait[str]:
+        """Return as many letters as there are. Raises `MalformedError` for too many."""
+        while True:
+            found = letters.match(self._text, self._position)
+            end = self._position if found is None else found.end()
+            if end - self._position > _MAX_WORD_CHARS:
+                raise MalformedError
+            if end < len(self._text) or self._is_over:
+                run = self._text[self._position : end]
+                self._position = end
+                return run
+            yield
+
+    def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
+        """Return the JSON of a value, None for one that is left out. Raises `MalformedError`."""
+        try:
+            return value_text(text, schema, root)
+        except UnreadableError:
+            raise MalformedError from None
 
     # --- values that are bare text up to a mark
 
-    def _text_value(self, call: Call, closes: str) -> Wait[bool]:
-        """Read a string, and tell it as it comes, without the quote in front; whether its mark was there."""
-        while (end := self._text.find(closes)) < 0 and not self._is_over:
-            self._position = len(self._unpadded(len(self._text) - num_held_back_chars(self._text, closes)))
+    def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
+        """Read a string, and tell it as it comes, without the quote in front. Raises `MalformedError`."""
+        while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
+            self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)
+            ends.drop(self._text[: self._position])
             self._drop()
             yield
-        if end < 0:
-            text = self._unpadded(len(self._text) - (num_held_back_chars(self._text, closes) if self._is_cut else 0))
-            self._position = len(self._text)
-        else:
-            text, self._position = self._unpadded(end), end + len(closes)
-        is_whole = end >= 0 or not self._is_cut
-        self._tell("arguments", _escaped(text) + ('"' if is_whole else ""), call)
+        end, self._position = found
+        self._tell("arguments", _escaped(_unpadded(self._text[:end], is_padded)) + '"', call)
         self._drop()
-        return end >= 0
 
-    def _whole_value(self, closes: str) -> Wait[str | None]:
-        """Return the text of a value; None where the answer was cut off within."""
-        looked_at = 0
-        while (end := self._text.find(closes, looked_at)) < 0 and not self._is_over:
-            looked_at = max(0, len(self._text) - len(closes))
-            yield
-        if end < 0:
-            text = None if self._is_cut else self._unpadded(len(self._text))
-            self._position = len(self._text)
-        else:
-            text, self._position = self._unpadded(end), end + len(closes)
+    def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
+        """Return the end of a string, None if more text is needed. Raises `MalformedError`, also at a cut."""
+        try:
+            return ends.find(self._text, is_over=self._is_over)
+        except MalformedError:
+            if self._is_cut:
+                text = _unpadded(self._text[: ends.num_certain(self._text)], is_padded)
+                self._position = len(self._text)
+                self._tell("arguments", _escaped(text), call)
+                self._drop()
+            else:
+                self._position = ends.looked_at
+            raise
+
+    def _whole_value(self, ends: ValueEnd, *, is_padded: bool) -> Wait[str]:
+        """Return the text of a value. Raises `MalformedError`."""
+        try:
+            while (found := ends.find(self._text, is_over=self._is_over)) is None:
+                yield
+        except MalformedError:
+            self._position = len(self._text) if self._is_cut else ends.looked_at
+            raise
+        end, self._position = found
+        text = _unpadded(self._text[:end], is_padded)
         self._drop()
         return text
 
-    def _unpadded(self, end: int) -> str:
-        text = self._text[:end]
-        return text.removesuffix("\n") if self.is_padded else text
+
+def _unpadded(text: str, is_padded: bool) -> str:
+    return text.removesuffix("\n") if is_padded else text
 
 
 def _escaped(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.chat_template import read_arguments
+from octavo.engine.call_arguments import read_arguments
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.engine.chat_template import parse_arguments
+from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
@@ -233,6 +233,7 @@ class MessageReply:
         self._reader = AnswerReader(form)
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the last one
+        self._is_cut = False
         self._is_open = False
         self._end: dict[str, Any] = {}
 
@@ -274,6 +275,7 @@ class MessageReply:
             if part.kind != "call":
                 events += self._grow(self._blocks[-1], part.text)
         if completion.finished:
+            self._is_cut = completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
             events += self._stop_block()
             has_calls = any(block["type"] == "tool_use" for block in self._blocks)
             self._end = _ending(completion, has_calls=has_calls)
@@ -298,6 +300,13 @@ class MessageReply:
     def _tell_delta(self, kind: str, **fields: str) -> bytes:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
+    def _input(self) -> dict[str, Any]:
+        """Return the arguments of the last call: if it was cut off, those that came."""
+        if self._is_cut:
+            return begun_arguments(self._arguments)
+        whole = parse_arguments(self._arguments)
+        return {UNREADABLE_KEY: self._arguments} if whole is None else whole
+
     def _stop_block(self) -> bytes:
         if not self._is_open:
             return b""
@@ -306,7 +315,7 @@ class MessageReply:
             block["signature"] = _signature(block["thinking"])
             events = self._tell_delta("signature_delta", signature=block["signature"])
         elif block["type"] == "tool_use" and self._arguments:
-            block["input"] = parse_arguments(self._arguments)
+            block["input"] = self._input()
         return events + self._tell("content_block_stop", index=len(self._blocks) - 1)
 
 

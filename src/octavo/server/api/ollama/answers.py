@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from octavo.engine.chat_template import read_arguments
+from octavo.engine.call_arguments import parse_arguments
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
@@ -132,19 +132,19 @@ class OllamaReply:
         message = AnswerMessage()
         thinking, calls = "", list[Call]()
         for part in self._reader.read(completion):
+            if part.kind == "arguments":
+                self._arguments += part.text
+                continue
+            calls += self._end_call(message)
             match part.kind:
-                case "arguments":
-                    self._arguments += part.text
-                    continue
                 case "content":
                     message.content += part.text
                 case "reasoning":
                     thinking += part.text
-            calls += self._end_call()
-            if part.kind == "call":
-                self._called = part.text
+                case "call":
+                    self._called = part.text
         if completion.finished:
-            calls += self._end_call()
+            calls += self._end_call(message)
             self._reason = "length" if completion.finish_reason == "length" else "stop"
             self._metrics = output.metrics
         message.thinking, message.tool_calls = thinking or UNSET, calls or UNSET
@@ -154,13 +154,22 @@ class OllamaReply:
             told.logprobs = logprobs.content
         return told
 
-    def _end_call(self) -> list[Call]:
-        """Return the call that was being written, which is over."""
-        if not self._called:
+    def _end_call(self, message: AnswerMessage) -> list[Call]:
+        """Return the call that has ended.
+
+        A call that was cut off, or whose arguments are no object, is added to the message's content: clients run every
+        call they see, and would run this one without its arguments.
+        """
+        name, text, self._called, self._arguments = self._called, self._arguments, "", ""
+        if not name:
+            return []
+        arguments = parse_arguments(text) if text else None
+        if arguments is None:
+            message.content += name + text
             return []
         assert self._form.toolbox.format is not None
-        function = FunctionToCall(self._num_calls, self._called, read_arguments(self._arguments))
-        self._called, self._arguments, self._num_calls = "", "", self._num_calls + 1
+        function = FunctionToCall(self._num_calls, name, arguments)
+        self._num_calls += 1
         return [Call(self._form.toolbox.format.new_call_id(), function)]
 
     def _spelled(self, message: AnswerMessage) -> Answer:

@@ -1,0 +1,153 @@
+"""Python's literals in a text: where a value ends, and what it is by the rules of `ast`. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any, NoReturn
+
+_MAX_CHARS = 1_000_000
+_MAX_DEPTH = 100
+_STRING = re.compile(r"""(?P<quote>'''|\"\"\"|'|")""")
+_BEGUN_STRING = re.compile(r"""(?:''?|""?)\Z""")
+_STOPS = {quote: re.compile(rf"[{quote}\\\n]") for quote in "\"'"}
+_WORD = re.compile(r"[\w.]+")
+_JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+class NotALiteralError(ValueError):
+    """A text is no literal that JSON has a value for."""
+
+
+class ValueScanner:
+    """Looks for the end of one value in a text that grows: before one of the characters `ends`, outside of brackets.
+
+    With no such characters it ends with its last bracket. is_begun: the text ended within the value.
+    """
+
+    def __init__(self, start: int, ends: str = ",)") -> None:
+        self.is_begun = False
+        self._position, self._ends = start, ends
+        self._stack: list[str] = []
+        self._quote = ""  # of the string at the position
+
+    def end(self, text: str, *, is_over: bool) -> int | None:
+        """Return where the value ends; None if more text is needed.
+
+        Raises `NotALiteralError` for brackets that do not match, a string of one line with a line feed, and a text
+        that is over (is_over) within the value.
+        """
+        while self._position < len(text):
+            before = self._position
+            char = text[before]
+            if self._quote:
+                self._scan_string(text)
+            elif not self._stack and char in self._ends:
+                return before
+            elif opened := _STRING.match(text, before):
+                if not is_over and _BEGUN_STRING.match(text, before):
+                    break  # two quotes are an empty string, or the beginning of three
+                self._quote, self._position = opened.group("quote"), opened.end()
+            else:
+                self._take(text, char)
+                if not self._stack and not self._ends:
+                    return self._position
+            if self._position == before and self._quote:
+                break
+        if is_over:
+            self.is_begun = True
+            raise NotALiteralError
+        return None
+
+    def _scan_string(self, text: str) -> None:
+        quote = self._quote
+        found = _STOPS[quote[0]].search(text, self._position)
+        if found is None:
+            self._position = len(text)
+        elif found.group() == "\\":
+            self._position = found.start() + (2 if found.end() < len(text) else 0)
+        elif found.group() == "\n":
+            if len(quote) == 1:
+                raise NotALiteralError
+            self._position = found.end()
+        elif text.startswith(quote, found.start()):
+            self._quote, self._position = "", found.start() + len(quote)
+        else:  # of three quotes, not all are there
+            is_open = len(text) - found.start() < len(quote)
+            self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
+
+    def _take(self, text: str, char: str) -> None:
+        word = _WORD.match(text, self._position)
+        self._position = self._position + 1 if word is None else word.end()
+        if char in _CLOSERS:
+            self._stack.append(_CLOSERS[char])
+            if len(self._stack) > _MAX_DEPTH:
+                raise NotALiteralError
+        elif char in ")]}" and (not self._stack or self._stack.pop() != char):
+            raise NotALiteralError
+
+
+def literal(text: str) -> Any:
+    """Return the value of JSON or of a Python literal: text, numbers, truth values, nothing, lists and dictionaries.
+
+    Tuples are lists; JSON's `true`, `false` and `null` may stand in Python. Raises `NotALiteralError` for anything
+    else: names, calls, f-strings, bytes, sets, keys that are no strings, halves of characters.
+    """
+    if len(text) > _MAX_CHARS or not text.strip():
+        raise NotALiteralError
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        value = _python_value(text)
+    return value
+
+
+def literal_json(text: str) -> str:
+    """Return the JSON of what `literal` returns. Raises `NotALiteralError`."""
+    try:
+        return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # of a number with more digits than Python writes
+        raise NotALiteralError from None
+
+
+def _python_value(text: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # in brackets a value may have several lines
+        return _value_of(tree.body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise NotALiteralError from None
+
+
+def _value_of(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value if value is None or abs(value) != float("inf") else _refuse("")
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)):
+            if isinstance(value, bool):
+                raise NotALiteralError
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.Name(id=name) if name in _JSON_WORDS:
+            return ast.literal_eval(_JSON_WORDS[name])
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value_of(each) for each in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key_of(key): _value_of(value) for key, value in zip(keys, values, strict=True)}
+    raise NotALiteralError
+
+
+def _key_of(node: ast.expr | None) -> str:
+    key = None if node is None else _value_of(node)
+    if not isinstance(key, str):
+        raise NotALiteralError
+    return key
+
+
+def _refuse(word: str) -> NoReturn:
+    raise NotALiteralError(word)

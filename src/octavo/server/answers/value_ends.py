@@ -1,0 +1,240 @@
+"""Where a value without quotes ends, though its closing tag may have a slip, or the value may hold such a tag."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.call_parser import MalformedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo.server.answers.tagged_calls import TaggedFormat
+
+    _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
+    """Where a value and its closing tag end; False if a mark is text, None if more text is needed."""
+
+_MAX_MARK_CHARS = 512
+_BLANKS = re.compile(r"\s*")
+
+
+def slips_of(tag: str) -> str:
+    """Return a pattern of a closing tag and its slips: `</a>`, `</a/>`, `</a >`, `</a`; of another mark only itself."""
+    if tag.startswith("</") and tag.endswith(">"):
+        return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
+    return re.escape(tag)
+
+
+class ValueEnd(Protocol):
+    """Looks for the end of one value in a text that grows.
+
+    looked_at: the place in the text up to which there is no end.
+    """
+
+    looked_at: int
+
+    def num_certain(self, text: str) -> int:
+        """Return how many characters of a text without a known end are the value's."""
+        ...
+
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
+        ...
+
+    def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
+        """Return where the value ends and where its mark does; None if more text is needed.
+
+        Raises `MalformedError` if the text is over without an end, or may be read in two ways.
+        """
+        ...
+
+
+class MarkEnd:
+    """The first place of a mark that no value holds."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark, self.looked_at = mark, 0
+
+    def num_certain(self, text: str) -> int:
+        """Return how many characters of a text without the mark are the value's."""
+        return len(text) - num_held_back_chars(text, self._mark)
+
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
+        self.looked_at = max(0, self.looked_at - len(text))
+
+    def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
+        """Return where the mark begins and ends. Raises `MalformedError` if the text is over without it."""
+        place = text.find(self._mark, self.looked_at)
+        if place >= 0:
+            return place, place + len(self._mark)
+        self.looked_at = len(text) if is_over else max(0, len(text) - len(self._mark) + 1)
+        if is_over:
+            raise MalformedError
+        return None
+
+
+class TagEnd:
+    """A closing tag, or what stands for it.
+
+    A closing tag ends the value if an argument, the end of the call or the end of the answer follows; otherwise it is
+    text of the value. Without a closing tag the value ends before an argument whose name is known and was not given
+    yet, and before the end of the call. If another reading is as good, `MalformedError` is raised.
+
+    heads: how arguments begin that may still follow. is_text: False for JSON, which holds no tag.
+    """
+
+    def __init__(
+        self, form: TaggedFormat, closes: str, heads: Iterable[str], *, is_text: bool, is_padded: bool
+    ) -> None:
+        self._closes, self._is_text, self._is_padded = closes, is_text, is_padded
+        self._closer = re.compile(slips_of(closes))
+        self._begun = re.compile(rf"{re.escape(closes[:-1])}\s*/?")
+        self._heads = tuple(heads)
+        self._breaks = tuple(mark for each in (form.call_closes, form.closes) if (mark := each.strip()))
+        self._openers = tuple(mark for each in (form.opener, form.call_opens) if (mark := each.strip()))
+        opens = form.argument_opens.strip()
+        inner = (form.value_closes.strip(),) if closes != form.value_closes else ()
+        self._follows = (opens, *self._breaks, *inner)
+        self._is_loose = form.argument_closes.startswith("\n")
+        self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
+        self._marks = (self._start, *self._heads, *self._breaks, *self._openers)
+        self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
+        starts = range(1, max(2, len(closes) - 2))
+        self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
+        self._has_tags = False  # the value holds a closing tag as text
+        self.looked_at = 0
+        self._before = ""  # the value's last characters before the text
+
+    def num_certain(self, text: str) -> int:
+        """Return how many characters of a text without a known end are the value's."""
+        end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # it may stand between two arguments
+
+    def drop(self, text: str) -> None:
+        """Forget the beginning of the text, which is the value's."""
+        self.looked_at -= len(text)
+        self._before = (self._before + text)[-_MAX_MARK_CHARS:]
+
+    def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
+        """Return where the value ends and where its closing tag does; None if more text is needed.
+
+        Raises `MalformedError` if the text is over without an end, or may be read in two ways.
+        """
+        while found := self._any.search(text, self.looked_at):
+            self.looked_at = found.start()
+            ends = self._judged(text, found.start(), is_over=is_over)
+            if ends is not False:
+                return ends
+            self.looked_at += 1
+        self.looked_at = len(text)
+        self.looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
+        if is_over:
+            raise MalformedError
+        return None
+
+    def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
+        """Return the end that a mark is; False if it is text, None if more text is needed."""
+        if closer := self._closer.match(text, place):
+            return self._judged_closer(text, closer, is_over=is_over)
+        if head := next((each for each in self._heads if text.startswith(each, place)), None):
+            return self._judged_head(text, place, place + len(head), is_over=is_over)
+        if not any(text.startswith(each, place) for each in self._breaks):
+            self._has_tags = True  # of a call within the value
+            return False
+        # the end of a section without the end of its call is text: two tags would be missing
+        is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)
+        is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
+        if not is_end:
+            return is_end
+        ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
+        if ends is None:
+            return None
+        return False if ends else self._broken_off(text, place)
+
+    def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
+        """Return the end that the beginning of another argument is, if it stands where the format writes it."""
+        if not self._is_padded and not self._is_loose and self._is_text:
+            raise MalformedError  # it may be text as well
+        if self._is_padded and text[end : end + 1] != "\n":
+            return None if end == len(text) and not is_over else False
+        is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
+        return self._broken_off(text, place) if is_line else False
+
+    def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
+        """Return whether the end of a section, another call or the end of the answer follows the end of a call."""
+        mark = next(each for each in self._breaks if text.startswith(each, place))
+        blanks = _BLANKS.match(text, place + len(mark))
+        rest = text[place + len(mark) if blanks is None else blanks.end() :][:_MAX_MARK_CHARS]
+        if not rest:  # an answer that ends before the end of its section may have ended within the value
+            return len(self._breaks) == 1 if is_over else None
+        after = (*self._breaks, *self._openers)
+        if any(rest.startswith(each) for each in after):
+            return True
+        return None if not is_over and any(each.startswith(rest) for each in after) else False
+
+    def _judged_closer(self, text: str, closer: re.Match[str], *, is_over: bool) -> _Verdict:
+        is_whole = closer.group() == self._closes
+        follows = self._follow(text, closer.end(), is_over=is_over)
+        if follows is None or (not is_over and self._begun.fullmatch(text, closer.start())):
+            return None
+        if not self._is_text:
+            return closer.start(), closer.end()
+        if not follows:
+            self._has_tags = self._has_tags or is_whole
+            return False
+        if not self._is_own_line(text, closer.start()) and follows != "head":
+            is_text = self._is_proper_end_ahead(text, closer.start() + 1, is_over=is_over)
+            if is_text is not False:
+                return None if is_text is None else False
+        return closer.start(), closer.end()
+
+    def _is_own_line(self, text: str, place: int) -> bool:
+        """Return whether a mark stands where the format writes it."""
+        return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
+
+    def _written(self, text: str, place: int) -> str:
+        """Return the last characters of the value before a place."""
+        return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
+
+    def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "mark", ""] | None:
+        """Return which structure follows a closing tag; "" for none, None if more text is needed."""
+        blanks = _BLANKS.match(text, place)
+        place = place if blanks is None else blanks.end()
+        rest = text[place : place + _MAX_MARK_CHARS]
+        if not rest:
+            return "mark" if is_over else None
+        if any(rest.startswith(each) for each in self._heads):
+            return "head"
+        if any(rest.startswith(each) for each in self._follows):
+            is_head_begun = not is_over and any(each.startswith(rest) for each in self._heads)
+            return None if is_head_begun else "mark"
+        if rest.startswith(self._closes):
+            return "mark"  # written twice, or the value ends with such a tag: the call breaks there
+        begun = any(each.startswith(rest) for each in (*self._heads, *self._follows, self._closes))
+        return ("mark" if is_over else None) if begun else ""
+
+    def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
+        """Return whether a whole closing tag ends the value before the next call begins; None if that is not known."""
+        ends = ("\n" if self._is_padded else "") + self._start
+        places = [found for each in self._openers if (found := text.find(each, place)) >= 0]
+        limit = min(places, default=len(text))
+        while (place := text.find(ends, place, limit)) >= 0:
+            closer = self._closer.match(text, place + len(ends) - len(self._start))
+            follows = self._follow(text, closer.end() if closer else place + len(ends), is_over=is_over)
+            if follows is None or follows:
+                return None if follows is None else True
+            place += 1
+        return False if is_over or places else None
+
+    def _broken_off(self, text: str, place: int) -> tuple[int, int]:
+        """Return the end of a value without a closing tag."""
+        written = self._written(text, place)
+        if self._has_tags or (self._is_text and self._is_padded and written.endswith("\n\n")):
+            raise MalformedError  # which line feeds are the value's is not known
+        if self._is_text and written.rstrip().endswith(self._remnants):
+            raise MalformedError  # the closing tag lost its beginning or its end
+        is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
+        return place - is_line, place
