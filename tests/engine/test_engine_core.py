@@ -129,7 +129,7 @@ class Saving:
         self.num_steps, self.num_open_steps = 0, num_open_steps
         self.in_flight = None
 
-    def has_work(self):
+    def has_transfers(self):
         return self.num_steps < 3
 
     def get_num_unfinished_requests(self):

@@ -63,12 +63,11 @@ def test_texts_without_a_request():
     assert processor.decode([*b"ab", EOS], skip_special_tokens=False) == "ab<eos>"
     assert processor.decode([0xC3]) == "\ufffd"
     assert [processor.piece(each) for each in (97, 0xC3, EOS)] == ["a", b"\xc3", "<eos>"]
-    assert processor.pieces(PROMPT, [97, 0xC3, 0xA9, EOS, 0xC3]) == ["a", "", "é", "", "", "\ufffd"]
 
 
 def test_without_a_tokenizer_there_is_no_text():
     processor = OutputProcessor(None, lambda: 0.0)
-    assert (processor.decode([1, 2]), processor.piece(1), processor.pieces([], [1])) == ("", "", ["", ""])
+    assert (processor.decode([1, 2]), processor.piece(1)) == ("", "")
 
 
 @pytest.mark.parametrize(

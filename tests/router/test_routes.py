@@ -88,7 +88,7 @@ def test_ollamas_client(routed, http):
         assert [line.done for line in lines] == [False] * 12 + [True]
         assert [model.model for model in client.list().models] == ["fake:latest", "alias/of-fake:latest"]
         assert [model.name for model in client.ps().models] == ["fake:latest", "alias/of-fake:latest"]
-        assert client.show("fake").capabilities == ["completion"]
+        assert client.show("fake").capabilities == ["completion", "tools"]
         with pytest.raises(ollama.ResponseError, match="not found, try pulling it first"):
             client.chat("other", CHAT["messages"])
         with pytest.raises(ollama.ResponseError, match="changes no models"):

@@ -58,6 +58,10 @@ class SchedulerInterface(Protocol):
         """Whether a step has anything to do or to deliver."""
         ...
 
+    def has_transfers(self) -> bool:
+        """Return whether KV is still being loaded from stores or saved to them."""
+        ...
+
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         ...

@@ -90,7 +90,7 @@ class EngineCore:
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []
         num_failed = stats.num_failed_steps
-        while scheduler.has_work() and not scheduler.get_num_unfinished_requests():
+        while scheduler.has_transfers() and not scheduler.get_num_unfinished_requests():
             if stats.num_failed_steps > num_failed or not may_go_on():
                 break
             news += self.step()

@@ -285,7 +285,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-            self.core.finish_transfers()
+            self._finish_transfers()
         except BaseException:  # an interrupt as well: nothing may stay behind
             self.abort_request(results)
             self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
@@ -311,6 +311,13 @@ class Engine:
         self._num_generated_ids += 1
         return request_id if request_id not in self.output_processor else self._next_request_id()
 
+    def _finish_transfers(self) -> None:
+        """Step until the KV of ended requests is saved, and show the events of these steps."""
+        if self.core.scheduler.has_transfers():
+            self.core.finish_transfers()
+            if self._feed is not None:
+                self._show()
+
     def shutdown(self) -> None:
         """Save the KV that stores still want, and free the executor's memory. A second call changes nothing.
 
@@ -322,6 +329,8 @@ class Engine:
         is_first, self._is_shut_down = not self._is_shut_down, True
         try:
             if is_first:
-                self.core.finish_transfers()
+                self._finish_transfers()
+        except Exception:
+            logger.exception("KV of ended requests could not be saved")
         finally:
             self.core.executor.shutdown()

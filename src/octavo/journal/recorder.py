@@ -215,6 +215,10 @@ class RecordingScheduler:
         """Totals since the start and the state now."""
         return self._scheduler.get_stats()
 
+    def has_transfers(self) -> bool:
+        """Return whether KV is still being loaded from stores or saved to them."""
+        return self._scheduler.has_transfers()
+
     def has_work(self) -> bool:
         """Whether a step has anything to do or to deliver."""
         return self._scheduler.has_work()

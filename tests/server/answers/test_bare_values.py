@@ -125,12 +125,13 @@ def test_tools_go_with_json_alone() -> None:
 def test_parameters_as_long_as_a_grammar_may_be_are_not_refused_by_their_own_length() -> None:
     from octavo.server.answers.tools import _bounded
     from octavo.structured_output.lark import lark_json
+    from octavo.structured_output.schema_faults import FIELD
 
     def function(num_chars: int) -> Function:
-        return Function("a", {"const": "x" * (num_chars - len(lark_json({"const": ""})))})
+        return Function("a", {"const": "x" * (num_chars - len(lark_json({"const": "", FIELD: "tools"})))})
 
     assert len(_bounded([function(MAX_GRAMMAR_CHARS)])) == 1
-    with pytest.raises(RequestError, match=f"have {MAX_GRAMMAR_CHARS + 1} characters"):
+    with pytest.raises(RequestError, match=f"have more than {MAX_GRAMMAR_CHARS} characters"):
         _bounded([function(MAX_GRAMMAR_CHARS + 1)])
 
 
