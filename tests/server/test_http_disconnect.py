@@ -125,7 +125,7 @@ ENDS = {  # how each API's streams say that the server ends
     "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 5000, "ignore_eos": True}, "server_closing"),
     "/v1/responses": ({"input": "hello", "max_output_tokens": 5000, "ignore_eos": True}, "server_closing"),
     "/v1/messages": ({"model": "fake", "messages": MESSAGES, "max_tokens": 5000}, "overloaded_error"),
-    "/generate": ({"inputs": "hello", "parameters": {"max_new_tokens": 4000}}, "shutting down"),
+    "/generate": ({"inputs": "hello", "parameters": {"max_new_tokens": 2000}}, "shutting down"),
 }
 # What ends a stream of any API, by a word of its line.
 TERMINAL = ("[DONE]", "event: message_stop", "event: error", "event: response.completed", "event: response.failed")

@@ -26,7 +26,7 @@ def called(text: str, pieces: list[str] | None = None) -> Any:
     ("written", "value"),
     [
         (r"\n\t\r\b\f\a\v\0", "\n\t\r\b\f\a\v\0"),
-        (r"\'\"\\\/", "'\"\\/"),
+        (r"\'\"\\\/", "'\"\\\\/"),  # Python has no escape of a slash
         (r"\d", r"\d"),
         (r"\x41\u00fc\U0001f99c", "Aü🦜"),
         (r"\ud83e\udd9c", "🦜"),

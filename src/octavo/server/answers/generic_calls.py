@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from octavo.server.answers.call_parser import MalformedError, ToolParser
-from octavo.server.answers.parts import Part
+from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.tool_format import ToolFormat, json_text, object_rules
 from octavo.structured_output.lark import lark_json
 
@@ -40,7 +40,7 @@ class GenericFormat(ToolFormat):
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return what reads the object."""
-        return _GenericParser(frozenset(each.name for each in functions), only_one=only_one)
+        return _GenericParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Return the object."""
@@ -142,7 +142,7 @@ class _GenericParser(ToolParser):
         try:
             is_read = yield from self._object()
         except MalformedError:
-            is_read = self._is_cut_here()
+            is_read = self._is_at_cut()
         if not is_read:
             yield from self._rest_is_content()
         while True:  # what closes the object
@@ -201,10 +201,12 @@ class _GenericParser(ToolParser):
         self._tell_content()
         self._is_content = False
 
-    def _flush(self) -> None:
+    def _advance(self) -> list[Part]:
+        parts = super()._advance()
         if self._is_content:
             self._tell_content()
-        super()._flush()
+            parts, self._parts = joined([*parts, *self._parts]), []
+        return parts
 
     def _string_content(self) -> Wait[None]:
         while True:
