@@ -1,5 +1,6 @@
 """tools/gpu_check.py works before it meets a GPU: all of it at tiny sizes, and what it leaves for the next call."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -66,7 +67,10 @@ def test_a_dry_run_has_products_in_one_order(tmp_path, monkeypatch):
         return {"failures": [], "errors": {}, "not_run": []}
 
     monkeypatch.setattr(gpu_check, "check", check)
-    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", None)  # another test's may be there
+    # A fixture of another file may have patched the interpreter in this process: the dry run acts as the first one.
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", None)
+    monkeypatch.setattr(triton_interpreter, "_entered", [])
+    monkeypatch.setattr(triton_interpreter, "_undone_at_last", contextlib.ExitStack())
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--state", str(tmp_path / "state.json")])
     assert gpu_check.main() == 0
