@@ -28,22 +28,22 @@ class AccessConfig:
 
     grace_s: float = option(
         5.0,
-        "When told to stop, how long open requests may go on before they are ended; new ones are refused.",
+        "Time that open requests have to finish after the order to stop; new requests are refused.",
         name="shutdown_timeout",
         unit="SECONDS",
         low=0.0,
     )
-    log_level: str = option("info", "How much is logged.", choices=LOG_LEVELS)
+    log_level: str = option("info", "Least severe messages to log.", choices=LOG_LEVELS)
     api_key: str | None = option(
         None,
-        "Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
-        "environment or --api-keys FILE keep it. Default: none.",
+        "Key that clients must send. On the command line other users of the machine can read it (ps); "
+        "OCTAVO_API_KEY in the environment or --api-keys FILE keep it private. Default: none.",
         panel="Access",
         shows_value=False,
     )
     api_keys_file: Path | None = option(
         None,
-        "File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: none.",
+        "File of keys, each with a share and limits (`octavo keys add`). SIGHUP reloads it. Default: none.",
         name="api_keys",
         unit="FILE",
         panel="Access",
@@ -51,22 +51,22 @@ class AccessConfig:
     operator_key: str | None = field(default=None, repr=False)
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
-        "Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
-        "given again. Default: none is believed.",
+        "Address or network of a trusted proxy: the audit log uses the client addresses in its X-Forwarded-For; "
+        "may be repeated. Default: no proxy is trusted.",
         unit="ADDRESS",
         panel="Access",
     )
     allowed_hosts: tuple[str, ...] | None = option(
         None,
-        "Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names only.",
+        "Name to accept in the header Host; may be repeated. Default: any, or on loopback its own names only.",
         name="allowed_host",
         unit="NAME",
         panel="Access",
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
-        "again. Default: none.",
+        "Origin of pages that may call the server from a browser, such as https://example.org; * for any; may be "
+        "repeated. Default: none.",
         name="allowed_origin",
         unit="URL",
         panel="Access",
@@ -74,10 +74,10 @@ class AccessConfig:
     ssl_certfile: Path | None = option(None, "Certificate for TLS. Default: no TLS.", unit="FILE", panel="Access")
     ssl_keyfile: Path | None = option(None, "Its private key. Default: no TLS.", unit="FILE", panel="Access")
     max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
-    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Largest request body.", unit="SIZE", panel="Limits")
+    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Maximum size of a request body.", unit="SIZE", panel="Limits")
     body_timeout_s: float = option(
         30.0,
-        "Within this time a request's headers, and then its body, have to arrive.",
+        "Time in which a request's headers, and then its body, must arrive.",
         name="body_timeout",
         unit="SECONDS",
         panel="Limits",
@@ -85,8 +85,8 @@ class AccessConfig:
     )
     idle_timeout_s: float = option(
         60.0,
-        "Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
-        "(on Linux).",
+        "Time in which a client must read the waiting output, or 16 KiB of it; else its connection is closed (on "
+        "Linux).",
         name="idle_timeout",
         unit="SECONDS",
         panel="Limits",
@@ -94,7 +94,8 @@ class AccessConfig:
     )
     keep_alive_timeout_s: float = option(
         75.0,
-        "So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
+        "Maximum time that a connection is idle between two requests. Set it longer than that of a proxy in front"
+        " of the server.",
         name="keep_alive_timeout",
         unit="SECONDS",
         panel="Limits",

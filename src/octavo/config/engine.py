@@ -87,7 +87,7 @@ class ModelConfig:
     model: str | None = None
     tokenizer: str | None = option(
         None,
-        "Take the tokenizer, and its chat template, from another checkpoint. Default: the model's own.",
+        "Take the tokenizer and its chat template from another checkpoint. Default: the model's own.",
         unit="PATH_OR_ID",
     )
     chat_template: str | None = option(
@@ -102,7 +102,7 @@ class ModelConfig:
     )
     load_format: str = option(
         "auto",
-        "How weights are read; dummy makes random ones, for measuring speed.",
+        "How to read the weights. dummy makes random weights, to measure speed.",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
@@ -110,12 +110,12 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Round the weights as they are loaded: int8 halves their memory (of bfloat16), and on a "
-        "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
-        "changes answers more; int4_all rounds these to int4, too: for small models, whose vocabulary is a large "
-        "part of the weights. On plain torch (a GPU today) they save memory only. fp8, on a GPU, halves the memory of "
-        "the layers, and rounds no activations. Checkpoints that are quantized "
-        "already need no option. Default: as in the checkpoint.",
+        "Round the weights at load. int8 halves their memory (compared with bfloat16) and is 1.6 to 3 times as "
+        "fast on a CPU with VNNI. int4 (embeddings and lm_head in int8) takes less memory and changes answers "
+        "more. int4_all also rounds these to int4: for small models, whose vocabulary is a large part of the "
+        "weights. On plain torch (a GPU today) they only save memory. fp8, on a GPU, halves the memory of the "
+        "layers and does not round activations. A checkpoint that is already quantized needs no option. Default: "
+        "as in the checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",
     )
@@ -126,14 +126,14 @@ class ModelConfig:
     )
     packed_cache_bytes: int = option(
         DEFAULT_PACKED_CACHE_BYTES,
-        "Disk that int8 and int4 weights, and those of GGUF files, may take in ~/.cache/octavo, so that the next "
-        "start need not round and pack them again; the longest unused go first; 0: keep none.",
+        "Disk space in ~/.cache/octavo for packed weights (int8, int4 and GGUF), which the next start reads "
+        "instead of packing them again. The least recently used are deleted first. 0 disables it.",
         unit="SIZE",
     )
     max_model_len: int | None = option(
-        None, "Longest prompt and answer together. Default: what the checkpoint was made for.", unit="TOKENS"
+        None, "Maximum length of prompt and answer together. Default: the checkpoint's.", unit="TOKENS"
     )
-    seed: int = option(0, "Requests without a seed draw theirs from this one.")
+    seed: int = option(0, "Seed from which requests without a seed derive theirs.")
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
 
@@ -166,31 +166,31 @@ class CacheConfig:
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
-    enable_prefix_caching: bool = option(True, "Compute a beginning that prompts share only once.")
+    enable_prefix_caching: bool = option(True, "Compute a prefix that several prompts share only once.")
     kv_cache_dtype: str = option(
         "auto",
-        "How keys and values are kept: as they are computed (auto), or rounded to int8, or with kernels triton or "
-        "reference to fp8 (E4M3, also fp8_e4m3); either halves them.",
+        "Number format of keys and values: that of the computation (auto), int8, or fp8 (E4M3, also fp8_e4m3; "
+        "with kernels triton or reference). int8 and fp8 halve their memory.",
         choices=KV_CACHE_DTYPES,
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Memory for the KV cache, such as 4G or 512M; from the start on it is taken from the system. Default: "
-        "half of what is free, up to 4G, taken as it is used (GPU: 90 %, at the start).",
+        "Memory for the KV cache, such as 4G or 512M, allocated at start. Default: half of the free memory, at "
+        "most 4G, allocated as it is used (GPU: 90 %, at start).",
         unit="SIZE",
     )
     swap_space_bytes: int = option(
         0,
-        "Host memory for KV that the cache has no room for, such as 2G: of preempted requests, and what evicted blocks "
-        "held, to be found again; 0: it is computed again.",
+        "Host memory, such as 2G, for KV that does not fit the cache: that of preempted requests and of evicted "
+        "blocks. 0: such KV is computed again.",
         unit="SIZE",
     )
     cache_decoded_blocks: bool = option(
-        True, "Keep generated tokens findable, too: the next turn of a conversation begins with them."
+        True, "Also keep generated tokens in the prefix cache: the next turn of a conversation begins with them."
     )
     num_gpu_blocks: int | None = option(
         None,
-        "Number of KV cache blocks, whatever the memory. Default: as many as fit.",
+        "Number of blocks of the KV cache, regardless of memory. Default: as many as fit.",
         unit="BLOCKS",
         name="num_gpu_blocks_override",
     )
@@ -238,12 +238,12 @@ class SchedulerConfig:
     waiting_served_ratio times as many of them, or max_waiting_tokens steps after the last admission.
     """
 
-    max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Most sequences that are computed together.")
+    max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences in a step.")
     max_num_batched_tokens: int = option(
         DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        "Most tokens of one step, prompts and answers together. Default: "
-        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}, in octavo bench {DEFAULT_OFFLINE_BATCHED_TOKENS}, "
-        "or max-num-seqs if that is more.",
+        "Maximum number of tokens in a step, of prompts and answers together. Default: "
+        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}, in octavo bench {DEFAULT_OFFLINE_BATCHED_TOKENS}, or max-num-seqs if "
+        "that is larger.",
         unit="TOKENS",
         is_open=True,
     )
@@ -251,93 +251,101 @@ class SchedulerConfig:
         True, "Compute a long prompt in chunks, so that running requests get a token in the same steps."
     )
     long_prefill_token_threshold: int = option(
-        0, "Most tokens that one prompt gets in a step; 0 sets no such limit.", unit="TOKENS"
+        0, "Maximum number of tokens of one prompt in a step. 0: no such limit.", unit="TOKENS"
     )
     mixed_step_ms: float | None = option(
         None,
-        "About how long a step may take in which prompts come beside answers under way, which wait for all "
-        "of it: prompts get what fits, but at least an eighth of max-num-batched-tokens, however long that takes; "
-        "0 sets no such limit. Default: 100; in octavo bench 0.",
+        "Target duration of a step that computes prompts while other requests decode, because these wait for the "
+        "whole step. Prompts get the tokens that fit, but at least an eighth of max-num-batched-tokens. 0: no "
+        "such limit. Default: 100; in octavo bench 0.",
         unit="MILLISECONDS",
     )
     max_num_mixed_prefill_tokens: int = option(
-        0, "Most tokens that prompts get in such a step, however fast it is; 0 sets no such limit.", unit="TOKENS"
+        0, "Maximum number of prompt tokens in such a step, however fast it is. 0: no such limit.", unit="TOKENS"
     )
     attention_cost_tokens: float | None = option(
         None,
-        "How much more a prompt's token takes of a step's budget for every 1000 tokens before it. Default: "
-        "what attention costs beside the matrix products in a model of this shape.",
+        "Additional budget that a prompt token takes for every 1000 tokens before it. Default: the cost of "
+        "attention compared with the matrix products in a model of this shape.",
     )
     policy: SchedulingPolicy = option(
         SchedulingPolicy.FCFS,
-        "Who goes first: who came first (fcfs), the lower priority number (priority), the earliest deadline "
-        "(deadline: X-Request-Timeout), or the tenant that was served least (fair). Default: fair where a server "
-        "has a file of API keys, else fcfs.",
+        "Order of requests: first come, first served (fcfs); the lowest priority number (priority); the earliest "
+        "deadline (deadline: X-Request-Timeout); the tenant that was served least (fair). Default: fair if the "
+        "server has a file of API keys, else fcfs.",
         name="scheduling_policy",
         is_open=True,
     )
     ageing_s: float | None = option(
         60.0,
-        "priority: waiting so long counts as one priority number. deadline: nobody waits behind one that came "
-        "so much later.",
+        "priority: waiting this long counts as one priority number. deadline: a request never waits for one that "
+        "arrived this much later.",
         unit="SECONDS",
     )
-    fair_input_weight: float = option(1.0, "fair: what a computed prompt token costs a tenant.")
-    fair_output_weight: float = option(2.0, "fair: what a generated token costs a tenant.")
+    fair_input_weight: float = option(1.0, "fair: cost of a computed prompt token for its tenant.")
+    fair_output_weight: float = option(2.0, "fair: cost of a generated token for its tenant.")
     batching: BatchingMode = option(BatchingMode.MIXED, "Mix prompts and answers in a step, or compute prompts first.")
     admission: AdmissionRule = option(
         AdmissionRule.OPTIMISTIC,
-        "Start a request when its tokens fit (optimistic: somebody may be preempted later), or when prompt + "
-        "max_tokens can be set aside (reservation).",
+        "Start a request when its tokens fit (optimistic: a request may be preempted later), or when prompt + "
+        "max_tokens can be reserved (reservation).",
     )
     max_batch_total_tokens: int | None = option(
         None,
-        "With reservation: most prompt + max_tokens of all running requests. Default: the KV cache.",
+        "With reservation: maximum of prompt + max_tokens over all running requests. Default: the KV cache.",
         unit="TOKENS",
     )
     max_batch_prefill_tokens: int | None = option(
         None,
-        "Most prompt tokens of one step, those of prompts under way included. Default: the step's budget.",
+        "Maximum number of prompt tokens in a step, chunks of running prompts included. Default: the step's budget.",
         unit="TOKENS",
     )
     waiting_served_ratio: float = option(
-        0.3, "With reservation: so many times the running must wait before they are joined."
+        0.3, "With reservation: waiting requests are admitted if they number this many times the running ones."
     )
-    max_waiting_tokens: int = option(20, "With reservation: steps after which the waiting may join anyhow.")
+    max_waiting_tokens: int = option(
+        20,
+        "With reservation: number of steps after which waiting requests are admitted regardless of "
+        "waiting-served-ratio.",
+    )
     max_num_waiting: int | None = option(
         None,
-        f"Requests that may wait; one more is refused. Default: {DEFAULT_MAX_NUM_WAITING} for a server, else no limit.",
+        f"Maximum number of waiting requests; further ones are refused. Default: {DEFAULT_MAX_NUM_WAITING} for a "
+        "server, else no limit.",
     )
     max_num_waiting_tokens: int | None = option(
         None,
-        f"Tokens of the requests that may wait. Default: {DEFAULT_MAX_NUM_WAITING_TOKENS} for a server, else no limit.",
+        f"Maximum number of tokens of waiting requests. Default: {DEFAULT_MAX_NUM_WAITING_TOKENS} for a server, "
+        "else no limit.",
         unit="TOKENS",
     )
     async_scheduling: bool = option(
         False,
-        "Decide each step while the one before is computed, where what that brings can be foreseen. It never changes a "
-        "token. Worth while where deciding takes long beside computing, as on a GPU.",
+        "Schedule the next step while the current one is computed, if its outcome is predictable. No token "
+        "changes. It pays if scheduling is slow compared with the computation, as on a GPU.",
     )
     preemption: PreemptionMode = option(
         PreemptionMode.AUTO,
-        "What becomes of a preempted request's KV: it is computed again, swapped to host memory, or either.",
+        "What to do with a preempted request's KV: compute it again, swap it to host memory, or whichever is "
+        "cheaper (auto).",
     )
     swap_block_cost_tokens: float = option(
-        1.0, "auto: tokens that could be computed while a block goes to host memory and back."
+        1.0,
+        "auto: number of tokens that could be computed in the time in which a block is copied to host memory and back.",
     )
-    max_num_preemptions: int = option(8, "So often may one request be preempted; then it is protected.")
+    max_num_preemptions: int = option(8, "Maximum number of preemptions of one request; then it is protected.")
     kv_transfer_timeout_s: float = option(
         30.0,
-        "So long may KV take from or to a store; then it is computed here, or not saved.",
+        "Maximum time to load KV from a store or to save it. After that the KV is computed here, or not saved.",
         unit="SECONDS",
         panel="KV stores",
     )
     kv_lookup_timeout_s: float = option(
-        0.1, "So long may a request wait to hear what a store has of it.", unit="SECONDS", panel="KV stores"
+        0.1, "Maximum time that a request waits for a store's answer to a lookup.", unit="SECONDS", panel="KV stores"
     )
     min_tokens_to_cache: int = option(
         64,
-        "Shorter beginnings of prompts are neither saved in a store nor fetched from it.",
+        "Minimum length of a prefix that is saved to a store or loaded from it.",
         unit="TOKENS",
         panel="KV stores",
     )
@@ -406,14 +414,14 @@ class DeviceConfig:
     """Where tensors live and which kernels serve."""
 
     device: str | None = option(
-        None, "Where the model runs. Default: CUDA where there is one, else the CPU.", unit="cpu|cuda"
+        None, "Where the model runs. Default: CUDA if there is a CUDA device, else the CPU.", unit="cpu|cuda"
     )
     kernels: str = option(
         "auto",
-        "auto takes cpu where they are compiled, else plain torch, which is reference. triton: those for GPUs, asked "
-        "for by name until they have been tried on one. The inexact ones are triton with torch's products (fast), or "
-        "with attention of FlashInfer or FlashAttention 3, installed beside octavo: a token may depend on the batch it "
-        "was computed in.",
+        "auto: cpu if it was compiled, else plain torch (reference). triton: the kernels for GPUs, only on "
+        "request until they have been tried on a GPU. fast-inexact is triton with torch's matrix products, "
+        "flashinfer-inexact and flash-attn-3-inexact are triton with the attention of these libraries, which must"
+        " be installed; with an inexact backend a token may depend on its batch.",
         choices=("auto", "cpu", "triton", "fast-inexact", "flashinfer-inexact", "flash-attn-3-inexact", "reference"),
     )
     isa: str = option(
@@ -423,16 +431,16 @@ class DeviceConfig:
     )
     num_threads: int | None = option(
         None,
-        "Threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this process "
-        "may use (affinity, cgroup quota).",
+        "Number of threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this "
+        "process may use (affinity, cgroup quota).",
     )
     enforce_eager: bool = option(
-        False, "Launch every kernel by itself: no CUDA graphs of decode steps, which need kernels in Triton."
+        False, "Launch each kernel separately, without CUDA graphs of decode steps. Graphs need kernels triton."
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "Decode steps of up to so many requests are captured as CUDA graphs as the engine starts. Default: "
-        "max_num_seqs, 512 rows at most, on a GPU; 0: none.",
+        "Largest number of requests in a decode step for which a CUDA graph is captured at start. Default on a "
+        "GPU: max_num_seqs, at most 512 rows. 0: no graphs.",
         unit="REQUESTS",
         low=0,
     )
@@ -455,8 +463,8 @@ class EngineConfig:
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     record: Path | None = option(
         None,
-        "Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "
-        "Default: nothing is written.",
+        "Write every decision of the scheduler to FILE, without text, for octavo replay, explain and trace. "
+        "Default: none.",
         unit="FILE",
     )
 

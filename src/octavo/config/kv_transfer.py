@@ -34,53 +34,54 @@ class KVTransferConfig:
 
     disk_dir: Path | None = option(
         None,
-        "Keep KV in files of this directory, over restarts and for every engine that is given it. Default: do not.",
+        "Keep KV in files of this directory. They survive restarts, and all engines with this directory share "
+        "them. Default: none.",
         unit="DIR",
         name="kv_disk_dir",
     )
     disk_bytes: int | None = option(
         None,
-        "Let files in kv_disk_dir take so many bytes. Default: 16 GiB, at most half of what is free there.",
+        "Maximum size of the files in kv_disk_dir. Default: 16 GiB, at most half of the free space.",
         unit="SIZE",
         name="kv_disk_bytes",
     )
     num_threads: int = option(
-        2, "Loads from stores of KV that go on at once, each on a thread of its own.", name="kv_transfer_threads"
+        2, "Number of concurrent loads from KV stores, each on its own thread.", name="kv_transfer_threads"
     )
     mooncake: str | None = option(
         None,
-        "Share KV with other engines in the pool of the mooncake_master there (needs octavo[mooncake]; in private "
-        "networks alone, for it asks nobody who they are). Default: no.",
+        "Share KV with other engines in the pool of the mooncake_master at this address. Needs octavo[mooncake]. "
+        "Use it in private networks only: it authenticates nobody. Default: none.",
         unit="HOST:PORT",
         name="kv_mooncake",
     )
     mooncake_segment_bytes: int = option(
         _DEFAULT_SEGMENT_BYTES,
-        "Memory that this engine lends to the pool of Mooncake, beside its own. Default: 1G.",
+        "Memory that this engine lends to the pool of Mooncake, in addition to its own KV cache. Default: 1G.",
         unit="SIZE",
         name="kv_mooncake_segment_bytes",
     )
     mooncake_protocol: str = option(
         "tcp",
-        "How KV travels in the pool of Mooncake, and with kv_direct.",
+        "Transport of KV in the pool of Mooncake, and with kv_direct.",
         choices=("tcp", "rdma"),
         name="kv_mooncake_protocol",
     )
     role: str = option(
         "both",
-        "What this engine is for behind a router: to compute prompts for others (prefill), to answer with the KV that "
-        "it gets from them (decode), or both.",
+        "Purpose of this engine with a router: to compute prompts for other engines (prefill), to answer with the"
+        " KV that it gets from them (decode), or both.",
         choices=("both", "prefill", "decode"),
     )
     direct: bool = option(
         False,
-        "Move KV from prefill to decode engines directly, by Mooncake's TransferEngine (needs octavo[mooncake]; in "
-        "private networks alone).",
+        "Transfer KV from prefill to decode engines directly with Mooncake's TransferEngine. Needs "
+        "octavo[mooncake]. Use it in private networks only.",
         name="kv_direct",
     )
     direct_bytes: int = option(
         _DEFAULT_SEGMENT_BYTES,
-        "Memory of a prefill engine for KV that decode engines may still ask for. Default: 1G.",
+        "Memory of a prefill engine for KV that decode engines have not fetched yet. Default: 1G.",
         unit="SIZE",
         name="kv_direct_bytes",
     )

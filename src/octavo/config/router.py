@@ -33,58 +33,60 @@ class RouterConfig(AccessConfig):
     """
 
     engines: tuple[str, ...] = option(
-        (), "Address of an engine, like http://10.0.0.1:8000; may be given again.", name="engine", unit="URL"
+        (), "Address of an engine, such as http://10.0.0.1:8000; may be repeated.", name="engine", unit="URL"
     )
     engines_file: Path | None = option(
-        None, "File with an engine's address on each line; read again when it changes. Default: none.", unit="FILE"
+        None,
+        "File with the address of one engine per line. It is read again when it changes. Default: none.",
+        unit="FILE",
     )
     engines_dns: str | None = option(
-        None, "Name whose addresses are all engines, asked for again and again. Default: none.", unit="NAME:PORT"
+        None, "Name whose addresses are all engines. It is resolved repeatedly. Default: none.", unit="NAME:PORT"
     )
     engine_api_key: str | None = option(
         None,
-        "Key for what the router itself asks of engines: their metrics, models and roles. Clients' keys are passed on. "
+        "Key for the router's own requests to engines: metrics, models, roles. Clients' keys are passed on. "
         "OCTAVO_ROUTE_ENGINE_API_KEY in the environment keeps it from other users of the machine. Default: none.",
         shows_value=False,
     )
-    policy: str = option("cache_aware", "Which engine a request goes to.", choices=ROUTING_POLICIES)
+    policy: str = option("cache_aware", "How to choose the engine for a request.", choices=ROUTING_POLICIES)
     session_header: str = option(
         "x-session-id",
-        "Header that names a session for the policy affinity; else the body's user, prompt_cache_key or cache_salt.",
+        "Header that names a session for the policy affinity. Without it: the body's user, prompt_cache_key or "
+        "cache_salt.",
         unit="NAME",
     )
     balance_tokens: int = option(
         4096,
-        "Under cache_aware, an engine that has more than so many tokens to do than another one, and",
+        "Under cache_aware an engine gets no more requests for its cached prefixes if it has this many more "
+        "tokens to compute than another engine, and",
         unit="TOKENS",
         low=0,
     )
-    balance_ratio: float = option(
-        1.5, "so many times as many, gets no more for what its cache holds.", unit="RATIO", low=1.0
-    )
+    balance_ratio: float = option(1.5, "this many times as many.", unit="RATIO", low=1.0)
     max_prefix_entries: int = option(
-        1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 400 bytes each.", low=1
+        1 << 18, "Number of most recently used prompt pieces that cache_aware remembers, about 400 bytes each.", low=1
     )
     min_prefill_tokens: int = option(
         256,
-        "From so many tokens on that are new to an engine of --role decode, a prompt is computed by one of "
-        "--role prefill, where there is one.",
+        "Minimum number of prompt tokens, not cached by the engine of --role decode, for which an engine of "
+        "--role prefill computes the prompt.",
         unit="TOKENS",
         low=0,
     )
     health_interval_s: float = option(
-        1.0, "How often engines are asked whether they are ready.", name="health_interval", unit="SECONDS", low=0.001
+        1.0, "Time between two readiness checks of an engine.", name="health_interval", unit="SECONDS", low=0.001
     )
     health_timeout_s: float = option(
         3.0,
-        "An engine that says nothing for so long, twice in a row, is lost, and what it was doing with it.",
+        "An engine that does not answer two checks in a row within this time is lost, with its requests.",
         name="health_timeout",
         unit="SECONDS",
         low=0.001,
     )
     engine_connect_timeout_s: float = option(
         10.0,
-        "Time in which a connection to an engine has to be there, with its TLS.",
+        "Maximum time to connect to an engine, TLS included.",
         name="engine_connect_timeout",
         unit="SECONDS",
         low=0.001,
@@ -92,8 +94,8 @@ class RouterConfig(AccessConfig):
     )
     engine_first_byte_timeout_s: float | None = option(
         None,
-        "Time in which an engine has to begin its answer, and for one that is not streamed to end it; then another "
-        "engine is asked. Default: --request-timeout.",
+        "Maximum time until an engine's answer begins; an answer that is not streamed begins when it is complete."
+        " After that another engine is asked. Default: --request-timeout.",
         name="engine_first_byte_timeout",
         unit="SECONDS",
         low=0.001,
@@ -101,7 +103,7 @@ class RouterConfig(AccessConfig):
     )
     engine_idle_timeout_s: float = option(
         300.0,
-        "Longest time between two pieces of an engine's answer; octavo's streams are never silent for more than 15 s.",
+        "Maximum time between two pieces of an engine's answer. octavo's streams are silent for at most 15 s.",
         name="engine_idle_timeout",
         unit="SECONDS",
         low=0.001,
@@ -109,8 +111,7 @@ class RouterConfig(AccessConfig):
     )
     request_timeout_s: float = option(
         1800.0,
-        "The longest that a request may take, whichever engines are asked; a client may ask for less "
-        "(X-Request-Timeout).",
+        "Maximum time of a request over all engines that are asked. A client may ask for less (X-Request-Timeout).",
         name="request_timeout",
         unit="SECONDS",
         low=0.001,
@@ -118,8 +119,8 @@ class RouterConfig(AccessConfig):
     )
     max_answer_bytes: int = option(
         64 << 20,
-        "Largest event of a stream, and largest JSON answer that is held until it is whole; a larger one of JSON is "
-        "passed on as it comes.",
+        "Maximum size of a stream's event, and of a JSON answer that the router holds until it is complete. A "
+        "larger JSON answer is passed on as it arrives.",
         unit="SIZE",
         panel="Limits",
     )

@@ -87,45 +87,49 @@ class ServerConfig(AccessConfig):
 
     served_model_names: tuple[str, ...] = option(
         (),
-        "Name that clients use for the model; may be given again. Default: the directory's name or the hub id.",
+        "Name that clients use for the model; may be repeated. Default: the directory's name or the hub id.",
         name="served_model_name",
     )
     tool_call_parser: str = option(
-        "auto", "How the model writes calls of tools; auto looks at its chat template.", choices=TOOL_CALL_PARSERS
+        "auto",
+        "Format in which the model writes tool calls. auto: detected from its chat template.",
+        choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = option(
         "auto",
-        "How the model marks what is split off as reasoning_content; auto looks at the chat template.",
+        "Format in which the model marks its reasoning, which is returned separately. auto: detected from its "
+        "chat template.",
         choices=REASONING_PARSERS,
     )
     reasoning_field: str = option(
         "reasoning_content",
-        "The field of chat completions that has it: vLLM calls it reasoning now, others reasoning_content.",
+        "Field of chat completions that contains the reasoning. vLLM calls it reasoning now, other servers "
+        "reasoning_content.",
         choices=REASONING_FIELDS,
     )
     pooling: str = option(
         "auto",
-        "How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
+        "How hidden states become an embedding. auto: as the checkpoint asks, else the last hidden state.",
         choices=EMBEDDING_POOLING,
     )
     stream_keep_alive_s: float = option(
         15.0,
-        "A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
+        "A stream that has been silent for this long sends a comment, so that no proxy closes it.",
         name="stream_keep_alive",
         unit="SECONDS",
         low=0.001,
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "Send a span for each request to an OpenTelemetry collector, like http://localhost:4318/v1/traces. "
-        "Default: none are made.",
+        "Send a span for each request to an OpenTelemetry collector, such as http://localhost:4318/v1/traces. "
+        "Default: none.",
         unit="URL",
     )
-    dashboard: bool = option(True, "Whether there is a page at /dashboard that shows what happens.")
+    dashboard: bool = option(True, "Serve a live page of the engine at /dashboard.")
     max_num_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
     request_timeout_s: float = option(
         1800.0,
-        "The longest that a request may take; a client may ask for less (X-Request-Timeout).",
+        "Maximum time of a request. A client may ask for less (X-Request-Timeout).",
         name="request_timeout",
         unit="SECONDS",
         panel="Limits",
@@ -133,13 +137,13 @@ class ServerConfig(AccessConfig):
     )
     max_unread_outputs: int = option(
         1024,
-        "Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
+        "Maximum number of outputs of a stream that a slow client has not read; one more ends the stream.",
         panel="Limits",
         low=1,
     )
     max_request_logprobs: int = option(
         1 << 22,
-        "Log probabilities that a request may bring: n x tokens x (logprobs + 1), over all prompts.",
+        "Maximum number of log probabilities of a request: n x tokens x (logprobs + 1), over all prompts.",
         panel="Limits",
         low=1,
     )

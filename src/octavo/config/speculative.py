@@ -47,21 +47,23 @@ class SpeculativeConfig:
 
     method: str = option(
         "auto",
-        "How tokens are guessed, so that one step verifies several; no token depends on it. ngram: what followed the "
-        "last time in the request; suffix: most often there and in answers before; draft_model: what another model "
-        "goes on with; quantized: the model itself in int4; none: not at all. Default: suffix with compiled kernels, "
-        "else none.",
+        "How to draft tokens, which one step then verifies together; no token depends on it. ngram: the "
+        "continuation of the newest tokens where they occurred last in the request. suffix: their most frequent "
+        "continuation in the request and in earlier answers. draft_model: another model. quantized: the model "
+        "itself in int4. none: no drafts. Default: suffix with compiled kernels, else none.",
         choices=_METHODS,
         name="speculative_method",
         is_open=True,
     )
     num_speculative_tokens: int = option(
-        8, "So many tokens of a request are guessed in a step at most; as many as pay are. Default: 8.", is_open=True
+        8,
+        "Maximum number of draft tokens of a request in a step; fewer are drafted if more would not pay. Default: 8.",
+        is_open=True,
     )
     model: str | None = option(
         None,
-        "A smaller model of the same vocabulary, of draft_model, or beside suffix where that finds nothing; "
-        "octavo-demo-draft is that of the built-in model. Default: none.",
+        "A smaller model with the same vocabulary, for draft_model, or for suffix when it finds nothing. "
+        "octavo-demo-draft is the built-in model's. Default: none.",
         unit="PATH_OR_ID",
         name="speculative_model",
         is_open=True,
