@@ -439,8 +439,8 @@ class DeviceConfig:
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "Largest number of requests in a decode step for which a CUDA graph is captured at start. Default on a "
-        "GPU: max_num_seqs, at most 512 rows. 0: no graphs.",
+        "Largest number of requests in a decode step for which a CUDA graph is captured at start. Default: "
+        "max_num_seqs on a GPU, at most 512 rows. 0: no graphs.",
         unit="REQUESTS",
         low=0,
     )
