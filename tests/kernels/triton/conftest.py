@@ -32,7 +32,10 @@ def _tensors_of_the_device(device):
 
 @pytest.fixture
 def make_mistake(tmp_path, monkeypatch, kernels):
-    """Put a mistake into a module (see `broken`): until the test ends, `kernels` compute with it."""
+    """Put a mistake into a module (see `broken`): until the test ends, `kernels` compute with it.
+
+    `torch.empty` returns NaN until then. Its memory may hold the right result of an earlier test.
+    """
     from octavo.kernels.triton import backend
 
     def make(module, old, new, *users):
@@ -41,7 +44,9 @@ def make_mistake(tmp_path, monkeypatch, kernels):
             monkeypatch.setattr(backend, name, wrong)
         return made
 
-    return make
+    torch.use_deterministic_algorithms(True)
+    yield make
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
