@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.errors import ConfigError
 from octavo.kv_transfer import create_store
+from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
@@ -217,6 +219,40 @@ def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
     while not any(output.finished for output in engine.step()):
         pass
     engine.shutdown()
+    engine.shutdown()
+    other = offline(tmp_path / "kv", checkpoint)
+    [again] = other.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
+    assert again.num_cached_tokens == len(IDS) - 1
+    other.llm_engine.shutdown()
+
+
+def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypatch, caplog):
+    """Each wait for saves ends if none of them ends in time: generate, reset_prefix_cache and shutdown return."""
+    monkeypatch.setattr("octavo.engine.llm_engine._SAVING_S", 0.05)
+    may_go_on, save = threading.Event(), DiskStore.save
+
+    def hang(*args):
+        may_go_on.wait(60)
+        return save(*args)
+
+    monkeypatch.setattr(DiskStore, "save", hang)
+    llm = offline(tmp_path / "kv", checkpoint)
+    [answer] = llm.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)
+    assert answer.finished
+    assert "no transfer of KV ended within" in caplog.text
+    assert not llm.reset_prefix_cache()
+    may_go_on.set()
+    monkeypatch.setattr("octavo.engine.llm_engine._SAVING_S", 60.0)
+    assert llm.reset_prefix_cache(), "it is finished later"
+    llm.llm_engine.shutdown()
+
+
+def test_shutdown_aborts_what_is_unfinished_and_saves_the_rest(tmp_path, checkpoint):
+    engine = offline(tmp_path / "kv", checkpoint).llm_engine
+    engine.add_request("open", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=400, ignore_eos=True))
+    engine.add_request("r", {"prompt_token_ids": IDS}, ONE_TOKEN)
+    while not any(output.finished for output in engine.step()):
+        pass
     engine.shutdown()
     other = offline(tmp_path / "kv", checkpoint)
     [again] = other.generate({"prompt_token_ids": IDS}, ONE_TOKEN, use_tqdm=False)

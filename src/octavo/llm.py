@@ -326,8 +326,8 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV, after saves into stores have ended. Returns False while requests are unfinished."""
-        self.llm_engine.core.finish_transfers()
+        """Forget all cached KV after saves into stores have ended. Returns False while requests or saves are open."""
+        self.llm_engine.finish_transfers()
         return self.llm_engine.core.scheduler.reset_prefix_cache()
 
     def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:

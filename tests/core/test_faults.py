@@ -67,8 +67,10 @@ def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
     core.add("a", 12)
     scheduled = core.scheduler.schedule()
     [load] = scheduled.kv_transfers
+    assert core.scheduler.get_num_transfers() == 1
     finish_step(core, scheduled)
     core.scheduler.abort_request("a")
+    assert core.scheduler.get_num_transfers() == 0
     assert used_blocks(core) == len(load.block_ids)
     check(core)
     scheduled = core.scheduler.schedule()

@@ -446,6 +446,14 @@ def test_blocks_of_a_request_that_finds_all_room_taken_are_counted(made):
     assert dropped(made) == [("b", 2)]
 
 
+def test_blocks_that_were_not_computed_are_not_dropped(made):
+    made.transfers.offer(made.commit("a", 14))
+    request = made.commit("b", 10)
+    request.block_hashes.append(b"of a prompt's block that was not computed")
+    made.transfers.request_finished(request)
+    assert dropped(made) == [("b", 2)]
+
+
 def test_blocks_that_are_being_saved_for_another_request_are_not_dropped(made):
     made.transfers.offer(made.commit("a", 14))
     same = made.commit("a again", 9)

@@ -129,8 +129,8 @@ class Saving:
         self.num_steps, self.num_open_steps = 0, num_open_steps
         self.in_flight = None
 
-    def has_transfers(self):
-        return self.num_steps < 3
+    def get_num_transfers(self):
+        return max(3 - self.num_steps, 0)
 
     def get_num_unfinished_requests(self):
         return int(self.num_steps < self.num_open_steps)

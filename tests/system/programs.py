@@ -47,10 +47,13 @@ class Program:
 
     def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
         self._command, self._log, self._environment = list(command), log, environment
+        self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        """Start it; the one before has ended."""
+        """Start the command. The process that it started before must have ended; its exit status is collected."""
+        if self.process is not None:
+            self.process.wait(_END_S)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment

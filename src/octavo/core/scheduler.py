@@ -422,9 +422,9 @@ class Scheduler:
         is_awaited = self.requests or self._in_flight.steps or self._builder.has_endings or self._news
         return bool(is_awaited or self.transfers.has_work)
 
-    def has_transfers(self) -> bool:
-        """Return whether KV is still being loaded from stores or saved to them."""
-        return bool(self.transfers.has_work or self.transfers.num_pending)
+    def get_num_transfers(self) -> int:
+        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        return self.transfers.num_pending
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""

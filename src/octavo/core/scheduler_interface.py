@@ -58,8 +58,8 @@ class SchedulerInterface(Protocol):
         """Whether a step has anything to do or to deliver."""
         ...
 
-    def has_transfers(self) -> bool:
-        """Return whether KV is still being loaded from stores or saved to them."""
+    def get_num_transfers(self) -> int:
+        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
         ...
 
     def get_num_unfinished_requests(self) -> int:

@@ -90,11 +90,13 @@ class EngineCore:
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []
         num_failed = stats.num_failed_steps
-        while scheduler.has_transfers() and not scheduler.get_num_unfinished_requests():
-            if stats.num_failed_steps > num_failed or not may_go_on():
-                break
-            news += self.step()
-        self._undelivered += news
+        try:
+            while scheduler.get_num_transfers() and not scheduler.get_num_unfinished_requests():
+                if stats.num_failed_steps > num_failed or not may_go_on():
+                    break
+                news += self.step()
+        finally:
+            self._undelivered += news
 
     def _take_undelivered(self) -> list[EngineCoreOutput]:
         """Return the endings that an interrupt kept from being told."""

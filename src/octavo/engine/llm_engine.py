@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from octavo.data.request import RequestStatus
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PREPARING = "what it needs was prepared"
+_SAVING_S = 5.0  # without a transfer that ends; a store may hang
 
 
 class Engine:
@@ -260,8 +262,8 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
-        Returns after the KV that stores want of these prompts is saved, unless other requests are unfinished: then
-        later steps save it.
+        Returns after stores have saved the KV of these prompts (see `finish_transfers`). If other requests are
+        unfinished, it returns at once and later steps save it.
 
         sampling_params: for all prompts, or one for each. params: another name of it. on_output is called with every
         output of these prompts as it comes. Requests that were added before continue; their outputs are returned by
@@ -285,11 +287,11 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-            self._finish_transfers()
         except BaseException:  # an interrupt as well: nothing may stay behind
             self.abort_request(results)
             self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
             raise
+        self.finish_transfers()
         return {request_id: output for request_id, output in results.items() if output is not None}
 
     def _run(self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None) -> None:
@@ -311,17 +313,33 @@ class Engine:
         self._num_generated_ids += 1
         return request_id if request_id not in self.output_processor else self._next_request_id()
 
-    def _finish_transfers(self) -> None:
-        """Step until the KV of ended requests is saved, and show the events of these steps."""
-        if self.core.scheduler.has_transfers():
-            self.core.finish_transfers()
-            if self._feed is not None:
-                self._show()
+    def finish_transfers(self) -> None:
+        """Step until the KV of ended requests is saved, if no request is unfinished.
+
+        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
+        """
+        scheduler = self.core.scheduler
+        if not scheduler.get_num_transfers():
+            return
+        num_left, until = -1, 0.0
+
+        def is_progressing() -> bool:
+            nonlocal num_left, until
+            now, num_now = time.monotonic(), scheduler.get_num_transfers()
+            if num_now != num_left:
+                num_left, until = num_now, now + _SAVING_S
+            return now < until
+
+        self.core.finish_transfers(is_progressing)
+        if self._feed is not None:
+            self._show()
+        if scheduler.get_num_transfers() and not scheduler.get_num_unfinished_requests():
+            logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
 
     def shutdown(self) -> None:
         """Save the KV that stores still want, and free the executor's memory. A second call changes nothing.
 
-        Requests whose preparation is not over are refused.
+        Unfinished requests are aborted; those whose preparation is not over are refused.
         """
         preparing, self._preparing = self._preparing, {}
         for accept in preparing.values():
@@ -329,7 +347,8 @@ class Engine:
         is_first, self._is_shut_down = not self._is_shut_down, True
         try:
             if is_first:
-                self._finish_transfers()
+                self.abort_request(self.output_processor.request_ids())
+                self.finish_transfers()
         except Exception:
             logger.exception("KV of ended requests could not be saved")
         finally:

@@ -162,6 +162,10 @@ class OutputProcessor:
             return []
         return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
 
+    def request_ids(self) -> list[str]:
+        """Return the ids of all unfinished requests."""
+        return list(self._states)
+
     def forget_all(self) -> list[str]:
         """Drop every unfinished request, as the core that knew them is gone; return their ids."""
         request_ids = list(self._states)

@@ -215,9 +215,9 @@ class RecordingScheduler:
         """Totals since the start and the state now."""
         return self._scheduler.get_stats()
 
-    def has_transfers(self) -> bool:
-        """Return whether KV is still being loaded from stores or saved to them."""
-        return self._scheduler.has_transfers()
+    def get_num_transfers(self) -> int:
+        """Return the number of transfers of KV, and of lookups in stores, that have not ended."""
+        return self._scheduler.get_num_transfers()
 
     def has_work(self) -> bool:
         """Whether a step has anything to do or to deliver."""
