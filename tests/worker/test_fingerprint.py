@@ -108,7 +108,6 @@ def test_threads_and_steps_do_not_change_the_fingerprint(checkpoint, cache_home)
         (lambda model: flip_a_bit(model.layers[1].mlp.down.storage.data), {"weights"}),
         (lambda model: flip_a_bit(model.norms[-1].fill_(0.5)), {"weights", "logits"}),
         (lambda model: flip_a_bit(model.layers[0].attention.qkv.bias), {"weights"}),
-        (lambda model: flip_a_bit(model.layers[0].attention.cos_sin), {"tables"}),
     ],
 )
 def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, breaks, names):
@@ -212,10 +211,39 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 
     assert loaded("first") == 0
     assert loaded("same") == 1
-    assert loaded("long", 300) == 0  # with a rotary table of more than 96 rows
-    assert loaded("longer", 500) == 1
-    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    assert loaded("long", 300) == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.norms[0]))
     assert loaded("other") == 0
+
+
+@pytest.mark.parametrize(("model_len", "row"), [(96, 48), (900, 450), (2048, 1024)])
+def test_wrong_row_of_a_rotary_table_refuses_the_first_start(checkpoint, monkeypatch, model_len, row):
+    """Keys of KV name the first rows only, so no later row of an engine that starts may be wrong."""
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*start again"):
+        start(checkpoint, max_model_len=model_len, packed_cache_bytes=0)
+
+
+def test_wrong_query_scale_refuses_the_first_start(monkeypatch, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+    config = tiny_config("Ministral3ForCausalLM", rope_parameters=rope | {"llama_4_scaling_beta": 0.1})
+    path = write_checkpoint(tmp_path / "scaled", config)
+    start(path, max_model_len=96)
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.query_scale))
+    with pytest.raises(FingerprintError, match="row 48 of a table of query scales"):
+        start(path, max_model_len=96)
+
+
+def test_plain_torch_checks_its_tables(checkpoint, monkeypatch):
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match="rotary table"):
+        start(checkpoint, kernels="reference")
+
+
+def test_wrong_rotary_table_of_a_draft_model_refuses_the_start(monkeypatch):
+    break_loading(monkeypatch, lambda model: len(model.layers) < 3 and flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match="rotary table"):
+        start("octavo-demo", speculative_config=DRAFT)
 
 
 def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
