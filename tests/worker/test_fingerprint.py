@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -279,6 +281,87 @@ def test_first_start_is_kept_and_compared(tmp_path):
     assert str(kept.path(ENGINE)) in str(caught.value)
     kept.path(ENGINE).unlink()  # as the message says
     kept.check(ENGINE, EngineFingerprint("cpu:portable", 2, "1" * 16, "5" * 16, "3" * 16))
+
+
+@pytest.fixture
+def next_process(monkeypatch):
+    """Return a function that makes the next start one of another process."""
+    names = iter(range(100))
+
+    def begin():
+        name = str(next(names))
+        monkeypatch.setattr(kept_fingerprints, "_process", lambda _pid: name)
+
+    return begin
+
+
+def test_two_equal_starts_replace_a_faulty_first_one(tmp_path, caplog, next_process):
+    kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    next_process()
+    kept.check(ENGINE, FOUND)
+    next_process()
+    with pytest.raises(FingerprintError, match="Start again"):
+        kept.check(ENGINE, right)
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, right)  # a fault may last as long as its process
+    assert not caplog.records
+    next_process()
+    kept.check(ENGINE, right)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"tables {'2' * 16} then, {'5' * 16} now" in record.getMessage()
+    assert str(kept.path(ENGINE)) in record.getMessage()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    next_process()
+    kept.check(ENGINE, right)
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, FOUND)
+
+
+def test_starts_that_differ_from_each_other_are_refused(tmp_path, next_process):
+    kept = KeptFingerprints(tmp_path)
+    kept.check(ENGINE, FOUND)
+    for digit in "565":
+        next_process()
+        with pytest.raises(FingerprintError):
+            kept.check(ENGINE, replace(FOUND, tables=digit * 16))
+
+
+def test_start_that_agrees_forgets_the_refused_one(tmp_path, next_process):
+    """Two faulty starts with a correct one between them do not replace the kept fingerprint."""
+    kept, wrong = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    for found in (FOUND, wrong, FOUND, wrong, FOUND):
+        next_process()
+        if found is wrong:
+            with pytest.raises(FingerprintError):
+                kept.check(ENGINE, found)
+        else:
+            kept.check(ENGINE, found)
+
+
+def test_damaged_file_of_a_refused_start_is_replaced(tmp_path, next_process):
+    kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    kept.check(ENGINE, FOUND)
+    kept.path(ENGINE).with_suffix(".other").write_text("{")
+    for _ in range(2):
+        next_process()
+        with suppress(FingerprintError):
+            kept.check(ENGINE, right)
+    kept.check(ENGINE, right)
+
+
+def test_refused_start_that_cannot_be_noted_is_refused(tmp_path, monkeypatch, caplog):
+    kept = KeptFingerprints(tmp_path)
+    kept.check(ENGINE, FOUND)
+    monkeypatch.setattr(kept_fingerprints, "written_whole", lambda path: path.open("rb"))
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, replace(FOUND, tables="5" * 16))
+    assert "cannot be used" in caplog.text
+
+
+def test_each_process_has_a_name():
+    assert kept_fingerprints._process(1) == kept_fingerprints._process(1)
+    assert kept_fingerprints._process(1) != kept_fingerprints._process(2)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": {}}', b"\xff"])
