@@ -15,6 +15,7 @@ import torch
 from alone_and_crowd import needs_kernels
 from gguf_files import write_gguf
 
+import octavo
 from octavo import LLM, SamplingParams
 from octavo.build import build_core, build_engine
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -24,8 +25,9 @@ from octavo.errors import FingerprintError
 from octavo.journal.format import read_journal
 from octavo.kernels.checksum import digest
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
-from octavo.models import packed_cache
+from octavo.models import packed_cache, weight_hashes
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.weight_source import FolderWeights
 from octavo.server.api.describing import server_info
 from octavo.worker import kept_fingerprints, worker
 from octavo.worker.kept_fingerprints import KeptFingerprints
@@ -175,6 +177,59 @@ def test_replaced_checkpoint_is_another_engine(checkpoint, tmp_path):
     other = write_checkpoint(tmp_path / "other", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
     shutil.copy(other / "model.safetensors", checkpoint / "model.safetensors")
     start(checkpoint)
+
+
+def num_engines(cache_home):
+    return len(list((cache_home / "fingerprints").iterdir()))
+
+
+def test_copy_of_a_packed_checkpoint_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+    """The packed cache knows the hashes of its files, so paths, times and inodes do not matter."""
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    for path in (checkpoint, copy, copy):
+        start(path, quantization="int8")
+    assert num_engines(cache_home) == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.norms[0]))
+    with pytest.raises(FingerprintError):
+        start(shutil.copytree(copy, tmp_path / "third"), quantization="int8")
+
+
+def test_copy_of_a_checkpoint_whose_kv_is_shared_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+    monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
+    for name in ("first", "second"):
+        path = shutil.copytree(checkpoint, tmp_path / name)
+        model = ModelConfig(model=str(path), skip_tokenizer_init=True, max_model_len=96)
+        config = EngineConfig(model=model, cache=CacheConfig(num_gpu_blocks=16))
+        core = build_core(config, kv_store=lambda block_bytes: MemoryStore(GlobalKVPool(), "a", block_bytes))
+        core.executor.shutdown()
+    assert num_engines(cache_home) == 1
+
+
+def test_copy_of_a_checkpoint_that_was_not_hashed_is_another_engine(checkpoint, tmp_path, cache_home):
+    """To read a large checkpoint only for this would cost every start its time."""
+    for path in (checkpoint, shutil.copytree(checkpoint, tmp_path / "copy"), checkpoint):
+        start(path)
+    assert num_engines(cache_home) == 2
+
+
+def test_config_and_code_are_known_by_their_content(tmp_path, monkeypatch):
+    def code(name, text):
+        (tmp_path / name / "kernels").mkdir(parents=True)
+        (tmp_path / name / "kernels" / "a.py").write_text(text)
+        monkeypatch.setattr(octavo, "__file__", str(tmp_path / name / "__init__.py"))
+        return kept_fingerprints.describe_installation()["code"]
+
+    assert code("first", "a = 1") == code("second", "a = 1") != code("third", "a = 2")
+
+    def configs(name, text):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+        weights, hashes = FolderWeights(tmp_path / name), weight_hashes.FileHashes(tmp_path / "hashes.json")
+        return kept_fingerprints.describe_model(weights, "architecture", hashes, seed=0)
+
+    assert configs("a", "{}") == configs("b", "{}") != configs("c", "{ }")
 
 
 def test_checkpoint_that_was_removed_costs_a_warning(checkpoint, monkeypatch, caplog):

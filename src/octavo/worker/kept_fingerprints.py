@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_hashes import FileHashes
     from octavo.models.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -119,21 +120,31 @@ def describe_installation() -> dict[str, str]:
         "instruction_sets": " ".join(_kernels.instruction_sets()),
         "octavo": octavo.__version__,
         "torch": f"{torch.__version__} on {torch.backends.cpu.get_cpu_capability()}",
-        "code": _digest(json.dumps([_state(path) for path in files])),
+        "code": _digest(json.dumps([_content(path) for path in files])),
     }
 
 
-def describe_model(weights: WeightSource, architecture: Architecture, seed: int | None = None) -> dict[str, Any]:
-    """Return what a model's numbers depend on: its shapes, and the state of its files (size, times, inode).
+def describe_model(
+    weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
+) -> dict[str, Any]:
+    """Return what a model's numbers depend on: its shapes and its files. Reads no file of weights.
 
-    A file that is written again may hold other numbers. seed: of random weights, which have no files.
+    A file of weights is described by its hash if `hashes` knows it, else by its path and state (size, times, inode).
+    seed: of random weights, which have no files. Raises `OSError`.
     """
-    files = weights.config_files() + ([] if seed is not None else weights.weight_files())
-    return {"files": [_state(path) for path in files], "seed": seed, "architecture": _digest(repr(architecture))}
+    files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
+    configs = [_content(path) for path in weights.config_files()]
+    return {"configs": configs, "weights": files, "seed": seed, "architecture": _digest(repr(architecture))}
 
 
-def _state(path: Path) -> list[str | int]:
-    return [str(path.resolve()), *asdict(FileState.of(path)).values()]
+def _hash_or_state(path: Path, hashes: FileHashes) -> list[str | int]:
+    state = FileState.of(path)
+    known = hashes.known(path, state)
+    return [path.name, known] if known is not None else [str(path.resolve()), *asdict(state).values()]
+
+
+def _content(path: Path) -> list[str]:
+    return [path.name, hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()]
 
 
 def _read(path: Path) -> _Kept | None:
