@@ -136,9 +136,7 @@ def build_core(
     )
     if reading is not None:
         reading.result()
-    if identity is not None:
-        identity.result()  # so that the fingerprint's file is found by the hashes of the weights
-    fingerprint = _take_fingerprint(config, served, worker, dtype)
+    fingerprint = _take_fingerprint(config, served, worker, dtype, identity)
     kv_cache, block_size, stored_bytes = worker.kv_cache, config.cache.block_size, worker.kv_cache.stored_block_bytes
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
@@ -223,16 +221,21 @@ def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
-def _take_fingerprint(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> EngineFingerprint:
+def _take_fingerprint(
+    config: EngineConfig, served: ServedModel, worker: Worker, dtype: str, identity: WeightsIdentity | None
+) -> EngineFingerprint:
     """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
 
+    identity: it hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
     Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
-    Raises `FingerprintError`.
+    Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
     """
     fingerprint = worker.take_fingerprint()
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
+    if identity is not None:
+        identity.result()  # keeps the hashes where `_describe_engine` finds them
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, worker, dtype)
