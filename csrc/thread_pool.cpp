@@ -98,6 +98,7 @@ struct ThreadPool::State {
       }
     } catch (...) {
       end_workers();
+      num_threads.store(1);  // so that another call with this count tries again
       throw;
     }
   }

@@ -37,6 +37,8 @@ from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.kv_transfer.mooncake_library import check_mooncake
+from octavo.models.packed_cache import HASHES_FILE
+from octavo.models.weight_hashes import FileHashes
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
@@ -134,7 +136,7 @@ def build_core(
     )
     if reading is not None:
         reading.result()
-    fingerprint = _take_fingerprint(config, served, worker, dtype)
+    fingerprint = _take_fingerprint(config, served, worker, dtype, identity)
     kv_cache, block_size, stored_bytes = worker.kv_cache, config.cache.block_size, worker.kv_cache.stored_block_bytes
     scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
     cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
@@ -219,21 +221,24 @@ def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
-def _take_fingerprint(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> EngineFingerprint:
+def _take_fingerprint(
+    config: EngineConfig, served: ServedModel, worker: Worker, dtype: str, identity: WeightsIdentity | None
+) -> EngineFingerprint:
     """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
 
+    identity: it hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
     Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
-    Raises `FingerprintError`.
+    Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
     """
     fingerprint = worker.take_fingerprint()
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
+    if identity is not None:
+        identity.result()  # keeps the hashes where `_describe_engine` finds them
     try:
-        kept, engine = (
-            KeptFingerprints(cache_directory() / "fingerprints"),
-            _describe_engine(config, served, worker, dtype),
-        )
+        kept = KeptFingerprints(cache_directory() / "fingerprints")
+        engine = _describe_engine(config, served, worker, dtype)
     except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
@@ -245,9 +250,10 @@ def _describe_engine(config: EngineConfig, served: ServedModel, worker: Worker, 
     """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
     model, draft = config.model, None if worker.draft is None else worker.draft.checkpoint
     seed = model.seed if model.load_format == "dummy" else None
+    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
     return {
-        "model": describe_model(served.checkpoint.weights, served.architecture, seed),
-        "draft": None if draft is None else describe_model(draft.weights, draft.architecture, seed),
+        "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
+        "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
         "formats": [dtype, worker.dtype, worker.kv_dtype, model.quantization, model.group_size],
         "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
         "kernels": [worker.kernels.identity, worker.kernels.layout],

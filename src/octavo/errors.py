@@ -89,7 +89,7 @@ class RequestFailedError(EngineError):
 
 
 class FingerprintError(EngineError):
-    """An engine that starts computes other numbers than an earlier start with the same model, kernels and processor."""
+    """A start computed a table otherwise the second time, or other numbers than an earlier start of the same engine."""
 
 
 class DeadlineError(EngineError):

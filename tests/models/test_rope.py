@@ -13,7 +13,7 @@ from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import read_architecture
-from octavo.models.rope import inverse_frequencies, make_cos_sin, make_query_scale
+from octavo.models.rope import find_wrong_row, inverse_frequencies, make_cos_sin, make_query_scale
 from octavo.models.rope_config import RopeConfig, read_rope
 
 CPU = torch.device("cpu")
@@ -209,3 +209,17 @@ def test_queries_are_scaled_as_in_transformers():
 
 def test_default_theta():
     assert read_rope(ConfigFile(None, {}), 2048) == RopeConfig(kind="default", theta=10000.0)
+
+
+def test_tables_leave_the_number_of_threads_as_it_was():
+    """Also if a comparison ends at the first wrong row."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        table = make_cos_sin(RopeConfig(theta=1e4), 8, 3000)
+        assert find_wrong_row(table, RopeConfig(theta=1e4), 8) is None
+        table[1500, 3] = torch.nextafter(table[1500, 3], torch.tensor(2.0))
+        assert find_wrong_row(table, RopeConfig(theta=1e4), 8) == 1500
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(num_threads)

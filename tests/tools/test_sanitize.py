@@ -46,6 +46,16 @@ def test_each_instruction_set_has_its_own_turn():
         sanitize._chosen("sve", 0)
 
 
+@pytest.mark.parametrize("first_day", range(8))
+def test_default_turn_reaches_every_instruction_set_in_calls_eight_days_apart(monkeypatch, first_day):
+    turns = []
+    for day in range(20800 + first_day, 20800 + 8 * 12, 8):
+        monkeypatch.setattr(time, "time", lambda day=day: day * 86400.0)
+        monkeypatch.setattr(sys, "argv", ["sanitize.py"])
+        turns.append(sanitize._arguments().turn)
+    assert turns == list(range(turns[0], turns[0] + 12))
+
+
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Give the tool a copy of the sources, and a folder of its own to build in."""

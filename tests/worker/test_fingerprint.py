@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import torch
 from alone_and_crowd import needs_kernels
 from gguf_files import write_gguf
 
+import octavo
 from octavo import LLM, SamplingParams
 from octavo.build import build_core, build_engine
 from octavo.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -22,8 +25,9 @@ from octavo.errors import FingerprintError
 from octavo.journal.format import read_journal
 from octavo.kernels.checksum import digest
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
-from octavo.models import packed_cache
+from octavo.models import packed_cache, weight_hashes
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.weight_source import FolderWeights
 from octavo.server.api.describing import server_info
 from octavo.worker import kept_fingerprints, worker
 from octavo.worker.kept_fingerprints import KeptFingerprints
@@ -108,7 +112,6 @@ def test_threads_and_steps_do_not_change_the_fingerprint(checkpoint, cache_home)
         (lambda model: flip_a_bit(model.layers[1].mlp.down.storage.data), {"weights"}),
         (lambda model: flip_a_bit(model.norms[-1].fill_(0.5)), {"weights", "logits"}),
         (lambda model: flip_a_bit(model.layers[0].attention.qkv.bias), {"weights"}),
-        (lambda model: flip_a_bit(model.layers[0].attention.cos_sin), {"tables"}),
     ],
 )
 def test_flipped_bit_in_memory_is_found_at_the_start(checkpoint, monkeypatch, breaks, names):
@@ -176,6 +179,59 @@ def test_replaced_checkpoint_is_another_engine(checkpoint, tmp_path):
     start(checkpoint)
 
 
+def num_engines(cache_home):
+    return len(list((cache_home / "fingerprints").iterdir()))
+
+
+def test_copy_of_a_packed_checkpoint_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+    """The packed cache knows the hashes of its files, so paths, times and inodes do not matter."""
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    for path in (checkpoint, copy, copy):
+        start(path, quantization="int8")
+    assert num_engines(cache_home) == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.norms[0]))
+    with pytest.raises(FingerprintError):
+        start(shutil.copytree(copy, tmp_path / "third"), quantization="int8")
+
+
+def test_copy_of_a_checkpoint_whose_kv_is_shared_is_the_same_engine(checkpoint, tmp_path, monkeypatch, cache_home):
+    monkeypatch.setattr(weight_hashes, "_SETTLED_NS", 0)
+    for name in ("first", "second"):
+        path = shutil.copytree(checkpoint, tmp_path / name)
+        model = ModelConfig(model=str(path), skip_tokenizer_init=True, max_model_len=96)
+        config = EngineConfig(model=model, cache=CacheConfig(num_gpu_blocks=16))
+        core = build_core(config, kv_store=lambda block_bytes: MemoryStore(GlobalKVPool(), "a", block_bytes))
+        core.executor.shutdown()
+    assert num_engines(cache_home) == 1
+
+
+def test_copy_of_a_checkpoint_that_was_not_hashed_is_another_engine(checkpoint, tmp_path, cache_home):
+    """To read a large checkpoint only for this would cost every start its time."""
+    for path in (checkpoint, shutil.copytree(checkpoint, tmp_path / "copy"), checkpoint):
+        start(path)
+    assert num_engines(cache_home) == 2
+
+
+def test_config_and_code_are_known_by_their_content(tmp_path, monkeypatch):
+    def code(name, text):
+        (tmp_path / name / "kernels").mkdir(parents=True)
+        (tmp_path / name / "kernels" / "a.py").write_text(text)
+        monkeypatch.setattr(octavo, "__file__", str(tmp_path / name / "__init__.py"))
+        return kept_fingerprints.describe_installation()["code"]
+
+    assert code("first", "a = 1") == code("second", "a = 1") != code("third", "a = 2")
+
+    def configs(name, text):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+        weights, hashes = FolderWeights(tmp_path / name), weight_hashes.FileHashes(tmp_path / "hashes.json")
+        return kept_fingerprints.describe_model(weights, "architecture", hashes, seed=0)
+
+    assert configs("a", "{}") == configs("b", "{}") != configs("c", "{ }")
+
+
 def test_checkpoint_that_was_removed_costs_a_warning(checkpoint, monkeypatch, caplog):
     break_loading(monkeypatch, lambda _model: (checkpoint / "config.json").unlink())
     assert start(checkpoint).logits
@@ -212,10 +268,39 @@ def test_engines_share_kv_only_if_their_numbers_agree(checkpoint, monkeypatch):
 
     assert loaded("first") == 0
     assert loaded("same") == 1
-    assert loaded("long", 300) == 0  # with a rotary table of more than 96 rows
-    assert loaded("longer", 500) == 1
-    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    assert loaded("long", 300) == 1
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.norms[0]))
     assert loaded("other") == 0
+
+
+@pytest.mark.parametrize(("model_len", "row"), [(96, 48), (900, 450), (2048, 1024)])
+def test_wrong_row_of_a_rotary_table_refuses_the_first_start(checkpoint, monkeypatch, model_len, row):
+    """Keys of KV name the first rows only, so no later row of an engine that starts may be wrong."""
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match=f"row {row} of a rotary table with {model_len} rows.*start again"):
+        start(checkpoint, max_model_len=model_len, packed_cache_bytes=0)
+
+
+def test_wrong_query_scale_refuses_the_first_start(monkeypatch, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+    config = tiny_config("Ministral3ForCausalLM", rope_parameters=rope | {"llama_4_scaling_beta": 0.1})
+    path = write_checkpoint(tmp_path / "scaled", config)
+    start(path, max_model_len=96)
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.query_scale))
+    with pytest.raises(FingerprintError, match="row 48 of a table of query scales"):
+        start(path, max_model_len=96)
+
+
+def test_plain_torch_checks_its_tables(checkpoint, monkeypatch):
+    break_loading(monkeypatch, lambda model: flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match="rotary table"):
+        start(checkpoint, kernels="reference")
+
+
+def test_wrong_rotary_table_of_a_draft_model_refuses_the_start(monkeypatch):
+    break_loading(monkeypatch, lambda model: len(model.layers) < 3 and flip_a_bit(model.layers[0].attention.cos_sin))
+    with pytest.raises(FingerprintError, match="rotary table"):
+        start("octavo-demo", speculative_config=DRAFT)
 
 
 def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
@@ -251,6 +336,87 @@ def test_first_start_is_kept_and_compared(tmp_path):
     assert str(kept.path(ENGINE)) in str(caught.value)
     kept.path(ENGINE).unlink()  # as the message says
     kept.check(ENGINE, EngineFingerprint("cpu:portable", 2, "1" * 16, "5" * 16, "3" * 16))
+
+
+@pytest.fixture
+def next_process(monkeypatch):
+    """Return a function that makes the next start one of another process."""
+    names = iter(range(100))
+
+    def begin():
+        name = str(next(names))
+        monkeypatch.setattr(kept_fingerprints, "_process", lambda _pid: name)
+
+    return begin
+
+
+def test_two_equal_starts_replace_a_faulty_first_one(tmp_path, caplog, next_process):
+    kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    next_process()
+    kept.check(ENGINE, FOUND)
+    next_process()
+    with pytest.raises(FingerprintError, match="Start again"):
+        kept.check(ENGINE, right)
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, right)  # a fault may last as long as its process
+    assert not caplog.records
+    next_process()
+    kept.check(ENGINE, right)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"tables {'2' * 16} then, {'5' * 16} now" in record.getMessage()
+    assert str(kept.path(ENGINE)) in record.getMessage()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    next_process()
+    kept.check(ENGINE, right)
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, FOUND)
+
+
+def test_starts_that_differ_from_each_other_are_refused(tmp_path, next_process):
+    kept = KeptFingerprints(tmp_path)
+    kept.check(ENGINE, FOUND)
+    for digit in "565":
+        next_process()
+        with pytest.raises(FingerprintError):
+            kept.check(ENGINE, replace(FOUND, tables=digit * 16))
+
+
+def test_start_that_agrees_forgets_the_refused_one(tmp_path, next_process):
+    """Two faulty starts with a correct one between them do not replace the kept fingerprint."""
+    kept, wrong = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    for found in (FOUND, wrong, FOUND, wrong, FOUND):
+        next_process()
+        if found is wrong:
+            with pytest.raises(FingerprintError):
+                kept.check(ENGINE, found)
+        else:
+            kept.check(ENGINE, found)
+
+
+def test_damaged_file_of_a_refused_start_is_replaced(tmp_path, next_process):
+    kept, right = KeptFingerprints(tmp_path), replace(FOUND, tables="5" * 16)
+    kept.check(ENGINE, FOUND)
+    kept.path(ENGINE).with_suffix(".other").write_text("{")
+    for _ in range(2):
+        next_process()
+        with suppress(FingerprintError):
+            kept.check(ENGINE, right)
+    kept.check(ENGINE, right)
+
+
+def test_refused_start_that_cannot_be_noted_is_refused(tmp_path, monkeypatch, caplog):
+    kept = KeptFingerprints(tmp_path)
+    kept.check(ENGINE, FOUND)
+    monkeypatch.setattr(kept_fingerprints, "written_whole", lambda path: path.open("rb"))
+    with pytest.raises(FingerprintError):
+        kept.check(ENGINE, replace(FOUND, tables="5" * 16))
+    assert "cannot be used" in caplog.text
+
+
+def test_each_process_has_a_name():
+    assert kept_fingerprints._process(1) == kept_fingerprints._process(1)
+    assert kept_fingerprints._process(1) != kept_fingerprints._process(2)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": {}}', b"\xff"])

@@ -16,7 +16,7 @@ class EngineFingerprint:
     num_threads: threads that compute an operation together; results of exact kernels do not depend on it.
     weights: of packed weights and norms.
     tables: of rotary tables and query scales, which are as long as a sequence may be.
-    first_rows: of the first rows of these tables, which do not depend on that length.
+    first_rows: of the first rows of these tables, as many for every length. All rows were computed twice and compared.
     logits: of the last token of a fixed prompt; "" if results depend on threads or memory addresses.
     draft: of the weights and tables of a draft model.
     """

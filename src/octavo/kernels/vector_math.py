@@ -1,10 +1,15 @@
-"""Start torch's vector math library on one thread, before several threads use it for the first time."""
+"""Start torch's vector math library on one thread, and compute tables on one thread."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _LOCK = threading.Lock()
 
@@ -20,3 +25,14 @@ def start_vector_math() -> None:
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: torch computes it on the calling thread
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on the calling thread alone until the block ends."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

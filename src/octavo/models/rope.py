@@ -7,42 +7,76 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.kernels.vector_math import one_thread
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from octavo.models.rope_config import RopeConfig
 
-_SLICE_POSITIONS = 16384
+_SLICE_POSITIONS = 1024  # slices that stay in a core's cache are faster than larger ones on two threads
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
     """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
 
-    Angles are products of float32 numbers as in transformers, so that both round alike; an attention factor is folded
-    in. Made in slices: for a million positions the table is all the memory there should be. No rope turns nothing.
+    Angles are products of float32 numbers as in transformers, so that both round alike. The attention factor is
+    included. The calling thread computes all rows, in slices: no temporary memory grows with num_positions. Without
+    rope, rotary_dim is 0.
     """
     if rope is None:
         return torch.empty(num_positions, 0, dtype=torch.float32)
-    rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
-    table = torch.empty(num_positions, rotary_dim, dtype=torch.float32)
-    frequencies = inverse_frequencies(rope, rotary_dim)
-    for start in range(0, num_positions, _SLICE_POSITIONS):
-        rows = table[start : start + _SLICE_POSITIONS]
-        cosines, sines = rows.chunk(2, dim=-1)
-        angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
-        cosines.copy_(angles.cos())
-        sines.copy_(angles.sin())
-        rows *= rope.attention_factor
+    table = torch.empty(num_positions, rope.rotary_dim(head_dim), dtype=torch.float32)
+    for start, rows in _slices(rope, head_dim, num_positions):
+        table[start : start + len(rows)] = rows
     return table
 
 
+def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int | None:
+    """Compute a table of `make_cos_sin` again; return the first row that differs in any bit, None if all are equal."""
+    if rope is None:
+        return None
+    for start, rows in _slices(rope, head_dim, len(table)):
+        differs = table[start : start + len(rows)].cpu().view(torch.int32) != rows.view(torch.int32)
+        if differs.any():
+            return start + int(differs.any(dim=1).nonzero()[0])
+    return None
+
+
+def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
+    """Return float32 [num_rows, rotary_dim]: the rows that a table for num_positions begins with.
+
+    A table with fewer than num_rows positions is continued.
+    """
+    return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
+
+
+def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first position, float32 [up to _SLICE_POSITIONS, rotary_dim]) of a table; the rows are overwritten."""
+    rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
+    slices = torch.empty(min(num_positions, _SLICE_POSITIONS), rotary_dim, dtype=torch.float32)
+    with one_thread():
+        frequencies = inverse_frequencies(rope, rotary_dim)
+        for start in range(0, num_positions, _SLICE_POSITIONS):
+            rows = slices[: num_positions - start]
+            cosines, sines = rows.chunk(2, dim=-1)
+            angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
+            cosines.copy_(angles.cos())
+            sines.copy_(angles.sin())
+            rows *= rope.attention_factor
+            yield start, rows
+
+
 def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return float32 [num_positions]: what queries are multiplied by, or None where they are not (Llama 4)."""
+    """Return float32 [num_positions]: the factors of queries (Llama 4), or None if queries are not scaled."""
     if rope is None or not rope.query_scale_beta:
         return None
-    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    passed = positions / rope.original_max_position_embeddings
-    return 1.0 + rope.query_scale_beta * torch.log(1.0 + passed.floor())
+    with one_thread():
+        positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+        passed = positions / rope.original_max_position_embeddings
+        return 1.0 + rope.query_scale_beta * torch.log(1.0 + passed.floor())
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:

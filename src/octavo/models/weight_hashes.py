@@ -64,15 +64,20 @@ class FileHashes:
 
         goes_on is called after each part that was read. Raises `OSError`.
         """
-        name = str(file.resolve())
-        known = self._new.get(name) or self._known.get(name)
-        if known is not None and known[0] == state:
-            return known[1]
+        known = self.known(file, state)
+        if known is not None:
+            return known
         settled_ns = time.time_ns() - _SETTLED_NS
         digest = hash_file(file, goes_on)
         if state.ctime_ns < settled_ns and FileState.of(file) == state:
-            self._new[name] = state, digest
+            self._new[str(file.resolve())] = state, digest
         return digest
+
+    def known(self, file: Path, state: FileState) -> str | None:
+        """Return the hash of a file in this state without reading the file; None if it is not known."""
+        name = str(file.resolve())
+        entry = self._new.get(name) or self._known.get(name)
+        return entry[1] if entry is not None and entry[0] == state else None
 
     def keep(self) -> None:
         """Write what was learnt; a failure is told and harms nothing."""

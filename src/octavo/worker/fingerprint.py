@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.data.fingerprint import EngineFingerprint
+from octavo.errors import FingerprintError
 from octavo.kernels.checksum import digest
+from octavo.models.rope import find_wrong_row, first_rows, make_query_scale
 from octavo.worker.warm_up import fixed_prompt_logits
 
 if TYPE_CHECKING:
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from octavo.models.attention import Attention
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-_FIRST_ROWS = 256  # of rotary tables: a sequence that an engine serves may be longer
+_FIRST_ROWS = 256  # of rotary tables, in the keys of KV: engines that serve other lengths agree in them, too
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
@@ -33,7 +36,7 @@ def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: i
         num_threads=num_threads,
         weights=digest(_weights(model), num_threads),
         tables=digest(_tables(model), num_threads),
-        first_rows=digest(table[:_FIRST_ROWS] for table in _tables(model)),
+        first_rows=digest(_first_rows(model)),
         logits=digest([_canonical(fixed_prompt_logits(runner, num_prompt_tokens))]),
         draft="" if draft is None else digest([*_weights(draft), *_tables(draft)], num_threads),
     )
@@ -49,11 +52,44 @@ def _weights(model: CausalLM) -> Iterator[Tensor]:
     yield from model.norms
 
 
-def _tables(model: CausalLM) -> Iterable[Tensor]:
-    """Return each rotary table and query scale once: layers share them."""
+def check_tables(model: CausalLM) -> None:
+    """Compute each rotary table and query scale again and compare all bits: they depend on the configuration alone.
+
+    Raises `FingerprintError`. Tables that pass are equal in all rows if their first rows are.
+    """
+    for attention in _attentions(model):
+        rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale
+        name, row = "rotary table", find_wrong_row(table, rope, attention.config.head_dim)
+        if row is None and scale is not None:
+            again = make_query_scale(rope, len(scale), scale.device)
+            assert again is not None
+            differs = (scale.view(torch.int32) != again.view(torch.int32)).nonzero()
+            name, row = "table of query scales", int(differs[0]) if len(differs) else None
+        if row is not None:
+            raise FingerprintError(
+                f"row {row} of a {name} with {len(table)} rows has other bits when it is computed again: start again; "
+                "the memory or the processor may be faulty, look at `octavo doctor`"
+            )
+
+
+def _attentions(model: CausalLM) -> Iterable[Attention]:
+    """Return one attention for each rotary table: layers share them."""
     attentions = [layer.attention for layer in model.layers]
-    tables = [table for each in attentions for table in (each.cos_sin, each.query_scale) if table is not None]
-    return {table.data_ptr(): table for table in tables if table.numel()}.values()
+    return {(each.config.rope, each.config.head_dim): each for each in attentions}.values()
+
+
+def _tables(model: CausalLM) -> Iterator[Tensor]:
+    for each in _attentions(model):
+        yield from (table for table in (each.cos_sin, each.query_scale) if table is not None and table.numel())
+
+
+def _first_rows(model: CausalLM) -> Iterator[Tensor]:
+    """Yield the first rows of all tables, as many for each model length."""
+    for each in _attentions(model):
+        rope, num_positions = each.config.rope, len(each.cos_sin)
+        rows = first_rows(rope, each.config.head_dim, num_positions, _FIRST_ROWS)
+        scales = make_query_scale(rope, _FIRST_ROWS, rows.device)
+        yield from (table for table in (rows, scales) if table is not None and table.numel())
 
 
 def _canonical(logits: Tensor) -> Tensor:

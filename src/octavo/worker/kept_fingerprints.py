@@ -1,12 +1,15 @@
-"""Fingerprints that earlier starts kept in the user's cache directory: a start that computes otherwise is refused."""
+"""Fingerprints that earlier starts kept in the user's cache directory: a start that differs is refused once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
+import secrets
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +25,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from octavo.models.architecture import Architecture
+    from octavo.models.weight_hashes import FileHashes
     from octavo.models.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 MAX_FILES = 512
-_SUFFIX = ".json"
+_SUFFIX, _OTHER_SUFFIX = ".json", ".other"
 _ROOMS = ("kernels", "models", "worker")  # their code decides the bits of a result
 
 
 class KeptFingerprints:
-    """A directory of fingerprints, one JSON file for each engine that was started; the oldest of many are removed."""
+    """A directory of fingerprints, one JSON file for each engine that was started; the oldest of many are removed.
+
+    `<key>.json` has the fingerprint that starts must have, `<key>.other` that of the last start if it was refused.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
-        """Compare a start with the first one of the same engine; keep its fingerprint if there was none.
+        """Compare a start with earlier ones of the same engine; keep its fingerprint if there was none.
 
         engine: all that the numbers may depend on, as plain data. A directory that cannot be used costs one warning.
-        Raises `FingerprintError` if a checksum differs.
+        Raises `FingerprintError` if a checksum differs. If two starts in a row differ from the kept fingerprint and
+        agree with each other, the second one is accepted and its fingerprint is kept: the first one was faulty.
         """
         path = self.path(engine)
         try:
@@ -51,8 +59,33 @@ class KeptFingerprints:
         except OSError as error:
             logger.warning("the fingerprint of this start cannot be compared with %s: %s", path, error)
             return
-        if different := found.differences(kept):
-            raise FingerprintError(_describe(different, found, kept, path))
+        different = found.differences(kept.fingerprint)
+        if not different:
+            _remove(path.with_suffix(_OTHER_SUFFIX))
+            return
+        values = _describe(different, found, kept.fingerprint)
+        if not self._outvotes(path, engine, found):
+            raise FingerprintError(_refusal(values, path))
+        logger.error(
+            "this start and the one before computed other numbers than an earlier one: %s. They take its place in %s: "
+            "the earlier start was faulty, or files were damaged since. Compare the checkpoint with its source",
+            values,
+            path,
+        )
+
+    def _outvotes(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> bool:
+        """Return True if the start before, in another process, computed the same; else note what this one computed."""
+        other_path = path.with_suffix(_OTHER_SUFFIX)
+        try:
+            other = _read(other_path)
+            if other is None or other.process == _process(os.getpid()) or found.differences(other.fingerprint):
+                _write(other_path, engine, found)
+                return False
+            self._keep(path, engine, found)
+        except OSError as error:
+            logger.warning("%s cannot be used: %s", other_path, error)
+            return False
+        return True
 
     def path(self, engine: Mapping[str, Any]) -> Path:
         """Return the file of an engine."""
@@ -60,16 +93,20 @@ class KeptFingerprints:
 
     def _keep(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        values = asdict(found)
-        text = json.dumps(
-            {"engine": dict(engine), "fingerprint": values, "digest": _digest(json.dumps(values))}, indent=1
-        )
-        with written_whole(path) as file:
-            file.write(text.encode())
+        _write(path, engine, found)
+        _remove(path.with_suffix(_OTHER_SUFFIX))
         files = sorted(self.directory.glob(f"*{_SUFFIX}"), key=_age)
         for old in files[:-MAX_FILES]:
-            with suppress(OSError):
-                old.unlink()
+            _remove(old)
+            _remove(old.with_suffix(_OTHER_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A file: the fingerprint, and the process that computed it."""
+
+    fingerprint: EngineFingerprint
+    process: str
 
 
 def describe_installation() -> dict[str, str]:
@@ -83,29 +120,39 @@ def describe_installation() -> dict[str, str]:
         "instruction_sets": " ".join(_kernels.instruction_sets()),
         "octavo": octavo.__version__,
         "torch": f"{torch.__version__} on {torch.backends.cpu.get_cpu_capability()}",
-        "code": _digest(json.dumps([_state(path) for path in files])),
+        "code": _digest(json.dumps([_content(path) for path in files])),
     }
 
 
-def describe_model(weights: WeightSource, architecture: Architecture, seed: int | None = None) -> dict[str, Any]:
-    """Return what a model's numbers depend on: its shapes, and the state of its files (size, times, inode).
+def describe_model(
+    weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
+) -> dict[str, Any]:
+    """Return what a model's numbers depend on: its shapes and its files. Reads no file of weights.
 
-    A file that is written again may hold other numbers. seed: of random weights, which have no files.
+    A file of weights is described by its hash if `hashes` knows it, else by its path and state (size, times, inode).
+    seed: of random weights, which have no files. Raises `OSError`.
     """
-    files = weights.config_files() + ([] if seed is not None else weights.weight_files())
-    return {"files": [_state(path) for path in files], "seed": seed, "architecture": _digest(repr(architecture))}
+    files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
+    configs = [_content(path) for path in weights.config_files()]
+    return {"configs": configs, "weights": files, "seed": seed, "architecture": _digest(repr(architecture))}
 
 
-def _state(path: Path) -> list[str | int]:
-    return [str(path.resolve()), *asdict(FileState.of(path)).values()]
+def _hash_or_state(path: Path, hashes: FileHashes) -> list[str | int]:
+    state = FileState.of(path)
+    known = hashes.known(path, state)
+    return [path.name, known] if known is not None else [str(path.resolve()), *asdict(state).values()]
 
 
-def _read(path: Path) -> EngineFingerprint | None:
-    """Return the kept fingerprint; None if there is no file or its digest is wrong. Raises `OSError`."""
+def _content(path: Path) -> list[str]:
+    return [path.name, hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()]
+
+
+def _read(path: Path) -> _Kept | None:
+    """Return a kept fingerprint; None if there is no file or its digest is wrong. Raises `OSError`."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):
-            return EngineFingerprint(**values["fingerprint"])
+            return _Kept(EngineFingerprint(**values["fingerprint"]), str(values["process"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
@@ -114,13 +161,40 @@ def _read(path: Path) -> EngineFingerprint | None:
     return None
 
 
-def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFingerprint, path: Path) -> str:
-    values = "; ".join(f"{name} {getattr(kept, name)} then, {getattr(found, name)} now" for name in different)
+def _write(path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
+    values = asdict(found)
+    kept = {
+        "engine": dict(engine),
+        "fingerprint": values,
+        "digest": _digest(json.dumps(values)),
+        "process": _process(os.getpid()),
+    }
+    with written_whole(path) as file:
+        file.write(json.dumps(kept, indent=1).encode())
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+@cache
+def _process(pid: int) -> str:
+    """Return a name that no other process has: in containers, many have the same pid."""
+    return f"{pid}-{secrets.token_hex(8)}"
+
+
+def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFingerprint) -> str:
+    return "; ".join(f"{name} {getattr(kept, name)} then, {getattr(found, name)} now" for name in different)
+
+
+def _refusal(values: str, path: Path) -> str:
     return (
         f"this start computes other numbers than an earlier one with the same files, kernels and processor: {values}. "
-        "Start again. If that succeeds, this start was faulty: the memory or the processor may be, look at "
-        "`octavo doctor`. If it fails again, compare the checkpoint with its source and remove "
-        f"{path.parent.parent / 'packed'}; if it fails still, the earlier start was faulty: remove {path}"
+        "Start again. If the next start agrees with the earlier one, this start was faulty: the memory or the "
+        "processor may be, look at `octavo doctor`. If it agrees with this one, it is accepted and logs an error: "
+        "the earlier start was faulty, or files were damaged since. Then compare the checkpoint with its source and "
+        f"remove {path.parent.parent / 'packed'} and {path}"
     )
 
 

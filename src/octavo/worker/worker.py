@@ -22,7 +22,7 @@ from octavo.models.packed_cache import PackedCache
 from octavo.speculative import create_proposer
 from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.draft_model import DraftModel
-from octavo.worker.fingerprint import take_fingerprint
+from octavo.worker.fingerprint import check_tables, take_fingerprint
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.memory import (
@@ -172,9 +172,13 @@ class Worker:
     def take_fingerprint(self) -> EngineFingerprint:
         """Return checksums of what this engine computes with; of other backends than the compiled kernels none.
 
-        Those give other last bits with other threads or memory addresses, so that there is nothing to compare.
+        Those give other last bits with other threads or memory addresses, so that there is nothing to compare. The
+        tables of all backends are checked first. Raises `FingerprintError`.
         """
         kernels = self.kernels
+        draft = self.runner.draft_runner
+        for model in [self.model] + ([] if draft is None else [draft.forward_pass.model]):
+            self._on_device(partial(check_tables, model))
         if not isinstance(kernels, CpuKernels):
             return EngineFingerprint(kernels.identity, torch.get_num_threads())
         return self._on_device(lambda: take_fingerprint(self.runner, self.num_warm_up_tokens, kernels.num_threads))
