@@ -150,7 +150,7 @@ class Pair:
         return False
 
     async def _compute(self) -> bool:
-        """Have the prompt computed; return whether it is. What is answered is read, counted and thrown away."""
+        """Have the prompt computed; return True if it is. Counts the answer's tokens and discards it. Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         try:
@@ -158,6 +158,10 @@ class Pair:
                 upstream = self._service.upstream
                 async with await upstream.ask(self._prefill, scope, self._body, logs.request_id.get() or "") as answer:
                     told = await answer.read()
+            if answer.status == 200:
+                self._count(told)
+            elif answer.status == _FULL or answer.status >= _SERVERS:
+                self._failed(f"status {answer.status}", answer.retry_after_s)
         except FAILURES as error:
             self._service.suspect(self._prefill)
             self._failed(f"{type(error).__name__}: {error}")
@@ -165,13 +169,10 @@ class Pair:
         except OctavoError as error:
             self._failed(str(error))
             return False
-        except Exception:  # whatever it is, the other engine answers
+        except Exception as error:  # the decode engine's answer may not depend on a fault here
             logger.exception("a prompt was not computed for another engine")
+            self._failed(type(error).__name__)
             return False
-        if answer.status == 200:
-            self._count(told)
-        elif answer.status == _FULL or answer.status >= _SERVERS:
-            self._failed(f"status {answer.status}", answer.retry_after_s)
         return answer.status == 200
 
     def _count(self, told: bytes) -> None:
