@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from octavo.router.asked import Asked
     from octavo.router.flight import Flight
+    from octavo.router.partners import PromptFigures
     from octavo.router.policies import Policy
 
 _numbers = itertools.count()
@@ -31,7 +32,8 @@ class Engine:
     hands KV over directly, None: it does not. kv_format: what KV of its depends on besides tokens, by name; None: it
     did not tell. prefills_from: when it may be asked for prompts again, on the event loop's clock. num_paired: requests
     that it answers with KV of prompts that others compute; num_paired_in_vain: those to which no KV came.
-    num_loaded_tokens: whose KV it loaded from elsewhere, by its figures; None: not known.
+    prompt_figures: how it got the KV of prompts, by its metrics; None: not known. num_sent_prompt_tokens: estimated
+    tokens of the prompts among num_sent_tokens.
     """
 
     url: str
@@ -41,7 +43,7 @@ class Engine:
     role: str = "both"
     kv_transfer_port: int | None = None
     kv_format: Mapping[str, str] | None = None
-    num_loaded_tokens: float | None = None
+    prompt_figures: PromptFigures | None = None
     prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -50,6 +52,7 @@ class Engine:
     other_tokens: int = 0
     num_requests: int = 0
     num_sent_tokens: int = 0
+    num_sent_prompt_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_failures: int = 0

@@ -106,7 +106,7 @@ class Pair:
     ) -> None:
         self._service, self._scope, self._body = service, scope, body
         self._prefill, self._decode, self._known = prefill, decode, known
-        self._num_loaded = decode.num_loaded_tokens
+        self._before = decode.prompt_figures
         self._is_paired = False  # the second half was told of the first
         asked = replace(flight.asked, max_tokens=1, num_streams=1)
         self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
@@ -127,17 +127,25 @@ class Pair:
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
     def close(self, usage: Usage | None) -> None:
-        """End the first half, and note whether its KV came; a first half that failed is noted already."""
+        """Cancel the prefill, and note whether its KV came. A prefill that failed is noted already.
+
+        A prompt with so few new tokens that no prefill was worth it says nothing: an engine may have them in its cache.
+        """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
         if usage is None or has_failed or not self._is_paired:
             return
         partners, now = self._service.pool.partners, asyncio.get_running_loop().time()
+        num_tokens = usage.num_prompt_tokens or self._flight.asked.num_tokens
+        num_new = num_tokens * (1 - self._known)
+        if num_new < self._service.config.min_prefill_tokens:
+            return
         if usage.num_prompt_tokens and usage.num_cached_tokens is not None:
             share = usage.num_cached_tokens / usage.num_prompt_tokens
             partners.ended(self._prefill, self._decode, share, self._known, now)
         else:
-            partners.ended_untold(self._prefill, self._decode, self._num_loaded)
+            asked = self._flight.asked
+            partners.ended_untold(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
 
     async def _is_computed(self) -> bool:
         """Wait until the prompt is computed, for a while; return whether it is."""
