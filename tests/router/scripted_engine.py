@@ -44,6 +44,7 @@ class Scripted:
         self.num_cached: int | None = 30
         self.num_prompt = NUM_PROMPT_TOKENS
         self.kv_format: dict[str, str] | None = None
+        self.request_timeout: object = None
         self.figures: bytes | None = None
         self.asked: list[tuple[str, Headers, bytes]] = []
         self.params: list[KVTransferParams | None] = []
@@ -58,6 +59,7 @@ class Scripted:
                 "role": self.role,
                 "kv_transfer_port": self.port,
                 "kv_format": self.kv_format,
+                "request_timeout": self.request_timeout,
             }
             told = {name: value for name, value in told.items() if value is not None}
             text = json.dumps(told).encode() if scope["path"] != "/metrics" or self.figures is None else self.figures

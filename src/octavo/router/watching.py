@@ -45,6 +45,7 @@ class _Info(msgspec.Struct):
     role: str = "both"
     kv_transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     kv_format: dict[str, str] | None = None
+    request_timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class EngineWatch:
@@ -179,7 +180,7 @@ class EngineWatch:
                 engine.models = frozenset()
 
     async def _read_role(self, engine: Engine) -> None:
-        """Find out which part of requests an engine is for; one that does not say so is for both."""
+        """Read an engine's role and its limit of a request's time. An engine that tells no role has both."""
         text = await self._get(engine, "/model_info")
         if text is not None:
             try:
@@ -187,6 +188,7 @@ class EngineWatch:
             except msgspec.MsgspecError:
                 info = _Info()
             engine.role, engine.kv_transfer_port, engine.kv_format = info.role, info.kv_transfer_port, info.kv_format
+            engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
         """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""
