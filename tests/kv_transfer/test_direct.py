@@ -783,13 +783,70 @@ def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(mon
             thread.start()
         assert are_all_in.wait(20)
         if end == "gone":
-            for connection in held:
+            for connection in held[:RECEIVER_AREAS]:
                 connection.close()
         for thread in threads:
             thread.join(20)
         assert counts == [0] * len(keys_of)
-        assert len(asked) == RECEIVER_AREAS
+        if end == "silent":
+            assert len(asked) == RECEIVER_AREAS
+        else:  # each looks once whether the source answers a new connection
+            assert RECEIVER_AREAS < len(asked) <= 2 * RECEIVER_AREAS
         assert receiver.num_matched(keys_of[-1]) == 0, "nor is what has not been ordered yet"
+    receiver.close()
+
+
+def reset_once(donor, monkeypatch):
+    hear, calls = donor._hear, []
+
+    def reset(channel):
+        calls.append(hear(channel))
+        if len(calls) == 1:
+            raise ConnectionResetError("a switch restarts")
+        return calls[-1]
+
+    monkeypatch.setattr(donor, "_hear", reset)
+
+
+def full(_donor, monkeypatch):
+    monkeypatch.setattr(direct_donor, "_MAX_CONNECTIONS", 0)
+
+
+def slow_to_connect_once(_donor, monkeypatch):
+    connect, calls = socket.create_connection, []
+
+    def slow(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise TimeoutError("timed out")
+        return connect(*args)
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+
+
+def never_connects(_donor, monkeypatch):
+    def slow(*_):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+
+
+def refuses(donor, _monkeypatch):
+    donor.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_left"), [(reset_once, 2), (full, 2), (slow_to_connect_once, 2), (never_connects, 0), (refuses, 0)]
+)
+def test_fault_of_one_transfer_stops_others_only_if_the_source_is_down(donor, monkeypatch, fault, num_left):
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    monkeypatch.setattr(receiver._client, "get", lambda *_: Areas())
+    monkeypatch.setattr(direct_receiver, "own_address", lambda _: "127.0.0.1")
+    first, waiting = (expected(receiver, name, f"127.0.0.1:{donor.port}") for name in ("a", "b"))
+    fault(donor, monkeypatch)
+    assert receiver.load(first, room(first)) == 0
+    assert receiver.stats().num_errors == 1
+    assert receiver.num_matched(waiting) == num_left
     receiver.close()
 
 
