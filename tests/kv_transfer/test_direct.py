@@ -921,6 +921,50 @@ def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
     connection.close()
 
 
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "max_silence_s", "max_writes"),
+    [(1 << 20, 1.0, 128), (3 << 20, 1.0, 64), (1 << 33, 0.01, 7)],
+    ids=["1 MiB/s", "3 MiB/s", "8 GiB/s"],
+)
+def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_s, max_writes):
+    """A write of a whole area of 8 MiB would take 8 s, after which its donor is believed to be stalled."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    size, clock = 1 << 18, Clock()
+    donor = DirectDonor(size, 128 * size, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    keys = new_keys(128)
+    assert donor.save(keys, [memoryview(bytes(size))] * len(keys)) == len(keys)
+    monkeypatch.setattr(direct_donor, "time", clock)
+
+    def write(_area, _ready, _first, count):
+        count = min(count, 31)  # as many as an area takes
+        clock.sleep(count * (size + HEADER_BYTES) / bytes_per_s)
+        return count
+
+    monkeypatch.setattr(donor, "_write", write)
+    monkeypatch.setattr(donor._client, "get", lambda *_: Areas())
+    told = []
+    channel = SimpleNamespace(own_host="127.0.0.1", send=lambda message: told.append((clock.now, message)))
+    donor._hand_over(channel, ready_for(keys, size))
+    times = [1000.0, *(moment for moment, _ in told)]
+    assert max(after - before for before, after in itertools.pairwise(times)) <= max_silence_s
+    assert len(told) <= max_writes + 1
+    assert [each.count for _, each in told[-2:-1]] == [128]
+    donor.close()
+
+
 def test_beats_go_on_while_a_prompt_is_computed(donor, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
     monkeypatch.setattr(direct_donor, "_STALLED_S", 0.1)
