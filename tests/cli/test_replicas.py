@@ -8,13 +8,13 @@ from octavo.cli import app, replicas
 
 
 def test_time_of_a_request_is_the_routers_and_the_replicas(monkeypatch):
-    """A router with a shorter one would end requests that its replicas may still serve."""
+    """A router with a shorter or an equal one would end requests that its replicas may still serve."""
     seen = []
     monkeypatch.setattr(replicas, "run_router", lambda config, _listen, _say, launcher: seen.append((config, launcher)))
     result = CliRunner().invoke(app, ["serve", "--replicas", "2", "--request-timeout", "7200"])
     assert result.exit_code == 0, result.output
     ((config, launcher),) = seen
-    assert (config.request_timeout_s, config.engine_first_byte_timeout_s) == (7200.0, 7200.0)
+    assert (config.request_timeout_s, config.engine_first_byte_timeout_s) == (7230.0, 7230.0)
     for replica in launcher._replicas.values():
         command = replica._command
         assert command[command.index("--request-timeout") + 1] == "7200.0"

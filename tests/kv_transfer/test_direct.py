@@ -783,13 +783,70 @@ def test_requests_that_wait_for_an_area_give_up_when_their_source_has_failed(mon
             thread.start()
         assert are_all_in.wait(20)
         if end == "gone":
-            for connection in held:
+            for connection in held[:RECEIVER_AREAS]:
                 connection.close()
         for thread in threads:
             thread.join(20)
         assert counts == [0] * len(keys_of)
-        assert len(asked) == RECEIVER_AREAS
+        if end == "silent":
+            assert len(asked) == RECEIVER_AREAS
+        else:  # each looks once whether the source answers a new connection
+            assert RECEIVER_AREAS < len(asked) <= 2 * RECEIVER_AREAS
         assert receiver.num_matched(keys_of[-1]) == 0, "nor is what has not been ordered yet"
+    receiver.close()
+
+
+def reset_once(donor, monkeypatch):
+    hear, calls = donor._hear, []
+
+    def reset(channel):
+        calls.append(hear(channel))
+        if len(calls) == 1:
+            raise ConnectionResetError("a switch restarts")
+        return calls[-1]
+
+    monkeypatch.setattr(donor, "_hear", reset)
+
+
+def full(_donor, monkeypatch):
+    monkeypatch.setattr(direct_donor, "_MAX_CONNECTIONS", 0)
+
+
+def slow_to_connect_once(_donor, monkeypatch):
+    connect, calls = socket.create_connection, []
+
+    def slow(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise TimeoutError("timed out")
+        return connect(*args)
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+
+
+def never_connects(_donor, monkeypatch):
+    def slow(*_):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+
+
+def refuses(donor, _monkeypatch):
+    donor.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_left"), [(reset_once, 2), (full, 2), (slow_to_connect_once, 2), (never_connects, 0), (refuses, 0)]
+)
+def test_fault_of_one_transfer_stops_others_only_if_the_source_is_down(donor, monkeypatch, fault, num_left):
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    monkeypatch.setattr(receiver._client, "get", lambda *_: Areas())
+    monkeypatch.setattr(direct_receiver, "own_address", lambda _: "127.0.0.1")
+    first, waiting = (expected(receiver, name, f"127.0.0.1:{donor.port}") for name in ("a", "b"))
+    fault(donor, monkeypatch)
+    assert receiver.load(first, room(first)) == 0
+    assert receiver.stats().num_errors == 1
+    assert receiver.num_matched(waiting) == num_left
     receiver.close()
 
 
@@ -862,6 +919,50 @@ def test_beats_go_on_while_other_blocks_are_written(donor, monkeypatch):
     connection, channel = asking(donor, new_keys(1))
     hear_beats(channel, 30)
     connection.close()
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "max_silence_s", "max_writes"),
+    [(1 << 20, 1.0, 128), (3 << 20, 1.0, 64), (1 << 33, 0.01, 7)],
+    ids=["1 MiB/s", "3 MiB/s", "8 GiB/s"],
+)
+def test_slow_link_delays_no_sign_of_life(monkeypatch, bytes_per_s, max_silence_s, max_writes):
+    """A write of a whole area of 8 MiB would take 8 s, after which its donor is believed to be stalled."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    size, clock = 1 << 18, Clock()
+    donor = DirectDonor(size, 128 * size, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    keys = new_keys(128)
+    assert donor.save(keys, [memoryview(bytes(size))] * len(keys)) == len(keys)
+    monkeypatch.setattr(direct_donor, "time", clock)
+
+    def write(_area, _ready, _first, count):
+        count = min(count, 31)  # as many as an area takes
+        clock.sleep(count * (size + HEADER_BYTES) / bytes_per_s)
+        return count
+
+    monkeypatch.setattr(donor, "_write", write)
+    monkeypatch.setattr(donor._client, "get", lambda *_: Areas())
+    told = []
+    channel = SimpleNamespace(own_host="127.0.0.1", send=lambda message: told.append((clock.now, message)))
+    donor._hand_over(channel, ready_for(keys, size))
+    times = [1000.0, *(moment for moment, _ in told)]
+    assert max(after - before for before, after in itertools.pairwise(times)) <= max_silence_s
+    assert len(told) <= max_writes + 1
+    assert [each.count for _, each in told[-2:-1]] == [128]
+    donor.close()
 
 
 def test_beats_go_on_while_a_prompt_is_computed(donor, monkeypatch):

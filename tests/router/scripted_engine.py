@@ -27,7 +27,8 @@ class Scripted:
     """An engine of a role. does: what it does with a POST. release: lets those go on that wait.
 
     follows: the engine that is asked before this one answers, where it is to "follow". num_cached: what its answers
-    say of their prompts; None: nothing. kv_format: what it says of its KV. figures: its metrics, None for JSON.
+    say of their prompts of num_prompt tokens; None: nothing. kv_format: what it says of its KV. figures: its metrics,
+    None for JSON.
     """
 
     def __init__(self, role: str | None, does: str, port: int | None) -> None:
@@ -41,7 +42,9 @@ class Scripted:
         self.retry_after = b"7"
         self.release.clear()
         self.num_cached: int | None = 30
+        self.num_prompt = NUM_PROMPT_TOKENS
         self.kv_format: dict[str, str] | None = None
+        self.request_timeout: object = None
         self.figures: bytes | None = None
         self.asked: list[tuple[str, Headers, bytes]] = []
         self.params: list[KVTransferParams | None] = []
@@ -56,6 +59,7 @@ class Scripted:
                 "role": self.role,
                 "kv_transfer_port": self.port,
                 "kv_format": self.kv_format,
+                "request_timeout": self.request_timeout,
             }
             told = {name: value for name, value in told.items() if value is not None}
             text = json.dumps(told).encode() if scope["path"] != "/metrics" or self.figures is None else self.figures
@@ -80,8 +84,8 @@ class Scripted:
         told: dict[str, object] = {"from": self.role or "both"}
         if self.num_cached is not None:
             told["usage"] = {
-                "prompt_tokens": NUM_PROMPT_TOKENS,
-                "total_tokens": NUM_PROMPT_TOKENS + 2,
+                "prompt_tokens": self.num_prompt,
+                "total_tokens": self.num_prompt + 2,
                 "prompt_tokens_details": {"cached_tokens": self.num_cached},
             }
         return json.dumps(told, separators=(",", ":")).encode()

@@ -318,6 +318,8 @@ def test_compressed_events_are_not_split():
         (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
         (b"Wed, 99 Oct 2015 07:28:00 GMT", None),
         (b"Wed, 21 Oct " + b"2" * 5000, None),
+        (b"1 Jan 99999999999999999999 1:1:1", None),
+        (b"1 Jan 2024 1:1:1 +99999999999999999999", None),
     ],
 )
 def test_retry_after_is_seconds_or_a_date(value, seconds):

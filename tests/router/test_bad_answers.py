@@ -98,6 +98,8 @@ def test_unmodified_file_is_passed_on_without_its_length():
         (["9" * 5000, "7"], "7"),
         (["Wed, 21 Oct 2015 07:28:00 GMT", "7"], "Wed, 21 Oct 2015 07:28:00 GMT"),
         (["9" * 5000], None),
+        (["1 Jan 99999999999999999999 1:1:1"], None),
+        (["1 Jan 99999999999999999999 1:1:1", "7"], "7"),
         ([None, None], None),
     ],
 )

@@ -7,15 +7,17 @@ import json
 
 import pytest
 from router.routing import run_router
+from router.scripted_engine import scripted
 from router.streams import HEAD, raw_engine
 from router.virtual_time import run_virtually
-from server.running import asking, wait_until
+from server.running import asking, run_server, wait_until
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError, DeadlineError
 from octavo.router.asked import Asked
 from octavo.router.engines import Engine
 from octavo.router.flight import Flight
+from octavo.router.service import RouterService
 from octavo.router.upstream import Upstream
 from octavo.server.access.tenants import EVERYBODY
 from octavo.server.access.timeouts import TimeoutQueue
@@ -229,6 +231,64 @@ def test_first_byte_may_take_as_long_as_the_request_by_default():
     assert RouterConfig(engines=("http://e",), request_timeout_s=7200.0).engine_first_byte_timeout_s == 7200.0
     given = RouterConfig(engines=("http://e",), request_timeout_s=7200.0, engine_first_byte_timeout_s=60.0)
     assert given.engine_first_byte_timeout_s == 60.0
+
+
+def test_limits_follow_the_engines_by_default():
+    service = RouterService(RouterConfig(engines=("http://a", "http://b")))
+    service.pool.change(["http://a", "http://b"])
+    first, second = service.pool.engines.values()
+    assert service.request_timeout_s == 1830.0, "engines that publish no limit"
+    first.request_timeout_s, second.request_timeout_s = 7200.0, 60.0
+    assert service.request_timeout_s == 7230.0
+    assert [engine.ends_within_s for engine in (first, second)] == [7230.0, 90.0]
+    second.request_timeout_s = None
+    first.request_timeout_s = 60.0
+    assert service.request_timeout_s == 1830.0
+    given = RouterService(RouterConfig(engines=("http://a",), request_timeout_s=5.0))
+    assert given.request_timeout_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("published", "known"), [(7200, 7200.0), (0.5, 0.5), (0, 0.0), (-1, None), ("x", None), (None, None)]
+)
+def test_router_reads_the_limit_of_an_engine(published, known):
+    with scripted("decode") as (url, engine), run_router(url) as routing:
+        routing.engine(url).request_timeout_s = 42.0
+        engine.request_timeout = published
+        wait_until(lambda: routing.engine(url).request_timeout_s == known, "it is read")
+
+
+def test_engine_ends_a_request_before_the_router_does():
+    """The engine's own error comes at its limit; the router's limit by default lies after it."""
+    with (
+        run_server(request_timeout_s=SHORT_S) as server,
+        run_router(server.url) as routing,
+        routing.http() as http,
+    ):
+        server.executor.gate.clear()
+        answer = http.post(PATH, json={**CHAT, "model": "fake"})
+        server.executor.gate.set()
+        assert error_of(answer) == (504, "request_timeout")
+        assert routing.service.request_timeout_s == SHORT_S + 30.0
+        assert "deadline has passed" in answer.text, "the error is the engine's"
+
+
+@pytest.mark.parametrize("limit_s", [None, 5.0])
+def test_silent_engine_is_left_after_its_own_limit(limit_s):
+    async def work(now):
+        engine = Engine("http://e", request_timeout_s=7200.0)
+        upstream = Upstream(RouterConfig(engines=("http://e",), request_timeout_s=limit_s))
+        given = []
+
+        async def ask(*told):
+            given.append(told[-1].first_byte_s)
+
+        upstream._ask = ask
+        scope = {"method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
+        await upstream.ask(engine, scope, b"", "id")
+        assert given == [limit_s or 7230.0]
+
+    run_virtually(work)
 
 
 @pytest.mark.parametrize(

@@ -184,17 +184,30 @@ def test_whatever_a_prefill_engine_does_the_answer_is_the_other_ones(paired, por
     assert (decode.params[1] is None) == (is_its_fault or port is None), "it is left alone for a while"
 
 
-@pytest.mark.parametrize(("retry_after", "pause_s"), [(b"7", 7), (b"99999", 60), (b"soon", 1)])
+@pytest.mark.parametrize(
+    ("retry_after", "pause_s"), [(b"7", 7), (b"99999", 60), (b"soon", 1), (b"1 Jan 99999999999999999999 1:1:1", 1)]
+)
 def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired, retry_after, pause_s):
     prefill, _, routing, http = paired("full")
     prefill.retry_after = retry_after
     engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
     asked_at = loop.time()
-    http.post("/v1/completions", json=LONG)
+    assert http.post("/v1/completions", json=LONG).status_code == 200
     assert asked_at + pause_s <= engine.prefills_from <= loop.time() + pause_s
     prefill.does, engine.prefills_from = "answer", loop.time()
     http.post("/v1/completions", json=LONG)
     assert len(prefill.asked) == 2
+
+
+def test_fault_in_reading_a_prefill_answer_fails_no_request(paired, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a fault of the router")
+
+    monkeypatch.setattr(pairing, "read_usage", fail)
+    _, decode, routing, http = paired()
+    assert http.post("/v1/completions", json=LONG).json()["from"] == "decode"
+    assert decode.params == [None]
+    assert engine_of(routing, "prefill").num_failed_prefills == 1
 
 
 def test_a_prefill_that_takes_too_long_is_given_up(paired, monkeypatch):

@@ -12,7 +12,7 @@ from server.running import DEADLINE_S, wait_until
 
 from octavo.router import pairing
 from octavo.router.engines import Engine, EnginePool
-from octavo.router.partners import Partners
+from octavo.router.partners import Partners, PromptFigures
 from octavo.router.policies import LeastLoaded
 
 FORMAT = {"kv": "bfloat16 in blocks of 16, layout 1", "model": "a1b2", "versions": "octavo 1"}
@@ -131,23 +131,36 @@ def test_engine_that_begins_anew_is_tried_at_once(pair, who):
     prefill, decode = pair
     pool = EnginePool(LeastLoaded())
     in_vain(pool.partners, prefill, decode, 0.0, times=3)
-    pool.partners.ended_untold(prefill, decode, 0.0)
+    pool.partners.ended_untold(prefill, decode, PromptFigures(0.0, 0.0, 0), 300, 300.0)
     pool.forget(pair[who])
     assert pool.partners.may_pair(prefill, decode, 0.0)
-    decode.num_loaded_tokens = 0.0
+    decode.prompt_figures = PromptFigures(0.0, 300.0, 300)
     pool.partners.figures_read(decode, 0.0)
     assert decode.num_paired_in_vain == 3, "what ended before is forgotten"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "num_vain"), [(0.0, 0.0, 2), (50.0, 50.0, 2), (50.0, 66.0, 0), (None, 0.0, 0)]
+    ("before", "after", "num_vain"),
+    [
+        (None, (0.0, 600.0, 600), 0),
+        ((50.0, 0.0, 0), None, 0),
+        ((50.0, 0.0, 0), (50.0, None, 600), 0),
+        ((50.0, None, 0), (50.0, 600.0, 600), 0),
+        ((50.0, 100.0, 100), (50.0, 700.0, 700), 2),
+        ((50.0, 100.0, 100), (50.0, 550.0, 700), 2),
+        ((50.0, 100.0, 100), (66.0, 700.0, 700), 0),
+        pytest.param((50.0, 100.0, 100), (50.0, 100.0, 700), 0, id="the prompts were in the decode engine's cache"),
+        pytest.param((50.0, 100.0, 100), (50.0, 548.0, 700), 0, id="most of one prompt was"),
+        pytest.param((50.0, 100.0, 100), (50.0, 1100.0, 1700), 0, id="other requests may have computed as much"),
+        pytest.param((50.0, 100.0, 100), (50.0, 1700.0, 1700), 2, id="other requests have computed less"),
+    ],
 )
 def test_figures_of_an_engine_judge_requests_that_told_nothing(pair, before, after, num_vain):
     prefill, decode = pair
     partners = Partners()
     for _ in range(2):
-        partners.ended_untold(prefill, decode, before)
-    decode.num_loaded_tokens = after
+        partners.ended_untold(prefill, decode, before and PromptFigures(*before), 300, 300.0)
+    decode.prompt_figures = after and PromptFigures(*after)
     for _ in range(2):  # the second time there is nothing to judge
         partners.figures_read(decode, 0.0)
     assert decode.num_paired_in_vain == num_vain
@@ -157,7 +170,8 @@ def test_requests_that_wait_for_figures_are_bounded(pair):
     prefill, decode = pair
     partners = Partners()
     for _ in range(3000):
-        partners.ended_untold(prefill, decode, 0.0)
+        partners.ended_untold(prefill, decode, PromptFigures(0.0, 0.0, 0), 300, 300.0)
+    decode.prompt_figures = PromptFigures(0.0, 900_000.0, 900_000)
     partners.figures_read(decode, 0.0)
     assert decode.num_paired_in_vain == 1024
 
@@ -187,15 +201,27 @@ def test_router_reads_the_formats_and_pairs_engines_again_when_they_fit(stage):
         assert (len(prefill.asked), decode.params[-1] is None) == (1, False)
 
 
-@pytest.mark.parametrize(("num_cached", "figures"), [(0, None), (None, b'octavo:kv_load_tokens_total{a="b"} 32.0\n')])
-def test_router_counts_requests_in_vain_and_stops_pairing(stage, num_cached, figures):
+def figures_of(num_computed):
+    """Return the metrics of an engine that has loaded 32 tokens and computed so many of prompts."""
+    return (
+        b'octavo:kv_load_tokens_total{a="b"} 32.0\n'
+        b'octavo:prefix_cache_queries_total{a="b"} %d.0\noctavo:prefix_cache_hits_total{a="b"} 9000.0\n'
+    ) % (9000 + num_computed)
+
+
+@pytest.mark.parametrize("num_cached", [0, None])
+def test_router_counts_requests_in_vain_and_stops_pairing(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
-    decode.num_cached, decode.figures = num_cached, figures
+    decode.num_cached = num_cached
+    if num_cached is None:
+        decode.figures = figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         engine = routing.engine(decode_url)
-        wait_until(lambda: figures is None or engine.num_loaded_tokens == 32.0, "its figures are read")
+        wait_until(lambda: num_cached == 0 or engine.prompt_figures is not None, "its figures are read")
         for count in range(1, 4):
             assert http.post("/v1/completions", json=LONG).status_code == 200
+            if num_cached is None:
+                decode.figures = figures_of(count * NUM_PROMPT_TOKENS)
             wait_until(lambda count=count: engine.num_paired_in_vain == count, "it is counted")
         decode.does = "answer"
         assert http.post("/v1/completions", json=LONG).status_code == 200
@@ -217,6 +243,31 @@ def test_router_counts_nothing_where_kv_comes_or_nothing_is_known(stage, num_cac
         assert (engine.num_paired, engine.num_paired_in_vain) == (5, 0)
 
 
+def test_prompt_in_the_cache_of_the_decode_engine_pauses_no_pair(stage):
+    """Its answers have no `usage`, and neither loads nor computed prompts grow."""
+    prefill_url, prefill, decode_url, decode = stage
+    decode.num_cached, decode.figures = None, figures_of(0)
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        engine = routing.engine(decode_url)
+        wait_until(lambda: engine.prompt_figures is not None, "its figures are read")
+        for _ in range(4):
+            assert http.post("/v1/completions", json=LONG).status_code == 200
+            num_sent = engine.num_sent_prompt_tokens
+            wait_until(lambda num_sent=num_sent: engine.prompt_figures.num_sent == num_sent, "they are read again")
+        assert (len(prefill.asked), engine.num_paired, engine.num_paired_in_vain) == (4, 4, 0)
+
+
+def test_short_prompt_by_usage_is_not_judged(stage):
+    """The router estimates 300 tokens; the engine counts fewer than a prefill is worth."""
+    prefill_url, _, decode_url, decode = stage
+    decode.num_cached, decode.num_prompt = 0, 255
+    with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
+        for _ in range(4):
+            assert http.post("/v1/completions", json=LONG).status_code == 200
+        engine = routing.engine(decode_url)
+        assert (engine.num_paired, engine.num_paired_in_vain) == (4, 0)
+
+
 def test_failed_prefill_is_not_counted_twice(stage):
     prefill_url, prefill, decode_url, decode = stage
     prefill.does, decode.does, decode.num_cached = "fail", "wait", 0
@@ -233,15 +284,15 @@ def test_failed_prefill_is_not_counted_twice(stage):
 def test_request_that_its_engine_refuses_or_fails_is_not_in_vain(stage, trouble):
     """Requests that clients got wrong must not part a pair."""
     prefill_url, _, decode_url, decode = stage
-    decode.does, decode.figures = trouble, b"octavo:kv_load_tokens_total 5.0\n"
+    decode.does, decode.figures = trouble, figures_of(0)
     with run_router(prefill_url, decode_url, policy="least_loaded") as routing, routing.http() as http:
         engine = routing.engine(decode_url)
-        wait_until(lambda: engine.num_loaded_tokens == 5.0, "its figures are read")
+        wait_until(lambda: engine.prompt_figures is not None, "its figures are read")
         for _ in range(3):
             http.post("/v1/completions", json=LONG)
             routing.wait_ready(2)
         assert engine.num_paired
-        decode.figures += b"octavo:num_requests_running 7.0\n"
+        decode.figures = figures_of(9 * NUM_PROMPT_TOKENS) + b"octavo:num_requests_running 7.0\n"
         wait_until(lambda: engine.other_tokens, "and again")
         assert engine.num_paired_in_vain == 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.route import run_router
 from octavo.config import AccessConfig, RouterConfig, environment_of_replicas
+from octavo.config.router import REQUEST_TIMEOUT_MARGIN_S
 from octavo.errors import ConfigError
 from octavo.kernels.machine import default_num_threads
 
@@ -50,7 +51,7 @@ def serve_replicas(
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
     commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
     own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
-    own |= {"max_open_requests": None, "request_timeout_s": config.request_timeout_s}
+    own |= {"max_open_requests": None, "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S}
     # clients' keys may not read metrics, which the router has to
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**own, engines=tuple(commands), engine_api_key=operator_key or config.api_key)

@@ -13,6 +13,8 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # of an engine that does not publish its own limit: octavo's default
+REQUEST_TIMEOUT_MARGIN_S = 30.0  # more than an engine's limit, so that its answer or error comes first
 _MAX_PORT = 65535
 _TIMEOUTS = (
     "request_timeout_s",  # from which the next may follow
@@ -28,7 +30,8 @@ class RouterConfig(AccessConfig):
     """Engines behind one address. Those that are named in several ways are all taken, each once.
 
     max_open_requests: None: the engines refuse what is too much for them.
-    engine_first_byte_timeout_s: None becomes request_timeout_s.
+    request_timeout_s: None: the longest limit of the engines and a margin.
+    engine_first_byte_timeout_s: None becomes request_timeout_s; if both are None: the engine's limit and a margin.
     balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
     """
 
@@ -95,7 +98,8 @@ class RouterConfig(AccessConfig):
     engine_first_byte_timeout_s: float | None = option(
         None,
         "Maximum time until an engine's answer begins; an answer that is not streamed begins when it is complete."
-        " After that another engine is asked. Default: --request-timeout.",
+        " After that another engine is asked. Default: --request-timeout if given, else the engine's own limit of a "
+        "request and 30 s.",
         name="engine_first_byte_timeout",
         unit="SECONDS",
         low=0.001,
@@ -109,9 +113,11 @@ class RouterConfig(AccessConfig):
         low=0.001,
         panel="Limits",
     )
-    request_timeout_s: float = option(
-        1800.0,
-        "Maximum time of a request over all engines that are asked. A client may ask for less (X-Request-Timeout).",
+    request_timeout_s: float | None = option(
+        None,
+        "Maximum time of a request over all engines that are asked. A client may ask for less (X-Request-Timeout). "
+        "Default: 30 s more than the longest --request-timeout of the engines; 1800 s are assumed for an engine that "
+        "does not publish it.",
         name="request_timeout",
         unit="SECONDS",
         low=0.001,
@@ -139,8 +145,9 @@ class RouterConfig(AccessConfig):
         if self.engine_first_byte_timeout_s is None:
             object.__setattr__(self, "engine_first_byte_timeout_s", self.request_timeout_s)
         for name in ("health_interval_s", "health_timeout_s", "balance_ratio", *_TIMEOUTS):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {value}")
         object.__setattr__(self, "session_header", self.session_header.lower())
 
 

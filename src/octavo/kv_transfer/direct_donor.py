@@ -31,9 +31,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
 _STALLED_S = 3.0  # blocks that are ready wait so long without any block being written; less than `SILENT_S`
+_FIRST_WRITE_BYTES = 1 << 20  # about; later writes are as large as the connection moves in `BEAT_S`
 _MAX_CONNECTIONS = 512
 _MAX_TOLD = 64  # refusals that are remembered, so that the log tells each once
 _MAX_KNOWN = 4096  # transfers that have ended and are remembered
+
+
+class _Pace:
+    """Number of blocks per write to one decode engine: as many as take between half of `BEAT_S` and `BEAT_S`.
+
+    Nothing is sent while a write lasts. On a slow link a whole area would take so long that the decode engine, and
+    others that wait for an area, would believe that nothing is written any more.
+    """
+
+    def __init__(self, object_bytes: int) -> None:
+        self.num_blocks = max(_FIRST_WRITE_BYTES // object_bytes, 1)
+
+    def wrote(self, num_blocks: int, seconds: float) -> None:
+        """Adapt the number to a write of so many blocks."""
+        if seconds > messages.BEAT_S:
+            self.num_blocks = max(num_blocks // 2, 1)
+        elif seconds < messages.BEAT_S / 2 and num_blocks == self.num_blocks:
+            self.num_blocks *= 2
 
 
 class DirectDonor:
@@ -253,13 +272,13 @@ class DirectDonor:
 
         Raises `StoreError` if blocks are ready and no block of anybody is written for `_STALLED_S`, and `OSError`.
         """
-        num_written, asked_at = 0, time.monotonic()
+        num_written, asked_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
         ready_at: float | None = None  # since when a block is there that is not written
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, asked_at)
             if count is None:
                 break
-            came = self._write_in_turn(channel.own_host, ready, num_written, count) if count else 0
+            came = self._write_in_turn(channel.own_host, ready, num_written, count, pace) if count else 0
             num_written += came
             channel.send(messages.Written(num_written) if came else messages.Beat())
             now = time.monotonic()
@@ -268,7 +287,7 @@ class DirectDonor:
                 raise StoreError(f"the process for direct transfers of KV has written nothing for {_STALLED_S:g} s")
         channel.send(messages.End())
 
-    def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int) -> int:
+    def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int, pace: _Pace) -> int:
         """Write blocks if an area becomes free within `BEAT_S`; return how many. Raises `StoreError`."""
         began = time.monotonic()
         client = self._client.get(host, messages.BEAT_S)
@@ -276,11 +295,13 @@ class DirectDonor:
             return 0
         try:
             with client.area(messages.BEAT_S) as area:
-                num_written = self._write(area, ready, first, count)
+                write_began = time.monotonic()
+                num_written = self._write(area, ready, first, min(count, pace.num_blocks))
         except BusyError:  # at once, if no area will be free soon
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
+        pace.wrote(num_written, self._written_at - write_began)
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:

@@ -87,6 +87,10 @@ class RefusalError(ConnectionError):
     """A prefill engine hands nothing over, for a reason that both logs tell."""
 
 
+class BrokenOffError(ConnectionError):
+    """The peer closed the connection before a whole message had come."""
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """Nothing more is written."""
 
@@ -142,7 +146,7 @@ class Channel:
             self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
             part = self._connection.recv(count - len(parts))
             if not part:
-                raise ConnectionError("it broke off")
+                raise BrokenOffError("it broke off")
             parts += part
         return bytes(parts)
 

@@ -30,8 +30,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
+_PROBE_S = 1.0  # after a connection has failed, a healthy source answers a new one within this time
 _BUSY_PAUSE_S = 0.05  # between looks for a free area
+_ENDING_S = 0.1  # within this time a process that is ending has closed its listening socket
 _MAX_SOURCES = 256  # whose last failure is remembered
+
+
+class _ConnectTimeoutError(TimeoutError):
+    """A connection was not established in time."""
+
+
+# Faults of one connection, which a healthy source may have: a reset, a lost packet, too many connections.
+_OF_ONE_CONNECTION = (
+    ConnectionResetError,
+    ConnectionAbortedError,
+    BrokenPipeError,
+    messages.BrokenOffError,
+    _ConnectTimeoutError,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +63,10 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` whose blocks are those that prefill engines compute for requests here; see `MooncakeConnector`.
 
-    A source that is gone, silent, wrong or lying costs time: what came whole is returned, nothing is raised for it.
-    After a source has failed, nothing of it is asked for that belongs to a request that had come before: a request
-    waits for one failure at most, however many others wait for areas or for their turn before it.
+    A source that is gone, silent, wrong or lying costs time: the blocks that came whole are returned, and nothing is
+    raised. After a source was found to be down, requests that had come before do not ask it: a request waits for one
+    failure at most, however many others wait for areas or for their turn before it. A fault of a single connection
+    concerns only its own request if the source answers a new connection.
     """
 
     name = "direct"
@@ -254,7 +271,8 @@ class DirectReceiver:
                 with self._lock:
                     self._failing.discard(expected.source)
         except OSError as error:
-            self._note_fault(expected.source, str(error) or type(error).__name__)
+            is_down = not isinstance(error, _OF_ONE_CONNECTION) or not _answers(expected.source)
+            self._note_fault(expected.source, str(error) or type(error).__name__, is_down=is_down)
             if not area.ping():
                 logger.warning("the process for direct transfers of KV does not answer; it is replaced if it stays so")
         finally:
@@ -279,8 +297,11 @@ class DirectReceiver:
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))
 
-    def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False) -> None:
-        """Count a fault of a source, and log the first of several. After wrong bytes its other transfers go on."""
+    def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
+        """Count a fault of a source, and log the first of several.
+
+        is_down: requests that came before now do not ask this source any more; never after wrong bytes.
+        """
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
@@ -288,7 +309,7 @@ class DirectReceiver:
             if len(self._failing) > RECEIVER_AREAS:  # addresses come with requests
                 self._failing.clear()
             self._failing.add(source)
-            if not is_corrupt:
+            if is_down and not is_corrupt:
                 if len(self._failed_at) > _MAX_SOURCES:
                     self._failed_at.clear()
                 self._failed_at[source] = time.monotonic()
@@ -296,6 +317,37 @@ class DirectReceiver:
             logger.warning("prefill engine %s: %s; what did not come is computed here", source, what)
 
 
-def _connect(source: str) -> socket.socket:
+def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
+    """Connect to a prefill engine. Raises `OSError`, `_ConnectTimeoutError` if it takes too long."""
     host, port = source.rsplit(":", 1)
-    return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    except TimeoutError as error:
+        raise _ConnectTimeoutError("no connection in time") from error
+
+
+def _answers(source: str) -> bool:
+    """Return True if a source accepts a new connection and is not silent on it.
+
+    At its maximum of connections a source closes each new one: that counts as an answer if it happens twice, because
+    the connections of a process that is just ending are closed, too, and then refused.
+    """
+    return _probe(source) and _probe(source, after_s=_ENDING_S)
+
+
+def _probe(source: str, after_s: float = 0.0) -> bool:
+    time.sleep(after_s)
+    deadline = time.monotonic() + _PROBE_S
+    try:
+        with closing(_connect(source, _PROBE_S)) as connection:
+            channel = Channel(connection)
+            try:
+                channel.send(messages.Hello(messages.VERSION, secrets.token_bytes(messages.NONCE_BYTES)))
+                channel.receive(messages.Challenge, deadline - time.monotonic())
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+    except OSError:
+        return False
+    return True

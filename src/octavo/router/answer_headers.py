@@ -43,7 +43,7 @@ def retry_after_s(value: bytes) -> float | None:
         return None
     try:
         date = parsedate_to_datetime(text.decode("latin-1"))
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter for a year that no C integer holds
         return None
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.config.router import ASSUMED_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_MARGIN_S
 from octavo.router.partners import Partners
 from octavo.router.policies.least_loaded import least_loaded
 from octavo.server.access.routes import OLLAMA_TAG
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.router.asked import Asked
     from octavo.router.flight import Flight
+    from octavo.router.partners import PromptFigures
     from octavo.router.policies import Policy
 
 _numbers = itertools.count()
@@ -31,7 +33,8 @@ class Engine:
     hands KV over directly, None: it does not. kv_format: what KV of its depends on besides tokens, by name; None: it
     did not tell. prefills_from: when it may be asked for prompts again, on the event loop's clock. num_paired: requests
     that it answers with KV of prompts that others compute; num_paired_in_vain: those to which no KV came.
-    num_loaded_tokens: whose KV it loaded from elsewhere, by its figures; None: not known.
+    prompt_figures: how it got the KV of prompts, by its metrics; None: not known. num_sent_prompt_tokens: estimated
+    tokens of the prompts among num_sent_tokens. request_timeout_s: its limit of a request's time; None: not known.
     """
 
     url: str
@@ -41,7 +44,8 @@ class Engine:
     role: str = "both"
     kv_transfer_port: int | None = None
     kv_format: Mapping[str, str] | None = None
-    num_loaded_tokens: float | None = None
+    request_timeout_s: float | None = None
+    prompt_figures: PromptFigures | None = None
     prefills_from: float = 0.0
     incarnation: tuple[float, ...] | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -50,6 +54,7 @@ class Engine:
     other_tokens: int = 0
     num_requests: int = 0
     num_sent_tokens: int = 0
+    num_sent_prompt_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_failures: int = 0
@@ -64,6 +69,12 @@ class Engine:
     def load(self) -> int:
         """How many tokens it has to do."""
         return self.open_tokens + self.other_tokens
+
+    @property
+    def ends_within_s(self) -> float:
+        """Seconds within which it ends a request by itself, with a margin."""
+        limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
+        return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
         """Whether it may have a model of that name."""
@@ -93,6 +104,11 @@ class EnginePool:
     def ready(self) -> list[Engine]:
         """Return the engines that take requests."""
         return [engine for engine in self.engines.values() if engine.is_ready]
+
+    @property
+    def ends_within_s(self) -> float:
+        """Seconds within which each engine ends a request by itself, with a margin."""
+        return max((engine.ends_within_s for engine in self.engines.values()), default=ASSUMED_REQUEST_TIMEOUT_S)
 
     def choose(self, asked: Asked, tried: Sequence[Engine], failed: Collection[Engine] = ()) -> Engine | None:
         """Return the engine for a request; None where none is left that could take it.

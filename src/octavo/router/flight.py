@@ -107,6 +107,7 @@ class Share:
         engine.flights.add(self._flight)
         engine.open_tokens += num_tokens
         engine.num_sent_tokens += num_tokens
+        engine.num_sent_prompt_tokens += self._num_prompt
         engine.num_requests += 1
         return self
 

@@ -106,7 +106,7 @@ class Pair:
     ) -> None:
         self._service, self._scope, self._body = service, scope, body
         self._prefill, self._decode, self._known = prefill, decode, known
-        self._num_loaded = decode.num_loaded_tokens
+        self._before = decode.prompt_figures
         self._is_paired = False  # the second half was told of the first
         asked = replace(flight.asked, max_tokens=1, num_streams=1)
         self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
@@ -127,17 +127,25 @@ class Pair:
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
     def close(self, usage: Usage | None) -> None:
-        """End the first half, and note whether its KV came; a first half that failed is noted already."""
+        """Cancel the prefill, and note whether its KV came. A prefill that failed is noted already.
+
+        A prompt with so few new tokens that no prefill was worth it says nothing: an engine may have them in its cache.
+        """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
         if usage is None or has_failed or not self._is_paired:
             return
         partners, now = self._service.pool.partners, asyncio.get_running_loop().time()
+        num_tokens = usage.num_prompt_tokens or self._flight.asked.num_tokens
+        num_new = num_tokens * (1 - self._known)
+        if num_new < self._service.config.min_prefill_tokens:
+            return
         if usage.num_prompt_tokens and usage.num_cached_tokens is not None:
             share = usage.num_cached_tokens / usage.num_prompt_tokens
             partners.ended(self._prefill, self._decode, share, self._known, now)
         else:
-            partners.ended_untold(self._prefill, self._decode, self._num_loaded)
+            asked = self._flight.asked
+            partners.ended_untold(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
 
     async def _is_computed(self) -> bool:
         """Wait until the prompt is computed, for a while; return whether it is."""
@@ -150,7 +158,7 @@ class Pair:
         return False
 
     async def _compute(self) -> bool:
-        """Have the prompt computed; return whether it is. What is answered is read, counted and thrown away."""
+        """Have the prompt computed; return True if it is. Counts the answer's tokens and discards it. Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         try:
@@ -158,6 +166,10 @@ class Pair:
                 upstream = self._service.upstream
                 async with await upstream.ask(self._prefill, scope, self._body, logs.request_id.get() or "") as answer:
                     told = await answer.read()
+            if answer.status == 200:
+                self._count(told)
+            elif answer.status == _FULL or answer.status >= _SERVERS:
+                self._failed(f"status {answer.status}", answer.retry_after_s)
         except FAILURES as error:
             self._service.suspect(self._prefill)
             self._failed(f"{type(error).__name__}: {error}")
@@ -165,13 +177,10 @@ class Pair:
         except OctavoError as error:
             self._failed(str(error))
             return False
-        except Exception:  # whatever it is, the other engine answers
+        except Exception as error:  # the decode engine's answer may not depend on a fault here
             logger.exception("a prompt was not computed for another engine")
+            self._failed(type(error).__name__)
             return False
-        if answer.status == 200:
-            self._count(told)
-        elif answer.status == _FULL or answer.status >= _SERVERS:
-            self._failed(f"status {answer.status}", answer.retry_after_s)
         return answer.status == 200
 
     def _count(self, told: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +16,19 @@ _VAIN_IN_A_ROW = 3  # so many requests in vain, one after another, and a pair pa
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024  # requests of a decode engine: its figures come every second
 _LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, they came in vain
+_COMPUTED_SHARE = 0.5  # of a prompt's new tokens, which are estimated: if as many were computed, no KV came
+
+
+class PromptFigures(NamedTuple):
+    """Tokens of prompts of an engine since its start, as of one reading of its metrics.
+
+    num_loaded: tokens whose KV came from elsewhere. num_computed: prompt tokens that were in no cache; None if the
+    engine does not count them. num_sent: estimated prompt tokens of all requests that this router had sent it by then.
+    """
+
+    num_loaded: float
+    num_computed: float | None
+    num_sent: int
 
 
 @dataclass(slots=True)
@@ -34,10 +47,16 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Unknown:
-    """A finished request whose answer had no `usage`. num_loaded: the decode engine's loaded tokens at its start."""
+    """A finished request whose answer had no `usage`.
+
+    before: figures of the decode engine at its start. num_tokens, num_new: estimated tokens of its prompt, and those of
+    them that the decode engine was not expected to have.
+    """
 
     prefill: Engine
-    num_loaded: float
+    before: PromptFigures
+    num_tokens: int
+    num_new: float
 
 
 @dataclass(slots=True)
@@ -75,19 +94,31 @@ class Partners:
         came = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, came=came)
 
-    def ended_untold(self, prefill: Engine, decode: Engine, num_loaded: float | None) -> None:
-        """Note the end of a request without `usage`; the engine's next figures say whether KV came.
+    def ended_untold(
+        self, prefill: Engine, decode: Engine, before: PromptFigures | None, num_tokens: int, num_new: float
+    ) -> None:
+        """Note the end of a request without `usage`; the engine's next figures may say whether KV came.
 
-        num_loaded: the engine's `num_loaded_tokens` at the request's start.
+        before: the engine's `prompt_figures` at the request's start. num_tokens, num_new: estimated tokens of its
+        prompt, and those of them that were not expected in the engine's own cache.
         """
         unknown = self._unknown.setdefault(decode, [])
-        if num_loaded is not None and len(unknown) < _MAX_UNKNOWN:
-            unknown.append(_Unknown(prefill, num_loaded))
+        if before is not None and len(unknown) < _MAX_UNKNOWN:
+            unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: Engine, now: float) -> None:
-        """Judge requests that have ended by whether their engine has loaded anything since they began."""
-        for each in self._unknown.pop(decode, ()):
-            self._note(each.prefill, decode, now, came=(decode.num_loaded_tokens or 0.0) > each.num_loaded)
+        """Judge requests that have ended by what their engine has loaded and computed since they began.
+
+        If the engine has neither loaded KV nor computed the prompt, it had the prompt in its own cache: then the
+        request says nothing about the pair.
+        """
+        figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
+        if figures is None:
+            return
+        for each in unknown:
+            came = figures.num_loaded > each.before.num_loaded
+            if came or _is_computed(each, figures):
+                self._note(each.prefill, decode, now, came=came)
 
     def forget(self, engine: Engine) -> None:
         """Drop the state of an engine that left or restarted."""
@@ -119,6 +150,16 @@ class Partners:
             )
         pair.pause_s = min(2 * pair.pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         pair.resumes_at = now + pair.pause_s
+
+
+def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
+    """Return True if the decode engine computed the new tokens of a prompt, even if it computed all other prompts."""
+    before = request.before
+    if before.num_computed is None or after.num_computed is None:
+        return False
+    num_others = after.num_sent - before.num_sent - request.num_tokens
+    num_own = after.num_computed - before.num_computed - max(num_others, 0)
+    return num_own >= _COMPUTED_SHARE * request.num_new
 
 
 def _differences(first: Mapping[str, str] | None, second: Mapping[str, str] | None) -> str:

@@ -92,7 +92,7 @@ class Proxy:
                 is_answered=path in GENERATING,
             )
             flight = Flight(asked, tenant)
-            timeout_s = _timeout_s(request, service.config.request_timeout_s)
+            timeout_s = _timeout_s(request, service.request_timeout_s)
             with (
                 service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS),
                 flight.limited(service.timeouts, timeout_s),

@@ -68,6 +68,12 @@ class RouterService:
         self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
 
+    @property
+    def request_timeout_s(self) -> float:
+        """Seconds that a request may take: as configured, else as long as the engines allow, with a margin."""
+        limit_s = self.config.request_timeout_s
+        return self.pool.ends_within_s if limit_s is None else limit_s
+
     def check_ready(self) -> None:
         """Raise where no request can be taken now."""
         if self.is_closing:

@@ -50,8 +50,8 @@ class Upstream:
 
     def __init__(self, config: RouterConfig) -> None:
         self._connect_s = config.engine_connect_timeout_s
-        first_byte_s = config.engine_first_byte_timeout_s or config.request_timeout_s
-        self._limits = AnswerLimits(first_byte_s, config.engine_idle_timeout_s, config.max_answer_bytes)
+        self._first_byte_s = config.engine_first_byte_timeout_s
+        self._idle_s, self._max_answer_bytes = config.engine_idle_timeout_s, config.max_answer_bytes
         self._open: set[EngineConnection] = set()
         self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address: since when, the last one at the end
         self._tls: ssl.SSLContext | None = None
@@ -60,7 +60,9 @@ class Upstream:
         """Send a client's request; return its answer once the headers have arrived. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, self._limits)
+        first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s
+        limits = AnswerLimits(first_byte_s, self._idle_s, self._max_answer_bytes)
+        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
 
     async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Ask an engine something of the router's own; return status and body. Raises `FAILURES`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from octavo.router.discovery import make_sources
+from octavo.router.partners import PromptFigures
 from octavo.router.upstream import FAILURES, is_own_failure, is_refusal
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 _MAX_SILENT = 2  # so often in a row an engine may not answer in time
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
 _LOADED = b"octavo:kv_load_tokens_total"
+_LOOKED_UP, _HITS = b"octavo:prefix_cache_queries_total", b"octavo:prefix_cache_hits_total"
 _OPEN = (b"octavo:num_requests_running", b"octavo:num_requests_waiting")
 _SAMPLE = re.compile(
-    b"^(" + b"|".join((*_INCARNATION, _LOADED, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
+    b"^(" + b"|".join((*_INCARNATION, _LOADED, _LOOKED_UP, _HITS, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
     re.MULTILINE,
 )
 
@@ -43,6 +45,7 @@ class _Info(msgspec.Struct):
     role: str = "both"
     kv_transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     kv_format: dict[str, str] | None = None
+    request_timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class EngineWatch:
@@ -160,7 +163,7 @@ class EngineWatch:
             logger.info("%s has begun anew: its cache is empty", engine.url)
             self._pool.restarted(engine)
         engine.incarnation = incarnation
-        engine.num_loaded_tokens = figures.get(_LOADED)
+        engine.prompt_figures = _prompt_figures(figures, engine)
         self._pool.partners.figures_read(engine, asyncio.get_running_loop().time())
         num_there = sum(figures.get(name, 0.0) for name in _OPEN)
         num_own = len(engine.flights)
@@ -177,7 +180,7 @@ class EngineWatch:
                 engine.models = frozenset()
 
     async def _read_role(self, engine: Engine) -> None:
-        """Find out which part of requests an engine is for; one that does not say so is for both."""
+        """Read an engine's role and its limit of a request's time. An engine that tells no role has both."""
         text = await self._get(engine, "/model_info")
         if text is not None:
             try:
@@ -185,6 +188,7 @@ class EngineWatch:
             except msgspec.MsgspecError:
                 info = _Info()
             engine.role, engine.kv_transfer_port, engine.kv_format = info.role, info.kv_transfer_port, info.kv_format
+            engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
         """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""
@@ -198,3 +202,12 @@ class EngineWatch:
             logger.debug("%s does not answer %s: %s", engine.url, path, error)
             return None
         return text if status == 200 else None
+
+
+def _prompt_figures(figures: dict[bytes, float], engine: Engine) -> PromptFigures | None:
+    """Return how an engine got the KV of prompts; None if its metrics do not count loads."""
+    if (num_loaded := figures.get(_LOADED)) is None:
+        return None
+    num_looked_up, num_hits = figures.get(_LOOKED_UP), figures.get(_HITS)
+    num_computed = None if num_looked_up is None or num_hits is None else num_looked_up - num_hits
+    return PromptFigures(num_loaded, num_computed, engine.num_sent_prompt_tokens)

@@ -162,6 +162,7 @@ def test_it_is_told_which_part_an_engine_has(engine: Running) -> None:
         told = http.get("/model_info").json()
     assert (told["role"], told["kv_transfer_port"]) == (role_of(engine), 4711)
     assert told["kv_format"] == {"kv": "int8"}
+    assert told["request_timeout"] == 1800.0
 
 
 def test_a_client_that_leaves_ends_a_prefill() -> None:

@@ -63,6 +63,7 @@ def model_info(service: Service) -> dict[str, Any]:
         "role": service.engine.capacity.role,
         "kv_transfer_port": service.engine.capacity.kv_transfer_port,
         "kv_format": service.engine.capacity.kv_format,
+        "request_timeout": service.config.request_timeout_s,
     }
 
 
