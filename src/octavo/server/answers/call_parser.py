@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
-from octavo.engine.json_recovery import END, StrictObject, recover_object
+from octavo.engine.json_recovery import END, SearchBudget, StrictObject, recover_object
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import known_keys
 from octavo.server.answers.parts import MAX_BLANKS, Heads, Part, joined, without_space
@@ -70,11 +70,14 @@ class ToolParser:
 
     functions: the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
     is a call has its name and its arguments under. _ends: matches the text that may follow broken arguments.
+    _call_openers, _call_closers: the marks that begin a call, and those that end one.
     """
 
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     _ends: re.Pattern[str] = END
+    _call_openers: tuple[str, ...] = ()
+    _call_closers: tuple[str, ...] = ()
 
     def __init__(self, functions: Sequence[Function], *, only_one: bool = False) -> None:
         self._names = frozenset(each.name for each in functions)
@@ -90,6 +93,7 @@ class ToolParser:
         self._held: list[Part] | None = None  # of a call that may turn out to be text
         self._held_text: list[str] = []  # that they were read from
         self._num_held_chars = 0  # of its arguments
+        self._budget = SearchBudget()
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -246,7 +250,10 @@ class ToolParser:
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
-            found = recover_object(arguments, known=self._known_keys(call)) if arguments.startswith("{") else None
+            known = self._known_keys(call)
+            found = None
+            if arguments.startswith("{"):
+                found = recover_object(arguments, known=known, opener=self._other_call(), budget=self._budget)
             if found is None:
                 raise MalformedError
             arguments, _ = found
@@ -267,6 +274,9 @@ class ToolParser:
             self._drop_first(num_told)
             scanner.num_safe -= num_told
             if scanner.is_over:
+                if (yield from self._skip_space()) == '"':  # the last string goes on: its quote and bracket are text
+                    self._position += 1
+                    yield from self._recover(call, "".join(told))
                 break
             if scanner.is_broken:
                 yield from self._recover(call, "".join(told))
@@ -281,8 +291,11 @@ class ToolParser:
         """Repair arguments whose beginning was told, with the whole rest of the answer in view."""
         while not self._is_over:
             yield
-        found = recover_object(told + self._text, self._ends, self._known_keys(call))
+        text, known = told + self._text, self._known_keys(call)
+        found = recover_object(text, self._ends, known, opener=self._other_call(), budget=self._budget)
         if found is None or (self._held is None and not found[0].startswith(told)):
+            if self._held is not None:
+                self._position = self._broken_end(text, len(told) + self._position) - len(told)
             self._give_up(call)
         arguments, end = found
         if self._held is None:
@@ -292,6 +305,28 @@ class ToolParser:
         self._tell("arguments", arguments, call)
         self._position = end - len(told)
         self._drop()
+
+    def _other_call(self) -> re.Pattern[str]:
+        """Return a pattern of the beginning of a call: a mark, or an object with the name of a tool."""
+        names = "|".join(map(re.escape, sorted(self._names)))
+        head = rf'"{re.escape(self.name_key)}"\s*:\s*"(?:{names})"|\{{\s*"(?:{names})"\s*:'
+        return re.compile("|".join([*map(re.escape, self._call_openers), head]))
+
+    def _broken_end(self, text: str, position: int) -> int:
+        """Return where the text of a broken call ends. position: where it broke.
+
+        After its closing mark another call may follow. A call that begins before that mark may stand within a string,
+        so it is never run: it is text up to its own closing mark.
+        """
+        openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
+        if not openers or not self._call_closers:
+            return position
+        opener = min(openers)
+        closers = [place for each in self._call_closers if (place := text.find(each)) >= 0]
+        if closers and min(closers) < opener:
+            return min(position, opener)
+        ends = [place + len(each) for each in self._call_closers if (place := text.find(each, opener)) >= 0]
+        return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
         """Tell the rest of arguments that were cut off or are broken, for a call that is told already."""

@@ -92,6 +92,7 @@ class HarmonyParser(MessageParser):
     )
     head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
     _ends = ending(*_ENDS)
+    _call_openers, _call_closers = ("<|start|>", "<|channel|>"), _ENDS
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
