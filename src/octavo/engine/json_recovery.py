@@ -158,6 +158,8 @@ def recover_object(
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
     budget = SearchBudget() if budget is None else budget
+    if not budget.num_steps:
+        return None
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:

@@ -5,8 +5,8 @@ way, a name that no tool has, a tag that is not closed) is content. Slips with o
 `octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the call is told as far as it
 came, and nothing of it is content.
 
-A call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they are never
-closed to another value than the model wrote.
+In a stream a call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they
+are never closed to another value than the model wrote. In a whole answer every call is held back until it has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of a call's arguments: more of them are told before the call has ended
+HELD_CHARS = 1024  # of a call's arguments: in a stream, more of them are told before the call has ended
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
@@ -70,8 +70,11 @@ class ToolParser:
 
     functions: the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
     is a call has its name and its arguments under. _ends: matches the text that may follow broken arguments.
-    _call_openers, _call_closers: the marks that begin a call, and those that end one.
+    _call_openers, _call_closers: the marks that begin a call, and those that end one. num_held_chars: how many
+    characters of arguments are held back until a call has ended; None for all.
     """
+
+    num_held_chars: int | None = HELD_CHARS
 
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
@@ -456,7 +459,7 @@ class ToolParser:
             (self._parts if self._held is None else self._held).append(part)
         if kind == "arguments":
             self._num_held_chars += len(text)
-            if self._num_held_chars > HELD_CHARS:
+            if self.num_held_chars is not None and self._num_held_chars > self.num_held_chars:
                 self._commit()
 
     def _tell_content(self) -> None:
