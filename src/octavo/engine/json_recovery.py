@@ -188,8 +188,9 @@ def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) ->
 
 def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
     try:
-        end = ValueScanner(0, ends="").end(text, is_over=True)
-        return None if end is None or not ends.match(text, end) else (literal_json(text[:end]), end)
+        scanner = ValueScanner(0, ends="")
+        end = scanner.end(text, is_over=True)
+        return None if end is None or not ends.match(text, end) else (literal_json(scanner.value(text, end)), end)
     except NotALiteralError:
         return None
 

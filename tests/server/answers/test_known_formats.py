@@ -381,7 +381,7 @@ def test_values_of_python(text: str, value: Any) -> None:
         (PythonicFormat, "[now(a=1 + 1)]"),
         (PythonicFormat, "[now(a=1\u0662)]"),
         (PythonicFormat, "[now(a='it is"),
-        (PythonicFormat, "[now(a='it\nis')]"),
+        (PythonicFormat, "[now(a='it\nis)]"),
         (PythonicFormat, "[now(a=f'{x}')]"),
         (PythonicFormat, "[now(a=b'x')]"),
         (PythonicFormat, "[now(a='\\ud83d')]"),

@@ -130,7 +130,7 @@ def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "city"), [('say "hi" now"}', 'say "hi" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
+    ("end", "city"), [('say "}" now"}', 'say "}" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
 )
 def test_a_long_call_with_a_slip_is_repaired_or_text_in_a_whole_answer(end: str, city: str | None) -> None:
     begun = "long " * 230
