@@ -211,6 +211,9 @@ def calls_with(family: type[ToolFormat], arguments: str, *others: str) -> str:
 
 @pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
 def test_a_quote_and_a_bracket_in_a_value_do_not_end_the_call(family: type[ToolFormat]) -> None:
+    for command in ('grep "}" f', 'grep "}x" f', 'grep "} "'):
+        text = calls_with(family, f'{{"cmd": "{command}"}}')
+        assert told(read(family(), text))[1] in ([("bash", {"cmd": command})], [])
     text = calls_with(family, '{"cmd": "grep "}" f"}')
     assert told(read(family(), text)) == ("", [("bash", {"cmd": 'grep "}" f'})])
 
@@ -223,6 +226,16 @@ def test_two_calls_are_never_read_as_one_command(family: type[ToolFormat], argum
     text = calls_with(family, arguments, "pwd")
     _, calls = told(read(family(), text))
     assert set(map(str, calls)) <= {str(("bash", {"cmd": each})) for each in ("ls", "pwd")}
+
+
+def test_a_quote_and_a_bracket_before_other_text_do_not_end_the_call() -> None:
+    for family in (HermesFormat, KimiK2Format):
+        text = calls_with(family, '{"cmd": "a"}é"}')
+        assert told(read(family(), text)) == ("", [("bash", {"cmd": 'a"}é'})])
+        text = calls_with(family, '{"cmd": ""}é"}')  # one quote of the text, or a string that began with two
+        assert told(read(family(), text)) == (text, [])
+    call = '<tool_call>{"name": "bash", "arguments": {"cmd": "ls"}} I said "hi".'
+    assert told(read(HermesFormat(), call))[1] == [("bash", {"cmd": "ls"})]
 
 
 @pytest.mark.parametrize("arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls'])

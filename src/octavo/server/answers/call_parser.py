@@ -37,6 +37,7 @@ _MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
+_AFTER_ARGUMENTS = "}],;{[<>`"  # what marks begin with
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -277,9 +278,7 @@ class ToolParser:
             self._drop_first(num_told)
             scanner.num_safe -= num_told
             if scanner.is_over:
-                if (yield from self._skip_space()) == '"':  # the last string goes on: its quote and bracket are text
-                    self._position += 1
-                    yield from self._recover(call, "".join(told))
+                yield from self._check_end(call, "".join(told))
                 break
             if scanner.is_broken:
                 yield from self._recover(call, "".join(told))
@@ -289,6 +288,31 @@ class ToolParser:
                 self._give_up(call)
             yield
         self._commit()
+
+    def _check_end(self, call: Call, told: str) -> Wait[None]:
+        """Repair arguments if the quote and the bracket that ended them may be text of their last string."""
+        char = yield from self._skip_space()
+        if char == '"':
+            self._position += 1
+            yield from self._recover(call, told)
+        elif char and char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
+            while not self._is_over:
+                yield
+            found = None
+            if not self._is_cut:
+                known = self._known_keys(call)
+                text, opener = told + self._text, self._other_call()
+                found = recover_object(text, self._ends, known, opener=opener, budget=self._budget)
+            if found is not None:
+                yield from self._recover(call, told)
+            elif not self._is_cut and self._has_second_end():
+                self._position += 1
+                self._give_up(call)
+
+    def _has_second_end(self) -> bool:
+        """Return whether a quote and a bracket stand once more before the mark that ends the call."""
+        closers = [place for each in self._call_closers if (place := self._text.find(each, self._position)) >= 0]
+        return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, told: str) -> Wait[None]:
         """Repair arguments whose beginning was told, with the whole rest of the answer in view."""
