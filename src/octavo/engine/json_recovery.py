@@ -166,6 +166,7 @@ def recover_object(
         # An unknown key is likelier than a string with quotes that holds it as text.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
+        found = found if budget.num_steps else None  # the second search may not have ended
     if found is None:
         return None
     written = found.text()
