@@ -195,6 +195,7 @@ def test_what_tools_write_is_understood(grammars: Grammars, schema: Any, right: 
         (r"^(?!\s*$).+$", ["a", " a"], ["", " "]),
         (r"^(?!.*\s)\S+$", ["a"], ["a b"]),
         (r"^(?!.*-)[a-z]*$", ["", "a"], ["a-b"]),
+        (r"^(?=[a-z]|[0-9])[a-zA-Z0-9]+$", ["a1", "1A"], ["A1", "Aa"]),
     ],
 )
 def test_lookahead_is_rewritten(grammars: Grammars, pattern: str, right: list[str], wrong: list[str]) -> None:

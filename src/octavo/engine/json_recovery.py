@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_STEPS = 20_000  # of one search: each looks at one string that may end in several places
+_MAX_STEPS = 1_000  # of all searches of one answer: each step reads one string to one of its possible ends
 _MAX_DEPTH = 128
 _SPACE = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -126,8 +127,23 @@ class StrictObject:
         return position
 
 
+class SearchBudget:
+    """Limits the time that the repairs of one answer take.
+
+    num_steps: steps that are left.
+    """
+
+    def __init__(self, num_steps: int = _MAX_STEPS) -> None:
+        self.num_steps = num_steps
+
+
 def recover_object(
-    text: str, ends: re.Pattern[str] = END, known: frozenset[str] | None = None
+    text: str,
+    ends: re.Pattern[str] = END,
+    known: frozenset[str] | None = None,
+    *,
+    opener: re.Pattern[str] | None = None,
+    budget: SearchBudget | None = None,
 ) -> tuple[str, int] | None:
     """Return the JSON of the object that a text begins with, slips repaired, and its length in the text.
 
@@ -136,10 +152,21 @@ def recover_object(
     more than one.
 
     ends: matches the text that may follow the object. known: the keys that it may have; None for any.
+    opener: matches the beginning of another call: a string with quotes to repair that holds one has two readings.
+    budget: of all repairs of one answer; None for a budget of its own.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
-    found = _Search(text, ends, known).run()
+    budget = SearchBudget() if budget is None else budget
+    if not budget.num_steps:
+        return None
+    breaks = _breaks(text, ends, opener)
+    found = _Search(text, ends, known, breaks).run(budget)
+    if found is not None and known is not None and found.num_strays:
+        # An unknown key is likelier than a string with quotes that holds it as text.
+        other = _Search(text, ends, None, breaks).run(budget)
+        found = other if other is not None and other.num_strays < found.num_strays else found
+        found = found if budget.num_steps else None  # the second search may not have ended
     if found is None:
         return None
     written = found.text()
@@ -150,10 +177,21 @@ def recover_object(
     return written, found.position
 
 
+def _breaks(text: str, ends: re.Pattern[str], opener: re.Pattern[str] | None) -> list[int]:
+    """Return the places where the object may have ended before the end of the text, or where another call begins."""
+    places = [] if opener is None else [found.start() for found in opener.finditer(text)]
+    for bracket in re.finditer("}", text):
+        found = ends.match(text, bracket.end())
+        if found is not None and found.end() < len(text):
+            places.append(bracket.start())
+    return sorted(places)
+
+
 def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
     try:
-        end = ValueScanner(0, ends="").end(text, is_over=True)
-        return None if end is None or not ends.match(text, end) else (literal_json(text[:end]), end)
+        scanner = ValueScanner(0, ends="")
+        end = scanner.end(text, is_over=True)
+        return None if end is None or not ends.match(text, end) else (literal_json(scanner.value(text, end)), end)
     except NotALiteralError:
         return None
 
@@ -196,16 +234,17 @@ class _Search:
     a text come in pairs: a reading with half a pair must be the only one, however many repairs others need.
     """
 
-    def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None) -> None:
-        self._text, self._ends, self._known = text, ends, known
+    def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
+        self._text, self._ends, self._known, self._breaks = text, ends, known, breaks
         self._serial = count()
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
-    def run(self) -> _Reading | None:
-        """Return the only best reading."""
+    def run(self, budget: SearchBudget) -> _Reading | None:
+        """Return the only best reading; None if there is none, several, or the budget is used up."""
         best: _Reading | None = None
         self._push(0, _Reading())
-        for _ in range(_MAX_STEPS):
+        while budget.num_steps > 0:
+            budget.num_steps -= 1
             is_only = best is not None and best.is_paired and bool(self._heap) and self._heap[0][0] > best.num_strays
             if not self._heap or is_only or (best is not None and not best.is_clear):
                 return best if best is not None and best.is_clear else None
@@ -283,6 +322,7 @@ class _Search:
         pieces, position = ['"'], start
         strays: list[int] = []
         has_member = False  # after a quote that was taken for text another value follows, with or without its comma
+        may_have_ended = False  # at a quote after an escaped backslash: the last one of a path, or an escaped quote
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -292,6 +332,8 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
+                    if strays:  # if it holds a possible end of the object, it may be several values
+                        is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
                     if len(strays) == 1:  # next to the string's own quote it may be that one, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
@@ -305,6 +347,7 @@ class _Search:
                         is_paired=before.is_paired and not (strays and (len(strays) + escapes.num_quotes) % 2),
                     )
                 has_member = has_member or may_end == "," or _NEXT_KEY.match(text, position + 1) is not None
+                may_have_ended = may_have_ended or text[position - 1] == "\\"
                 strays.append(position)
                 pieces.append('\\"')
                 position += 1
@@ -319,6 +362,11 @@ class _Search:
             else:
                 pieces.append(json.dumps(text[position])[1:-1])
                 position += 1
+
+    def _has_break(self, start: int, end: int) -> bool:
+        """Return whether the object may have ended, or another call may begin, between two places."""
+        first = bisect_left(self._breaks, start)
+        return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
         """Return the comma or the bracket behind a quote that may end a string; "" if none is there."""

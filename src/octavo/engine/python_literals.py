@@ -12,7 +12,8 @@ _MAX_CHARS = 1_000_000
 _MAX_DEPTH = 100
 _STRING = re.compile(r"""(?P<quote>'''|\"\"\"|'|")""")
 _BEGUN_STRING = re.compile(r"""(?:''?|""?)\Z""")
-_STOPS = {quote: re.compile(rf"[{quote}\\\n]") for quote in "\"'"}
+_STOPS = {quote: re.compile(rf"[{quote}\\\n\r]") for quote in "\"'"}
+_MAX_ESCAPE_CHARS = 12
 _WORD = re.compile(r"[\w.]+")
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
@@ -25,11 +26,14 @@ class NotALiteralError(ValueError):
 class ValueScanner:
     """Looks for the end of one value in a text that grows: before one of the characters `ends`, outside of brackets.
 
-    With no such characters it ends with its last bracket. is_begun: the text ended within the value.
+    With no such characters it ends with its last bracket. is_begun: the text ended within the value. line_ends: places
+    of line feeds and carriage returns in strings of one line.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
         self.is_begun = False
+        self.line_ends: list[int] = []
+        self._start = start
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""  # of the string at the position
@@ -37,8 +41,7 @@ class ValueScanner:
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return where the value ends; None if more text is needed.
 
-        Raises `NotALiteralError` for brackets that do not match, a string of one line with a line feed, and a text
-        that is over (is_over) within the value.
+        Raises `NotALiteralError` for brackets that do not match, and a text that is over (is_over) within the value.
         """
         while self._position < len(text):
             before = self._position
@@ -62,6 +65,14 @@ class ValueScanner:
             raise NotALiteralError
         return None
 
+    def value(self, text: str, end: int) -> str:
+        """Return the text of the value up to its end, with the line ends in strings of one line as escapes."""
+        pieces, start = list[str](), self._start
+        for place in self.line_ends:
+            pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
+            start = place + 1
+        return "".join([*pieces, text[start:end]])
+
     def _scan_string(self, text: str) -> None:
         quote = self._quote
         found = _STOPS[quote[0]].search(text, self._position)
@@ -69,9 +80,9 @@ class ValueScanner:
             self._position = len(text)
         elif found.group() == "\\":
             self._position = found.start() + (2 if found.end() < len(text) else 0)
-        elif found.group() == "\n":
+        elif found.group() in "\n\r":
             if len(quote) == 1:
-                raise NotALiteralError
+                self.line_ends.append(found.start())
             self._position = found.end()
         elif text.startswith(quote, found.start()):
             self._quote, self._position = "", found.start() + len(quote)
@@ -111,6 +122,23 @@ def literal_json(text: str) -> str:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # of a number with more digits than Python writes
         raise NotALiteralError from None
+
+
+def begun_string_json(text: str) -> str | None:
+    """Return the JSON of the beginning of a string, without its last quote; None if the text begins with no string.
+
+    An escape that was cut off is left out.
+    """
+    opened = _STRING.match(text)
+    if opened is None:
+        return None
+    for end in range(len(text), max(opened.end(), len(text) - _MAX_ESCAPE_CHARS) - 1, -1):
+        try:
+            written = literal_json(text[:end] + opened.group())
+        except NotALiteralError:
+            continue
+        return written[:-1] if written.startswith('"') else None
+    return None
 
 
 def _python_value(text: str) -> Any:

@@ -44,7 +44,8 @@ def without_lookahead(pattern: str) -> list[str] | None:
             if end is None:
                 return None
             inner, rest = rest[assertion.end() : end - 1], "^" + rest[end:]
-            found = ["^" + inner.removeprefix("^")] if assertion[1] == "=" else _complements(inner.removeprefix("^"))
+            inner = inner.removeprefix("^")
+            found = [f"^(?:{inner})"] if assertion[1] == "=" else _complements(inner)  # it may have alternatives
             if found is None:
                 return None
             patterns += found

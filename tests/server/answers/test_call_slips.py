@@ -10,7 +10,9 @@ from typing import Any
 import call_slips
 import pytest
 
+from octavo.engine.json_recovery import SearchBudget, recover_object
 from octavo.server.answers.gemma_calls import GemmaFormat
+from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.named_calls import KimiK2Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.tagged_calls import GLM47Format, GLMFormat, Qwen3CoderFormat, SeedOSSFormat
@@ -24,6 +26,7 @@ FUNCTIONS = [
     Function("bash", {"type": "object", "properties": {"cmd": STRING, "why": STRING}, "required": ["cmd"]}),
     Function("read", {"type": "object", "properties": {"path": STRING, "lines": {"type": "integer"}}}),
     Function("save", {"type": "object", "properties": {"deep": {"type": "object"}, "flag": {"type": "boolean"}}}),
+    Function("write", {"type": "object", "properties": {"path": STRING, "content": STRING}}),
 ]
 
 
@@ -108,6 +111,30 @@ def test_a_slip_in_a_closing_tag_ends_the_value(
     assert told(read(family(), text)) == ("", [call])
 
 
+EXAMPLE = "Such as:\n<tool_call>\n<function=bash>\n<parameter=cmd>\nls\n</parameter>\n</function>\n</tool_call>\nEnd."
+GLM_EXAMPLE = "Such as:\n<tool_call>bash<arg_key>cmd</arg_key><arg_value>ls</arg_value></tool_call>\nEnd."
+
+
+@pytest.mark.parametrize(
+    ("family", "value"),
+    [
+        (Qwen3CoderFormat, EXAMPLE),
+        (Qwen3CoderFormat, f"{EXAMPLE}\n{EXAMPLE}"),
+        (Qwen3CoderFormat, "A call opens with <function=bash>."),
+        (GLM47Format, GLM_EXAMPLE),
+        (GLMFormat, GLM_EXAMPLE),
+        (GLMFormat, "A call opens with <tool_call>."),
+    ],
+)
+def test_a_call_within_a_value_is_text_of_it(family: type[ToolFormat], value: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("write", {"path": "a.md", "content": value}),
+        ("bash", {"cmd": "ls", "why": "to see"}),
+    ]
+    for some in (calls[:1], calls):
+        assert told(read(family(), family().write(some))) == ("", some)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -156,6 +183,7 @@ def test_a_slip_in_json_is_repaired(family: type[ToolFormat], arguments: str, va
         '{"cmd": "type C:\\path\\new"}',  # a line feed, or a letter?
         '{"cmd": "C:\\dir\\", "why": "r"}',
         '{"cmd": "it\\\'s"}',
+        '{"cmd": "dir \\"C:\\temp\\\\" /s"}',  # the end of a path, or an escaped quote?
         '{"cmd": "x""}',  # a quote of the text, or one too many?
         '{"cmd": "5" pipe", "why": "x"}',
         '{"cmd": "a "b" c", "why": "d "e" f"}',
@@ -169,6 +197,85 @@ def test_a_slip_in_json_is_repaired(family: type[ToolFormat], arguments: str, va
 def test_json_with_two_readings_stays_text(family: type[ToolFormat], arguments: str) -> None:
     text = family().write([("bash", {})]).replace("{}", arguments)
     assert told(read(family(), text)) == (text, [])
+
+
+CUT = '{"cmd": "CUT"}'
+OBJECTS = [family for family in FORMATS if CUT in family().write([("bash", {"cmd": "CUT"})])]
+
+
+def calls_with(family: type[ToolFormat], arguments: str, *others: str) -> str:
+    """Write a call with these arguments as they are, and a call of each of the other commands."""
+    calls: list[tuple[str, dict[str, Any]]] = [("bash", {"cmd": each}) for each in ("CUT", *others)]
+    return family().write(calls).replace(CUT, arguments, 1)
+
+
+@pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
+def test_a_quote_and_a_bracket_in_a_value_do_not_end_the_call(family: type[ToolFormat]) -> None:
+    for command in ('grep "}" f', 'grep "}x" f', 'grep "} "'):
+        text = calls_with(family, f'{{"cmd": "{command}"}}')
+        assert told(read(family(), text))[1] in ([("bash", {"cmd": command})], [])
+    text = calls_with(family, '{"cmd": "grep "}" f"}')
+    assert told(read(family(), text)) == ("", [("bash", {"cmd": 'grep "}" f'})])
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls', '{"cmd": ls"}', '{"cmd": "a "b" c}']
+)
+@pytest.mark.parametrize("family", OBJECTS, ids=lambda family: family.name)
+def test_two_calls_are_never_read_as_one_command(family: type[ToolFormat], arguments: str) -> None:
+    text = calls_with(family, arguments, "pwd")
+    _, calls = told(read(family(), text))
+    assert set(map(str, calls)) <= {str(("bash", {"cmd": each})) for each in ("ls", "pwd")}
+
+
+def test_a_quote_and_a_bracket_before_other_text_do_not_end_the_call() -> None:
+    for family in (HermesFormat, KimiK2Format):
+        text = calls_with(family, '{"cmd": "a"}é"}')
+        assert told(read(family(), text)) == ("", [("bash", {"cmd": 'a"}é'})])
+        text = calls_with(family, '{"cmd": ""}é"}')  # one quote of the text, or a string that began with two
+        assert told(read(family(), text)) == (text, [])
+    call = '<tool_call>{"name": "bash", "arguments": {"cmd": "ls"}} I said "hi".'
+    assert told(read(HermesFormat(), call))[1] == [("bash", {"cmd": "ls"})]
+
+
+@pytest.mark.parametrize("arguments", ['{"cmd": "ls}', '{"cmd": "ls"', '{"cmd": "ls'])
+@pytest.mark.parametrize("between", ["\n", ""])
+def test_a_call_after_a_broken_one_is_read(arguments: str, between: str) -> None:
+    begun = f'<tool_call>{{"name": "bash", "arguments": {arguments}{between}</tool_call>'
+    second = f'{between}<tool_call>{{"name": "bash", "arguments": {{"cmd": "pwd"}}}}</tool_call>'
+    assert told(read(HermesFormat(), begun + second)) == (begun, [("bash", {"cmd": "pwd"})])
+
+
+def test_an_example_within_a_broken_call_is_not_run() -> None:
+    example = '<tool_call>{"name": "bash", "arguments": {"cmd": "rm"}}</tool_call>'
+    call = f'{{"name": "write", "arguments": {{"path": "a", "content": "Such as\n{example}"}}}}'
+    text = f"<tool_call>{call}</tool_call>"
+    assert told(read(HermesFormat(), text)) == (text, [])
+
+
+@pytest.mark.parametrize("family", JSON_FORMATS)
+def test_an_argument_that_the_schema_does_not_name_is_not_swallowed(family: type[ToolFormat]) -> None:
+    arguments = '{"path":"a","content":"C:\\d","mode":"w"}'
+    text = family().write([("write", {})]).replace("{}", arguments)
+    assert told(read(family(), text)) == ("", [("write", {"path": "a", "content": "C:\\d", "mode": "w"})])
+
+
+def test_repairs_of_an_answer_share_one_budget() -> None:
+    budget = SearchBudget()
+    text = '{"todos": ["' + 'a", "b" c, ' * 1000 + '"]}'
+    assert recover_object(text, budget=budget) is None
+    assert budget.num_steps == 0
+    slip = '{"a": "say "x" now"}'
+    assert recover_object(slip, budget=budget) is None
+    assert recover_object(slip) == ('{"a": "say \\"x\\" now"}', len(slip))
+
+
+def test_the_parser_searches_all_calls_with_one_budget() -> None:
+    hard = '<tool_call>{"name": "save", "arguments": {"deep": {"a": ["' + 'a", "b" c, ' * 1000 + '"]}}}</tool_call>\n'
+    easy = '<tool_call>{"name": "bash", "arguments": {"cmd": "say "x" now"}}</tool_call>'
+    for text, num_calls in ((easy, 1), (hard + easy, 0)):
+        parser = HermesFormat().parser(FUNCTIONS)
+        assert len(call_slips.calls_of(parser.feed(text) + parser.finish())) == num_calls
 
 
 def test_arguments_in_a_string_are_repaired() -> None:
@@ -186,6 +293,12 @@ def test_brackets_around_a_call_may_be_missing_or_too_many(ending: str) -> None:
 def test_gemma_reads_ordinary_quotes() -> None:
     text = '<|tool_call>call:bash{cmd:"How } are you?"}<tool_call|>'
     assert told(read(GemmaFormat(), text)) == ("", [("bash", {"cmd": "How } are you?"})])
+
+
+@pytest.mark.parametrize("value", ['"x"', '<|"|>x<|"|>'])
+def test_gemma_reads_keys_in_ordinary_quotes(value: str) -> None:
+    text = f'<|tool_call>call:bash{{"cmd":{value}}}<tool_call|>'
+    assert told(read(GemmaFormat(), text)) == ("", [("bash", {"cmd": "x"})])
 
 
 def test_a_long_call_that_breaks_is_never_closed() -> None:

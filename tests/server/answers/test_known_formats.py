@@ -270,6 +270,18 @@ HARMONY = [
     ),
     ("final Hello<|return|>", [Part("content", "final Hello")]),
     ("final<|message|>Hello<|return|>", [Part("content", "Hello")]),
+    ("commentary to=functions.now<|message|>{}<|call|>", [Part("call", "now"), Part("arguments", "{}")]),
+    ("commentary to=functions.rm<|message|>{}<|call|>", [Part("content", "{}")]),
+    ("commentary to=the point", [Part("content", "commentary to=the point")]),
+    ("<|channel|>final Hello<|return|>", [Part("content", "Hello")]),
+    (
+        "<|channel|>analysis Hm.<|end|><|start|>assistant<|channel|>final Hello<|return|>",
+        [Part("reasoning", "Hm."), Part("content", "Hello")],
+    ),
+    (
+        "<|channel|>analysis Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>",
+        [Part("reasoning", "Hm."), Part("call", "now"), Part("arguments", "{}")],
+    ),
 ]
 
 
@@ -381,7 +393,7 @@ def test_values_of_python(text: str, value: Any) -> None:
         (PythonicFormat, "[now(a=1 + 1)]"),
         (PythonicFormat, "[now(a=1\u0662)]"),
         (PythonicFormat, "[now(a='it is"),
-        (PythonicFormat, "[now(a='it\nis')]"),
+        (PythonicFormat, "[now(a='it\nis)]"),
         (PythonicFormat, "[now(a=f'{x}')]"),
         (PythonicFormat, "[now(a=b'x')]"),
         (PythonicFormat, "[now(a='\\ud83d')]"),

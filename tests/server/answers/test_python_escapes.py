@@ -1,4 +1,4 @@
-"""Escapes in the strings of calls that are written in Python."""
+"""Strings of calls that are written in Python: their escapes, line feeds in them, and strings that are cut off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.parts import joined
+from octavo.server.answers.python_calls import LFM2Format, OLMo3Format, PythonFormat, PythonicFormat
 from octavo.server.answers.tool_format import Function
 
 FUNCTIONS = [Function("say", {"type": "object", "properties": {"a": {}}})]
@@ -50,3 +51,52 @@ def test_no_half_of_a_character_is_told(written: str) -> None:
     if arguments is not None:
         arguments.encode()  # raises for half of a surrogate pair
         assert "\\ud" not in arguments
+
+
+FORMATS = [
+    (PythonicFormat, "[", "]"),
+    (LFM2Format, "<|tool_call_start|>[", "]<|tool_call_end|>"),
+    (OLMo3Format, "<function_calls>", "</function_calls>"),
+]
+
+
+@pytest.mark.parametrize(("family", "opens", "closes"), FORMATS)
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_line_feed_in_a_string_of_one_line_is_repaired(
+    family: type[PythonFormat], opens: str, closes: str, quote: str
+) -> None:
+    text = f"{opens}say(a={quote}x\n\\n\r\ny{quote}, b=['c\nd']){closes}"
+    for pieces in ([text], [*text]):
+        parser = family().parser(FUNCTIONS)
+        parts = joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
+        assert [part.kind for part in parts] == ["call", "arguments"]
+        assert json.loads(parts[1].text) == {"a": "x\n\n\r\ny", "b": ["c\nd"]}
+
+
+@pytest.mark.parametrize("inner", ["say(a='x\n, b='y')", "say(a='x)\n", "say(a='x\nsay(a='y')"])
+def test_a_string_without_its_last_quote_is_no_call(inner: str) -> None:
+    text = f"<function_calls>{inner}</function_calls>\n<function_calls>say(a='z')</function_calls>"
+    parser = OLMo3Format().parser(FUNCTIONS)
+    parts = joined(parser.feed(text) + parser.finish())
+    assert not any("x" in part.text for part in parts if part.kind == "arguments")
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("a='" + "x" * 3000, '{"a": "' + "x" * 3000),
+        ("a='x', b='y z", '{"a": "x", "b": "y z'),
+        ("a='x\ny", '{"a": "x\\ny'),
+        ("a='x\\x4", '{"a": "x'),
+        ("a='x\\", '{"a": "x'),
+        ('a="""x"', '{"a": "x'),
+        ("a='x', b=['y", '{"a": "x"'),
+        ("a=", "{"),
+    ],
+)
+def test_a_string_that_is_cut_off_is_told_as_far_as_it_came(written: str, arguments: str) -> None:
+    text = f"[say({written}"
+    for pieces in ([text], [*text]):
+        parser = PythonicFormat().parser(FUNCTIONS)
+        parts = joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=True))
+        assert [(part.kind, part.text) for part in parts] == [("call", "say"), ("arguments", arguments)]

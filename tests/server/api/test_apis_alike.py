@@ -127,3 +127,16 @@ def test_an_answer_is_the_same_through_all_apis(name: str) -> None:
         plain = [api(http, tools=False, stream=stream) for api, stream in ways]
         assert plain == [plain[0]] * len(plain)
         assert (plain[0][0], plain[0][2]) == (THOUGHT, [])
+
+
+@pytest.mark.parametrize(
+    ("end", "city"), [('say "}" now"}', 'say "}" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
+)
+def test_a_long_call_with_a_slip_is_repaired_or_text_in_a_whole_answer(end: str, city: str | None) -> None:
+    begun = "long " * 230
+    answer = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{begun}{end}}}</tool_call>'
+    options = {"chat_template": FakeChatTemplate("<tool_call>")}
+    with run_server(FakeExecutor(answer=answer), engine_options=options) as running, running.http() as http:
+        told = [api(http, tools=True, stream=False) for api in APIS] + [ollama(http, tools=True, stream=True)]
+    expected = ("", answer, []) if city is None else ("", "", [("get_weather", {"city": begun + city})])
+    assert told == [expected] * len(told)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.call_parser import ToolParser
 from octavo.server.answers.known_formats import find_tool_format
 from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import find_reasoning_form
@@ -85,6 +86,7 @@ class AnswerForm:
 
     reasoning: how they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
     shown_ids: the special tokens that are part of their text. frame: what reads the whole of them, where one does.
+    is_whole: answers are not streamed, so a call is read to its end before any of it is told.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -93,9 +95,10 @@ class AnswerForm:
     reasoning_end_id: int | None = None
     shown_ids: tuple[int, ...] = ()
     frame: ToolFormat | None = None
+    is_whole: bool = False
 
     @classmethod
-    def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str) -> AnswerForm:
+    def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
         """Look at the text of a prompt: one that ends with an end of reasoning has had it, empty as a rule."""
         end, reasoning = prompt.rstrip(), style.reasoning
         if reasoning is not None and end.endswith(reasoning.closes):
@@ -104,7 +107,7 @@ class AnswerForm:
         frame = style.tools if style.tools is not None and style.tools.frames_content else None
         markers = _markers(frame or toolbox.format, reasoning)
         shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
-        return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown, frame)
+        return cls(toolbox, reasoning, in_reasoning, style.reasoning_end_id, shown, frame, is_whole)
 
     @property
     def has_reasoning(self) -> bool:
@@ -120,6 +123,8 @@ class AnswerForm:
         """Return what reads one answer."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
+        if self.is_whole and isinstance(parser, ToolParser):
+            parser.num_held_chars = None
         if self.reasoning is None or (frame is not None and frame.reads_reasoning):
             return parser
         interrupts = None if toolbox.format is None else toolbox.format.reasoning_ends(toolbox.functions)

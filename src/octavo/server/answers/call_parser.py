@@ -5,8 +5,8 @@ way, a name that no tool has, a tag that is not closed) is content. Slips with o
 `octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the call is told as far as it
 came, and nothing of it is content.
 
-A call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they are never
-closed to another value than the model wrote.
+In a stream a call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they
+are never closed to another value than the model wrote. In a whole answer every call is held back until it has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
-from octavo.engine.json_recovery import END, StrictObject, recover_object
+from octavo.engine.json_recovery import END, SearchBudget, StrictObject, recover_object
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.argument_values import known_keys
 from octavo.server.answers.parts import MAX_BLANKS, Heads, Part, joined, without_space
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of a call's arguments: more of them are told before the call has ended
+HELD_CHARS = 1024  # of a call's arguments: in a stream, more of them are told before the call has ended
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
+_AFTER_ARGUMENTS = "}],;{[<>`"  # what marks begin with
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -70,11 +71,17 @@ class ToolParser:
 
     functions: the tools there are. only_one: further calls are left out. name_key, arguments_keys: what an object that
     is a call has its name and its arguments under. _ends: matches the text that may follow broken arguments.
+    _call_openers, _call_closers: the marks that begin a call, and those that end one. num_held_chars: how many
+    characters of arguments are held back until a call has ended; None for all.
     """
+
+    num_held_chars: int | None = HELD_CHARS
 
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
     _ends: re.Pattern[str] = END
+    _call_openers: tuple[str, ...] = ()
+    _call_closers: tuple[str, ...] = ()
 
     def __init__(self, functions: Sequence[Function], *, only_one: bool = False) -> None:
         self._names = frozenset(each.name for each in functions)
@@ -90,6 +97,7 @@ class ToolParser:
         self._held: list[Part] | None = None  # of a call that may turn out to be text
         self._held_text: list[str] = []  # that they were read from
         self._num_held_chars = 0  # of its arguments
+        self._budget = SearchBudget()
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -246,7 +254,10 @@ class ToolParser:
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
-            found = recover_object(arguments, known=self._known_keys(call)) if arguments.startswith("{") else None
+            known = self._known_keys(call)
+            found = None
+            if arguments.startswith("{"):
+                found = recover_object(arguments, known=known, opener=self._other_call(), budget=self._budget)
             if found is None:
                 raise MalformedError
             arguments, _ = found
@@ -267,6 +278,7 @@ class ToolParser:
             self._drop_first(num_told)
             scanner.num_safe -= num_told
             if scanner.is_over:
+                yield from self._check_end(call, "".join(told))
                 break
             if scanner.is_broken:
                 yield from self._recover(call, "".join(told))
@@ -277,12 +289,40 @@ class ToolParser:
             yield
         self._commit()
 
+    def _check_end(self, call: Call, told: str) -> Wait[None]:
+        """Repair arguments if the quote and the bracket that ended them may be text of their last string."""
+        char = yield from self._skip_space()
+        if char == '"':
+            self._position += 1
+            yield from self._recover(call, told)
+        elif char and char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
+            while not self._is_over:
+                yield
+            found = None
+            if not self._is_cut:
+                known = self._known_keys(call)
+                text, opener = told + self._text, self._other_call()
+                found = recover_object(text, self._ends, known, opener=opener, budget=self._budget)
+            if found is not None:
+                yield from self._recover(call, told)
+            elif not self._is_cut and self._has_second_end():
+                self._position += 1
+                self._give_up(call)
+
+    def _has_second_end(self) -> bool:
+        """Return whether a quote and a bracket stand once more before the mark that ends the call."""
+        closers = [place for each in self._call_closers if (place := self._text.find(each, self._position)) >= 0]
+        return bool(closers) and '"}' in self._text[self._position : min(closers)]
+
     def _recover(self, call: Call, told: str) -> Wait[None]:
         """Repair arguments whose beginning was told, with the whole rest of the answer in view."""
         while not self._is_over:
             yield
-        found = recover_object(told + self._text, self._ends, self._known_keys(call))
+        text, known = told + self._text, self._known_keys(call)
+        found = recover_object(text, self._ends, known, opener=self._other_call(), budget=self._budget)
         if found is None or (self._held is None and not found[0].startswith(told)):
+            if self._held is not None:
+                self._position = self._broken_end(text, len(told) + self._position) - len(told)
             self._give_up(call)
         arguments, end = found
         if self._held is None:
@@ -292,6 +332,28 @@ class ToolParser:
         self._tell("arguments", arguments, call)
         self._position = end - len(told)
         self._drop()
+
+    def _other_call(self) -> re.Pattern[str]:
+        """Return a pattern of the beginning of a call: a mark, or an object with the name of a tool."""
+        names = "|".join(map(re.escape, sorted(self._names)))
+        head = rf'"{re.escape(self.name_key)}"\s*:\s*"(?:{names})"|\{{\s*"(?:{names})"\s*:'
+        return re.compile("|".join([*map(re.escape, self._call_openers), head]))
+
+    def _broken_end(self, text: str, position: int) -> int:
+        """Return where the text of a broken call ends. position: where it broke.
+
+        After its closing mark another call may follow. A call that begins before that mark may stand within a string,
+        so it is never run: it is text up to its own closing mark.
+        """
+        openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
+        if not openers or not self._call_closers:
+            return position
+        opener = min(openers)
+        closers = [place for each in self._call_closers if (place := text.find(each)) >= 0]
+        if closers and min(closers) < opener:
+            return min(position, opener)
+        ends = [place + len(each) for each in self._call_closers if (place := text.find(each, opener)) >= 0]
+        return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
         """Tell the rest of arguments that were cut off or are broken, for a call that is told already."""
@@ -421,7 +483,7 @@ class ToolParser:
             (self._parts if self._held is None else self._held).append(part)
         if kind == "arguments":
             self._num_held_chars += len(text)
-            if self._num_held_chars > HELD_CHARS:
+            if self.num_held_chars is not None and self._num_held_chars > self.num_held_chars:
                 self._commit()
 
     def _tell_content(self) -> None:

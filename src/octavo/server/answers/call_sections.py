@@ -115,6 +115,9 @@ class SectionParser(ToolParser):
         self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
         self._one_each = form.one_each
         self._ends = ending(form.closes, form.opener, *form.strays)
+        marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
+        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
+        self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)
 
     def _read(self) -> Wait[None]:
         while opener := (yield from self._content(*self._openers)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 QUOTE = '<|"|>'
-_KEY = re.compile(r"""[^\s:,{}\[\]<]*""")
+_KEY = re.compile(r"""[^\s:,{}\[\]<"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _MAX_DEPTH = 64
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
@@ -132,8 +132,10 @@ class GemmaParser(ValueParser):
 
     def _key(self) -> Wait[str]:
         """Read a key and what stands behind it; return it as JSON."""
-        if (yield from self._peek()) == "<":
+        if (char := (yield from self._peek())) == "<":
             key = yield from self._quoted(None)
+        elif char == '"':
+            key = json_text((yield from self._string()))
         else:
             key = yield from self._run(_KEY)
             if not key or (self._is_cut and self._position == len(self._text)):

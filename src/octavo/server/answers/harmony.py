@@ -20,6 +20,9 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=<\||\s|$)")
 _CHANNELS = ("analysis", "commentary", "final")
+_BARE_HEAD = re.compile(
+    rf"\s*(?:<\|start\|>assistant)?<\|channel\|>\s*({'|'.join(_CHANNELS)})(?=\s|<\||\Z)\s*(?!\s|to=|<\|constrain\|>)"
+)
 _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
@@ -88,15 +91,23 @@ class HarmonyParser(MessageParser):
     begins = (
         *("<|start|>", "<|channel|>", "to=", _MESSAGE),
         *(f"assistant{each}" for each in ("<|channel|>", " to=")),
-        *(f"{channel}{_MESSAGE}" for channel in _CHANNELS),
+        *(f"{channel}{mark}" for channel in _CHANNELS for mark in (_MESSAGE, " to=")),
     )
     head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
     _ends = ending(*_ENDS)
+    _call_openers, _call_closers = ("<|start|>", "<|channel|>"), _ENDS
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
         name = None if recipient is None else recipient.group(1).removeprefix("functions.")
         return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
+
+    def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
+        """A channel without `<|message|>` is enough for text to the user and for reasoning."""
+        found = _BARE_HEAD.match(self._text)
+        if found is None:
+            return None
+        return found.end(), "reasoning" if found.group(1) == "analysis" else "content"
 
     def _call_steps(self, call: Call) -> Wait[None]:
         if (yield from self._skip_space()) != "{":

@@ -30,6 +30,10 @@ class MessageParser(ToolParser):
         """Return the function that a message is for, if it is for one, and what its text is."""
         raise NotImplementedError
 
+    def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
+        """Return the length of a head that lacks its last mark, and what the text after it is; None if unknown."""
+        return None
+
     def _call_steps(self, call: Call) -> Wait[None]:
         """Read a call behind its head, up to the end of its message. Raises `MalformedError`."""
         raise NotImplementedError
@@ -44,7 +48,12 @@ class MessageParser(ToolParser):
             try:
                 head = yield from self._message_head()
             except MalformedError:
-                break
+                if (bare := self._bare_head()) is None:
+                    break
+                self._position, kind = bare
+                self._drop()
+                yield from self._body(kind)
+                continue
             self._drop()
             name, kind = self._addressee(head)
             if name in self._names and (yield from self._attempt(call := Call(name), self._call_steps(call))):

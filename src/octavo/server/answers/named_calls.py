@@ -60,6 +60,7 @@ class NamedParser(SectionParser):
         self._head_pattern = form.head_pattern
         self._arguments_open, self._call_closes = form.arguments_open.strip(), form.call_closes
         self._ends = ending(form.call_closes, form.closes, form.call_opens, form.opener)
+        self._call_closers = (form.call_closes.strip(),)
 
     def _call_steps(self, call: Call) -> Wait[None]:
         head = self._head_pattern.fullmatch((yield from self._head(self._arguments_open)))

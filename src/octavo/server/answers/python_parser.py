@@ -7,7 +7,7 @@ import re
 from copy import copy
 from typing import TYPE_CHECKING
 
-from octavo.engine.python_literals import NotALiteralError, ValueScanner, literal_json
+from octavo.engine.python_literals import NotALiteralError, ValueScanner, begun_string_json, literal_json
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.code_spans import CodeSpans
@@ -51,8 +51,9 @@ class PythonParser(ValueParser):
             if key in given:
                 raise MalformedError
             self._drop()
-            value = yield from self._python_value()
-            self._tell("arguments", f"{', ' if given else ''}{json.dumps(key, ensure_ascii=False)}: {value}", call)
+            self._held_piece = f"{', ' if given else ''}{json.dumps(key, ensure_ascii=False)}: "
+            value = yield from self._python_value(call)
+            self._say(value, call)
             given.add(key)
             self._drop()
             if (yield from self._skip_space()) != ",":
@@ -70,20 +71,31 @@ class PythonParser(ValueParser):
         yield from self._expect("=")
         return key
 
-    def _python_value(self) -> Wait[str]:
-        """Go behind a value, and return its JSON. Raises `MalformedError`."""
+    def _python_value(self, call: Call) -> Wait[str]:
+        """Go behind a value, and return its JSON.
+
+        Raises `MalformedError`, and tells the beginning of a string first if the answer was cut off within it.
+        """
         start = self._position
         scanner = ValueScanner(start)
         try:
             while (end := scanner.end(self._text, is_over=self._is_over)) is None:
                 yield
-            value = literal_json(self._text[start:end])
+            value = literal_json(scanner.value(self._text, end))
         except NotALiteralError:
-            if scanner.is_begun:  # the answer ended within a value: no call is looked for there
+            if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # no call is looked for within a value
                 self._position = len(self._text)
+            if scanner.is_begun and self._is_cut:
+                self._say_begun(scanner.value(self._text, self._position), call)
             raise MalformedError from None
         self._position = end
         return value
+
+    def _say_begun(self, text: str, call: Call) -> None:
+        """Tell the beginning of a value if it is a string."""
+        begun = begun_string_json(text.lstrip())
+        if begun is not None:
+            self._say(begun, call)
 
 
 class PythonListParser(PythonParser):

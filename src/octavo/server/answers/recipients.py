@@ -77,6 +77,7 @@ class RecipientsParser(ToolParser):
     """Reads parts; a mark behind which no recipient stands is content."""
 
     _ends = ending(_MARK)
+    _call_openers = (_MARK,)
 
     def _read(self) -> Wait[None]:
         yield from self._part()

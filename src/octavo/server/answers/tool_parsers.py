@@ -21,6 +21,7 @@ class HermesParser(ToolParser):
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
+    _call_openers, _call_closers = (opener,), (closer,)
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
@@ -83,6 +84,7 @@ class MistralParser(ToolParser):
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
     _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
+    _call_openers = (opener,)
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):

@@ -104,6 +104,8 @@ class TagEnd:
         self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
+        self._num_open = 0  # calls that began within the value and have not ended
+        self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
         self.looked_at = 0
         self._before = ""  # the value's last characters before the text
@@ -137,12 +139,41 @@ class TagEnd:
 
     def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:
         """Return the end that a mark is; False if it is text, None if more text is needed."""
-        if closer := self._closer.match(text, place):
+        closer = self._closer.match(text, place)
+        head = next((each for each in self._heads if text.startswith(each, place)), None)
+        if (closer or head) and (is_inner := self._is_inner(text, place, is_over=is_over)) is not False:
+            return None if is_inner is None else False
+        if closer:
             return self._judged_closer(text, closer, is_over=is_over)
-        if head := next((each for each in self._heads if text.startswith(each, place)), None):
+        if head:
             return self._judged_head(text, place, place + len(head), is_over=is_over)
+        return self._judged_mark(text, place, is_over=is_over)
+
+    def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
+        """Return whether a mark belongs to a call within the value; None if more text is needed.
+
+        If it does, more calls end after it than begin there and within the value so far.
+        """
+        depth = self._num_open
+        if not depth:
+            return False
+        for mark in self._calls.finditer(text, place):
+            if mark.group() == self._openers[-1]:
+                depth += 1
+            elif depth:
+                depth -= 1
+            else:
+                return True
+        return False if is_over else None
+
+    def _judged_mark(self, text: str, place: int, *, is_over: bool) -> _Verdict:
+        """Judge the beginning or the end of a call."""
         if not any(text.startswith(each, place) for each in self._breaks):
             self._has_tags = True  # of a call within the value
+            self._num_open += text.startswith(self._openers[-1], place)
+            return False
+        if self._num_open and text.startswith(self._breaks[0], place):
+            self._num_open -= 1
             return False
         # the end of a section without the end of its call is text: two tags would be missing
         is_placed = self._is_own_line(text, place) and text.startswith(self._breaks[0], place)

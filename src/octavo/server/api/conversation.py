@@ -236,7 +236,8 @@ async def answer_conversation(
     """Answer a conversation. id_prefix: the request's id begins with it. options: what else its `Job` says."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
-        form = AnswerForm.of(service.answer_style, conversation.toolbox, prompt["prompt"])
+        is_whole = not options.get("stream", False)
+        form = AnswerForm.of(service.answer_style, conversation.toolbox, prompt["prompt"], is_whole=is_whole)
         job = Job(
             request_id=f"{id_prefix}{new_id()}",
             prompts=[prompt],

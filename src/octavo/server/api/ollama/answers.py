@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class OllamaReply:
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
         self._request, self._form, self._is_chat = request, form, is_chat
-        self._reader = AnswerReader(form)
+        self._reader = AnswerReader(replace(form, is_whole=True))
         self._called, self._arguments, self._num_calls = "", "", 0  # of the call that is being written
         self._reason = ""
         self._metrics: RequestMetrics | None = None
