@@ -49,7 +49,7 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
     is_stored = seed % 2 > 0
-    run = run_seed(f"windows {seed}", 2500, 1, RunFile(None), draw_stored if is_stored else draw_windowed)
+    run = run_seed(f"windows {seed}", 5000, 1, RunFile(None), draw_stored if is_stored else draw_windowed)
     totals = run.totals
     assert run.failed is None
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
@@ -61,7 +61,7 @@ def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_whose_steps_are_decided_ahead_has_a_wrong_token_or_a_leak(seed):
-    run = run_seed(f"async {seed}", 2500, 1, RunFile(None), draw_async)
+    run = run_seed(f"async {seed}", 3500, 1, RunFile(None), draw_async)
     totals = run.totals
     assert run.failed is None
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
