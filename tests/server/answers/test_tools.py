@@ -106,7 +106,7 @@ def test_long_arguments_come_as_they_are_written() -> None:
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {{"city": "{text}"}}}}\n</tool_call>'
     options = {"chat_template": FakeChatTemplate("<tool_call>")}
     with (
-        run_server(FakeExecutor(answer=answer), engine_options=options) as running,
+        run_server(FakeExecutor(answer=answer), engine_options=options, max_unread_outputs=10_000) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
     ):
         asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER], "stream": True}
