@@ -9,6 +9,7 @@ import logging
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -292,6 +293,9 @@ def test_f31_nothing_is_kept_of_requests_that_ended() -> None:
                 http.post(COMPLETIONS, json={**body, "n": 0})
 
         some(40)
-        before = count()
-        some(60)
-        assert count() - before < 120, "less than one object a request"
+        counts = [count()]
+        for _ in range(3):
+            some(20)
+            counts.append(count())
+        growth = [after - before for before, after in pairwise(counts)]
+        assert min(growth) < 40, "less than one object a request; other threads of this process add some at times"
