@@ -286,15 +286,15 @@ def _cache_keys(
 
 
 def _kv_format(cache_keys: tuple[str, ...]) -> dict[str, str]:
-    """Return what cache keys say by name, for a router that pairs engines: those that differ share no KV.
+    """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
 
-    The secret is left out; long texts, which may be architectures, are hashed.
+    The secret is left out. Long texts, such as architectures, are hashed.
     """
-    told = dict(key.split(":", 1) for key in cache_keys)
-    told.pop("secret", None)
+    values = dict(key.split(":", 1) for key in cache_keys)
+    values.pop("secret", None)
     return {
         name: text if len(text) <= _SHOWN_KEY else hashlib.sha256(text.encode()).hexdigest()[:16]
-        for name, text in told.items()
+        for name, text in values.items()
     }
 
 

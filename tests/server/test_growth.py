@@ -20,6 +20,7 @@ from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import parse
 from octavo.server.answers.parts import Part, ReasoningParser, joined
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_parsers import HermesParser
 from octavo.server.api.anthropic.messages import MessagesRequest
@@ -75,7 +76,19 @@ def work(size: int) -> dict[str, Callable[[], object]]:
             parser.feed(" " * 8)
         parser.finish()
 
+    lines = "some words\n" * (size // 11)
+    tagged = f"<tool_call>\n<function=f>\n<parameter=a>\nb</parameter>\n</function>{lines}</parameter>"
+
+    def read_tags() -> None:
+        """Read a value that holds its own closing tags: which ones end it depends on what follows."""
+        schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+        parser = Qwen3CoderFormat().parser([Function("f", schema)])
+        for start in range(0, len(tagged), 5):
+            parser.feed(tagged[start : start + 5])
+        parser.finish()
+
     return {
+        "read a value with tags in pieces": read_tags,
         "read blocks": lambda: messages_of(anthropic, None),
         "read items": lambda: items_of(turns, None),
         "read space": read_space,

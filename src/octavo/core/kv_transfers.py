@@ -255,8 +255,8 @@ class KVTransfers:
         """Emit how many blocks the store still wants of a request that can no longer be saved."""
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
-        if end * self._manager.block_size < self._min_tokens:
-            return
+        if end <= first or end * self._manager.block_size < self._min_tokens:
+            return  # usually: the store is not asked, and a journal has no record of it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))

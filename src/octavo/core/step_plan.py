@@ -16,7 +16,7 @@ class StepPlan:
 
     num_tokens: how many tokens each request gets, in the order in which they were scheduled.
     prompt_room: tokens of prompts that the step may still take (`max_batch_prefill_tokens`).
-    of_prompts: the requests whose tokens were taken of it.
+    of_prompts: the requests that used prompt_room.
     surcharge: what prompts took of the budget beyond their number of tokens.
     is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
     beside_answers: what prompts took of the budget, if others decode in the step.

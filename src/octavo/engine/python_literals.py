@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import threading
 import warnings
 from typing import Any, NoReturn
 
@@ -15,7 +16,8 @@ _BEGUN_STRING = re.compile(r"""(?:''?|""?)\Z""")
 _STOPS = {quote: re.compile(rf"[{quote}\\\n\r]") for quote in "\"'"}
 _MAX_ESCAPE_CHARS = 12
 _WORD = re.compile(r"[\w.]+")
-_JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_PARSING = threading.Lock()  # `catch_warnings` changes the filters of the whole process
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -24,9 +26,9 @@ class NotALiteralError(ValueError):
 
 
 class ValueScanner:
-    """Looks for the end of one value in a text that grows: before one of the characters `ends`, outside of brackets.
+    """Finds the end of one value in a growing text: the first of the characters `ends` outside of brackets.
 
-    With no such characters it ends with its last bracket. is_begun: the text ended within the value. line_ends: places
+    Without `ends` the value ends with its last bracket. is_begun: the text ended within the value. line_ends: places
     of line feeds and carriage returns in strings of one line.
     """
 
@@ -143,7 +145,7 @@ def begun_string_json(text: str) -> str | None:
 
 def _python_value(text: str) -> Any:
     try:
-        with warnings.catch_warnings():
+        with _PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an escape that Python does not know stays as it is
             tree = ast.parse(f"({text.strip()})", mode="eval")  # in brackets a value may have several lines
         return _value_of(tree.body)
@@ -162,7 +164,7 @@ def _value_of(node: ast.expr) -> Any:
                 raise NotALiteralError
             return -value if isinstance(sign, ast.USub) else value
         case ast.Name(id=name) if name in _JSON_WORDS:
-            return ast.literal_eval(_JSON_WORDS[name])
+            return _JSON_WORDS[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value_of(each) for each in items]
         case ast.Dict(keys=keys, values=values):

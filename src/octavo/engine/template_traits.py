@@ -115,29 +115,29 @@ class TemplateTraits:
 
         content is text, text parts or nothing at all; arguments of calls are objects.
         """
-        told = self._told(chat)
         before: list[Message] | None = None
-        for telling in self._tellings(told):
-            if telling != before:
-                yield [self._adapted(message) for message in telling]
-            before = telling
+        for variant in self._variants(self._without_losses(chat)):
+            if variant != before:
+                yield [self._adapted(message) for message in variant]
+            before = variant
 
-    def _tellings(self, told: list[Message]) -> Iterator[list[Message]]:
-        yield told
-        yield self._joined(told)
-        strict = begun_by_user(_with_calls_joined(told))
+    def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
+        """Yield the history as it is, then in forms that stricter templates accept."""
+        yield chat
+        yield self._joined(chat)
+        strict = begun_by_user(_with_calls_joined(chat))
         yield self._joined(strict)
         yield self._joined(with_systems_as_users(strict, keeps_first=self.system != "never"))
 
-    def _told(self, chat: Sequence[Message]) -> list[Message]:
-        """Return the history without what the template is known to refuse or to lose."""
-        told = [*chat]
+    def _without_losses(self, chat: Sequence[Message]) -> list[Message]:
+        """Return the history in a form of which the template is known to refuse and to lose nothing."""
+        history = [*chat]
         if self.system != "anywhere":
-            told = with_one_system_message(told, _join)
-            told = with_systems_as_users(told, keeps_first=self.system == "first")
+            history = with_one_system_message(history, _join)
+            history = with_systems_as_users(history, keeps_first=self.system == "first")
         if self.wants_short_ids:
-            told = with_short_ids(told)
-        return with_single_calls(told) if self.wants_single_calls else told
+            history = with_short_ids(history)
+        return with_single_calls(history) if self.wants_single_calls else history
 
     def _joined(self, chat: Sequence[Message]) -> list[Message]:
         runs: list[list[Message]] = []

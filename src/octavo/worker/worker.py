@@ -170,10 +170,10 @@ class Worker:
         return min(WARM_UP_TOKENS, config.max_num_batched_tokens, self.max_model_len, num_blocks * cache.block_size)
 
     def take_fingerprint(self) -> EngineFingerprint:
-        """Return checksums of what this engine computes with; of other backends than the compiled kernels none.
+        """Check the tables, and return checksums of weights, tables and logits.
 
-        Those give other last bits with other threads or memory addresses, so that there is nothing to compare. The
-        tables of all backends are checked first. Raises `FingerprintError`.
+        Only the compiled kernels have checksums. With other backends the last bits depend on threads and memory
+        addresses, so the checksums of two starts could not be compared. Raises `FingerprintError` for a wrong table.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner

@@ -107,6 +107,10 @@ class TagEnd:
         self._num_open = 0  # calls that began within the value and have not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
+        self._longest = max(map(len, (closes, *self._openers, *self._breaks))) + 1
+        # Where the look ahead of the mark at `looked_at` continues with more text; 0: at the mark.
+        self._ahead_at = self._inner_at = 0
+        self._inner_depth = 0  # calls that are open there
         self.looked_at = 0
         self._before = ""  # the value's last characters before the text
 
@@ -118,6 +122,7 @@ class TagEnd:
     def drop(self, text: str) -> None:
         """Forget the beginning of the text, which is the value's."""
         self.looked_at -= len(text)
+        self._ahead_at, self._inner_at = (max(0, each - len(text)) for each in (self._ahead_at, self._inner_at))
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -131,6 +136,7 @@ class TagEnd:
             if ends is not False:
                 return ends
             self.looked_at += 1
+            self._ahead_at = self._inner_at = 0
         self.looked_at = len(text)
         self.looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
         if is_over:
@@ -154,16 +160,18 @@ class TagEnd:
 
         If it does, more calls end after it than begin there and within the value so far.
         """
-        depth = self._num_open
-        if not depth:
+        if not self._num_open:
             return False
-        for mark in self._calls.finditer(text, place):
+        start, depth = (self._inner_at, self._inner_depth) if self._inner_at else (place, self._num_open)
+        for mark in self._calls.finditer(text, start):
             if mark.group() == self._openers[-1]:
                 depth += 1
             elif depth:
                 depth -= 1
             else:
                 return True
+            start = mark.end()
+        self._inner_at, self._inner_depth = max(start, len(text) - self._longest), depth
         return False if is_over else None
 
     def _judged_mark(self, text: str, place: int, *, is_over: bool) -> _Verdict:
@@ -250,14 +258,17 @@ class TagEnd:
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a whole closing tag ends the value before the next call begins; None if that is not known."""
         ends = ("\n" if self._is_padded else "") + self._start
+        place = max(place, self._ahead_at)
         places = [found for each in self._openers if (found := text.find(each, place)) >= 0]
         limit = min(places, default=len(text))
         while (place := text.find(ends, place, limit)) >= 0:
             closer = self._closer.match(text, place + len(ends) - len(self._start))
             follows = self._follow(text, closer.end() if closer else place + len(ends), is_over=is_over)
             if follows is None or follows:
+                self._ahead_at = place
                 return None if follows is None else True
             place += 1
+        self._ahead_at = max(self._ahead_at, len(text) - self._longest)
         return False if is_over or places else None
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
