@@ -145,7 +145,7 @@ class Pair:
             partners.ended(self._prefill, self._decode, share, self._known, now)
         else:
             asked = self._flight.asked
-            partners.ended_untold(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
+            partners.ended_without_usage(self._prefill, self._decode, self._before, asked.num_tokens, num_new)
 
     async def _is_computed(self) -> bool:
         """Wait until the prompt is computed, for a while; return whether it is."""

@@ -94,7 +94,7 @@ class Partners:
         came = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, came=came)
 
-    def ended_untold(
+    def ended_without_usage(
         self, prefill: Engine, decode: Engine, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
         """Note the end of a request without `usage`; the engine's next figures may say whether KV came.

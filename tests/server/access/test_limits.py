@@ -267,6 +267,7 @@ def test_one_connection_too_many_is_told_so_and_a_probe_is_answered() -> None:
                 third.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
                 answer = read_all(third)  # returns because the server closes the connection
             assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.lower().count(b"connection: close\r\n") == 1
         wait_until(lambda: len(connections) == 2, "the others are gone")
 
 

@@ -182,7 +182,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
-            self.cycle.keep_alive = False
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # which ends it, too
         if not self.pipeline:
             self._answered = self.cycle
             self._watch_reader()
