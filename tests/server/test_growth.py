@@ -26,6 +26,7 @@ from octavo.server.answers.tool_parsers import HermesParser
 from octavo.server.api.anthropic.messages import MessagesRequest
 from octavo.server.api.anthropic.messages import _read_conversation as messages_of
 from octavo.server.api.conversation import read_messages
+from octavo.server.api.ollama.requests import PromptRequest
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.api.openai.responses import ResponsesRequest
 from octavo.server.api.openai.responses import _read_conversation as items_of
@@ -87,8 +88,16 @@ def work(size: int) -> dict[str, Callable[[], object]]:
             parser.feed(tagged[start : start + 5])
         parser.finish()
 
+    def read_broken() -> None:
+        """Repair a call that is followed by blanks and text."""
+        parser = HermesParser([Function("f", {})])
+        parser.feed('<tool_call>{"name": "f", "arguments": {"a": "b" c"}}' + " " * size + "x")
+        parser.finish()
+
     return {
         "read a value with tags in pieces": read_tags,
+        "read blanks after a broken call": read_broken,
+        "read a keep_alive": lambda: PromptRequest(model="a", keep_alive="0" * size).is_unloading,
         "read blocks": lambda: messages_of(anthropic, None),
         "read items": lambda: items_of(turns, None),
         "read space": read_space,

@@ -49,8 +49,8 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # a bracket alone is no mark
-    bracket = r"\}?\s*" if is_wrapped else ""
-    return re.compile(rf"\s*{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
+    bracket = r"(?:\}\s*+)?" if is_wrapped else ""
+    return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
 
 class MalformedError(Exception):

@@ -58,7 +58,7 @@ _LAST_N = 64  # tokens that penalties look at in Ollama where nothing is said
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # of num_predict, besides -1; a full context ends an answer here
-_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0+\.?0*|\.0+)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # as Go writes durations
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # as Go writes durations
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
