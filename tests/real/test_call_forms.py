@@ -232,7 +232,7 @@ def test_a_forced_call_through_every_template(real_templates, engine, inputs_wit
         style = style_of(inputs, "none")
         toolbox = read_chat_tools(TOOLS, "required", False, style.tools)
         try:
-            messages, given = toolbox.told(MESSAGES, style.tools)
+            messages, given = toolbox.template_input(MESSAGES, style.tools)
             prompt = inputs.chat_prompt(messages, tools=given)
         except RequestError:
             assert name in CANNOT

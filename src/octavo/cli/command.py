@@ -65,9 +65,9 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. Where the locale is not UTF-8, an argument that is not text in it is refused.
+        """Parse the command line. If the locale is not UTF-8, an argument that is not text in it is refused.
 
-        It may be a path, a prompt or a name; in UTF-8 each of them is checked where it is read.
+        It may be a path, a prompt or a name; in UTF-8 the reader of each argument checks it.
         """
         for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):

@@ -81,7 +81,7 @@ def list_(file: File) -> None:
 
 @command("octavo keys remove keys.toml alice")
 def remove(file: File, name: Name) -> None:
-    """Remove the keys of an owner. A running server reads the file anew on SIGHUP, and ends what they have open."""
+    """Remove the keys of an owner. A running server reads the file anew on SIGHUP, and aborts their open requests."""
     remove_key(file, name)
 
 

@@ -186,7 +186,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
     """Say what there is that makes text of tokens, and prompts of conversations."""
-    from octavo.server.answers.answer_form import untold
+    from octavo.server.answers.answer_form import template_remark
     from octavo.server.answers.known_formats import find_tool_format
     from octavo.server.answers.reasoning_forms import find_reasoning_form
     from octavo.server.answers.template_probe import TemplateProbe
@@ -208,6 +208,6 @@ def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[st
         "chat template": ", ".join(sorted(template.templates)),
         "tool calls": "in no format that octavo reads"
         if tools is None
-        else tools.name + untold(tools, shows_tools=probe.shows_tools),
+        else tools.name + template_remark(tools, shows_tools=probe.shows_tools),
         "reasoning": "none that is split off" if reasoning is None else reasoning.name,
     }

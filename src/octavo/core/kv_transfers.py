@@ -429,7 +429,7 @@ class KVTransfers:
     def request_finished(self, request: Request) -> None:
         """Order the last saves of a request that ended, before its blocks are freed, and drop all records of it.
 
-        Blocks that find no room are not saved. An event tells how many.
+        Blocks that find no room are not saved; an event counts them.
         """
         if self.has_store:
             self._offer_all(request)

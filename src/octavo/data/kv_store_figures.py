@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class KVStoreFigures:
     """Figures of one store. num_blocks, num_bytes: what it holds, as of its last call.
 
-    num_corrupt: blocks that were not what was saved, and num_errors: calls that failed, since the start. is_usable: 1
-    if the store is open and its last call succeeded; 0 before it is open, after a failed call, and while a call hangs.
+    num_corrupt, num_errors: blocks whose content had changed since they were saved, and failed calls, since the start.
+    is_usable: 1 if the store is open and its last call succeeded; 0 before it is open, after a failed call, and while a
+    call hangs.
     """
 
     num_blocks: int = 0

@@ -33,7 +33,7 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 def read_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of any call for a chat template, which wants an object.
 
-    So a call that the server gave can stand in the next request as it is. A call that was cut off has the arguments
+    A client can send a call of an answer back unchanged. A call that was cut off has the arguments
     that came, the last string as far as it came. A text that is no object at all is the value of `UNREADABLE_KEY`: the
     model sees what it wrote, not a call without arguments.
     """
@@ -45,7 +45,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
-    """Return what came of arguments that were cut off; {} for a text that is no beginning of an object.
+    """Return the complete members of arguments that were cut off; {} if the text does not begin an object.
 
     with_last_string: the last value may be half a string; clients that read a stream as it comes leave it out.
     """

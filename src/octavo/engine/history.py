@@ -1,4 +1,4 @@
-"""Tell a conversation's history in another legal way, for chat templates that refuse or lose the usual one.
+"""Rewrite a conversation's history for chat templates that refuse the usual form, or lose a part of it.
 
 Messages are as templates read them: content is text, a list of text parts or null, arguments of calls are objects. No
 function changes its arguments, and a message that needs no change is returned as it is.
@@ -99,13 +99,13 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
 
 
 def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Message]], Message]) -> list[Message]:
-    """Return messages whose system messages at the beginning are one."""
+    """Return messages with the system messages at the beginning joined."""
     count = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     return [join([*chat[:count]]), *chat[count:]] if count > 1 else [*chat]
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Return messages whose system messages are users' turns at the same place. keeps_first: but for the first one."""
+    """Return messages with system messages as users' turns at the same place. keeps_first: the first one stays."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -121,7 +121,7 @@ def begun_by_user(chat: Sequence[Message]) -> list[Message]:
 
 
 def _rounds(chat: Sequence[Message]) -> list[tuple[Message, list[Message]]]:
-    """Return the messages with the results that follow each; a result at the beginning stands alone."""
+    """Return the messages with the results that follow each; a result at the beginning is an entry of its own."""
     rounds: list[tuple[Message, list[Message]]] = []
     for message in chat:
         if message["role"] == "tool" and rounds:

@@ -230,8 +230,8 @@ class _Reading:
 class _Search:
     """Looks for the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    They stand in one string: of two such strings, one that holds both and what stands between is as likely. Quotes of
-    a text come in pairs: a reading with half a pair must be the only one, however many repairs others need.
+    Only one string of a reading may hold unescaped quotes: two such strings could as well be one string that holds
+    both. Quotes in a text come in pairs, so a reading with half a pair must be the only possible one.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -321,7 +321,7 @@ class _Search:
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # after a quote that was taken for text another value follows, with or without its comma
+        has_member = False  # another value follows a quote that was taken for text, with or without a comma
         may_have_ended = False  # at a quote after an escaped backslash: the last one of a path, or an escaped quote
         escapes = _Escapes()
         while position < len(text):
@@ -369,7 +369,7 @@ class _Search:
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or the bracket behind a quote that may end a string; "" if none is there."""
+        """Return the comma or the bracket after a quote that may end a string; "" if none is there."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()
@@ -395,7 +395,7 @@ class _Escapes:
     """The backslashes of one string.
 
     has_invalid: one escapes nothing, so the model did not write JSON's escapes there. has_other: one may be an escape
-    or a letter then. has_end: one stands before a quote that may end the string. num_quotes: escaped ones.
+    or a letter then. has_end: one is followed by a quote that may end the string. num_quotes: escaped ones.
     """
 
     has_invalid: bool = False

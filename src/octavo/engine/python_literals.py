@@ -1,4 +1,4 @@
-"""Python's literals in a text: where a value ends, and what it is by the rules of `ast`. Nothing is evaluated."""
+"""Finds and reads Python's literals in a text, by the rules of `ast`. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ValueScanner:
             self._position = found.end()
         elif text.startswith(quote, found.start()):
             self._quote, self._position = "", found.start() + len(quote)
-        else:  # of three quotes, not all are there
+        else:  # fewer than three quotes
             is_open = len(text) - found.start() < len(quote)
             self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
 
@@ -106,7 +106,7 @@ class ValueScanner:
 def literal(text: str) -> Any:
     """Return the value of JSON or of a Python literal: text, numbers, truth values, nothing, lists and dictionaries.
 
-    Tuples are lists; JSON's `true`, `false` and `null` may stand in Python. Raises `NotALiteralError` for anything
+    Tuples are lists; JSON's `true`, `false` and `null` are allowed in Python. Raises `NotALiteralError` for anything
     else: names, calls, f-strings, bytes, sets, keys that are no strings, halves of characters.
     """
     if len(text) > _MAX_CHARS or not text.strip():

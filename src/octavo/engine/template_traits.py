@@ -203,7 +203,7 @@ def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) ->
 
 
 def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
-    """Return True if two calls, told one after the other, are shown, and told in one message are not."""
+    """Return True if a template shows two calls in two messages, but not in one message."""
     calling = _calling(content, as_text=as_text)
     other = _calling(content, as_text=as_text, arguments={_SECOND: 2})
     other["tool_calls"][0]["id"] = _OTHER_ID
@@ -215,7 +215,7 @@ def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool)
 
 
 def _find_system_places(render: Render) -> SystemPlaces:
-    """Return which system messages are shown, as far as others can be told as a user's turn."""
+    """Return which system messages a template shows; the rest must be possible as users' turns."""
     answer = {"role": "assistant", "content": "Answer"}
     first, second = _message("system", _FIRST), _message("system", _SECOND)
     text = render([first, _USER, answer, second, _USER])

@@ -42,7 +42,7 @@ def usable_cores() -> list[int]:
 
 
 def processor_name() -> str:
-    """Return the name of this machine's processor, as its maker calls it where that is known."""
+    """Return the maker's name of this processor, if it is known."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
 
 

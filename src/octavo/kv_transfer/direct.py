@@ -82,7 +82,7 @@ def create_connector(
     """Return this engine's side of direct transfers; None without `config.direct`. Raises `ConfigError`.
 
     secret: both sides need the same. kv_format: what the KV of this engine depends on besides tokens, by name; an
-    engine in which it differs is refused, and both logs tell why.
+    engine in which it differs is refused, and both logs say why.
     """
     if not config.direct:
         return None

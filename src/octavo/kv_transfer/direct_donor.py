@@ -33,7 +33,7 @@ _GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its
 _STALLED_S = 3.0  # blocks that are ready wait so long without any block being written; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20  # about; later writes are as large as the connection moves in `BEAT_S`
 _MAX_CONNECTIONS = 512
-_MAX_TOLD = 64  # refusals that are remembered, so that the log tells each once
+_MAX_TOLD = 64  # refusals that are remembered, so that the log has each once
 _MAX_KNOWN = 4096  # transfers that have ended and are remembered
 
 
@@ -230,7 +230,7 @@ class DirectDonor:
                 self._connections.discard(connection)
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        """Tell a decode engine why it gets nothing more; log each reason once. Raises `OSError`."""
+        """Send a decode engine the reason of a refusal; log each reason once. Raises `OSError`."""
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
@@ -254,7 +254,7 @@ class DirectDonor:
         channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
         notice = channel.receive(messages.Notice)
         if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
-            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # strangers are told nothing
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # an unknown peer gets no reason
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:
@@ -268,12 +268,12 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write blocks as they are computed, and tell of them. A beat twice a second tells that there is progress.
+        """Write blocks as they are computed, and report them. A beat twice a second means that there is progress.
 
         Raises `StoreError` if blocks are ready and no block of anybody is written for `_STALLED_S`, and `OSError`.
         """
         num_written, asked_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
-        ready_at: float | None = None  # since when a block is there that is not written
+        ready_at: float | None = None  # since when a computed block waits to be written
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, asked_at)
             if count is None:

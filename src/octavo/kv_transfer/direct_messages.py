@@ -84,7 +84,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class RefusalError(ConnectionError):
-    """A prefill engine hands nothing over, for a reason that both logs tell."""
+    """A prefill engine refuses to send KV. Both logs have the reason."""
 
 
 class BrokenOffError(ConnectionError):

@@ -33,7 +33,7 @@ _CONNECT_S = 2.0
 _PROBE_S = 1.0  # after a connection has failed, a healthy source answers a new one within this time
 _BUSY_PAUSE_S = 0.05  # between looks for a free area
 _ENDING_S = 0.1  # within this time a process that is ending has closed its listening socket
-_MAX_SOURCES = 256  # whose last failure is remembered
+_MAX_SOURCES = 256  # the last failure of each is remembered
 
 
 class _ConnectTimeoutError(TimeoutError):
@@ -178,7 +178,7 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return where the first of these comes from, and those, from it on, that come from there, too.
+        """Return the source of the first key, and the keys from it on that have the same source.
 
         Sources that have failed since they were expected to send these are left out.
         """

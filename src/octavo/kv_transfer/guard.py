@@ -82,7 +82,7 @@ class GuardedStore:
             return not self._is_closed and now >= self._resumes_at and not hangs
 
     def _note_usable(self, *, hangs: bool = False) -> None:
-        """Set the figure that tells whether the store works. The lock is held."""
+        """Set the figure `is_usable`. The lock is held."""
         self.figures.is_usable = int(self._store is not None and not (self._error or self._is_closed or hangs))
 
     def _hangs(self, now: float) -> bool:

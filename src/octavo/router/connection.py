@@ -78,6 +78,6 @@ class EngineConnection(asyncio.Protocol):
             self._on_idle(self)
 
     def close(self) -> None:
-        """Close the connection at once, which tells the engine that an answer is not wanted any more."""
+        """Close the connection, so that the engine aborts the request."""
         self._answer = None
         self._transport.abort()

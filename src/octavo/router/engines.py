@@ -30,9 +30,9 @@ class Engine:
     open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
     incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
     what it told is no list. role: which part of requests it is for: prefill, decode or both. kv_transfer_port: where it
-    hands KV over directly, None: it does not. kv_format: what KV of its depends on besides tokens, by name; None: it
-    did not tell. prefills_from: when it may be asked for prompts again, on the event loop's clock. num_paired: requests
-    that it answers with KV of prompts that others compute; num_paired_in_vain: those to which no KV came.
+    hands KV over directly, None: it does not. kv_format: what its KV depends on besides tokens, by name; None if the
+    engine did not publish it. prefills_from: when it may be asked for prompts again, on the event loop's clock.
+    num_paired: requests that it answers with KV of prompts that others compute; num_paired_in_vain: those without KV.
     prompt_figures: how it got the KV of prompts, by its metrics; None: not known. num_sent_prompt_tokens: estimated
     tokens of the prompts among num_sent_tokens. request_timeout_s: its limit of a request's time; None: not known.
     """

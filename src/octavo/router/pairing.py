@@ -42,7 +42,7 @@ class Pairing(Protocol):
         ...
 
     def close(self, usage: Usage | None) -> None:
-        """End the other half; returns at once. usage: what the answer said; None if it did not come."""
+        """End the other half; returns at once. usage: of the answer; None if the answer is not complete."""
         ...
 
 
@@ -107,7 +107,7 @@ class Pair:
         self._service, self._scope, self._body = service, scope, body
         self._prefill, self._decode, self._known = prefill, decode, known
         self._before = decode.prompt_figures
-        self._is_paired = False  # the second half was told of the first
+        self._is_paired = False  # the decode engine knows the prefill engine
         asked = replace(flight.asked, max_tokens=1, num_streams=1)
         self._flight = Flight(asked, flight.tenant)  # of its own: who is lost with it is not the client's request
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))

@@ -50,7 +50,7 @@ _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
 _NO_USAGE = Usage(None, None, 0)
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 _END_BYTES = 2 * COUNTS_BYTES  # of a large answer, where the counts may stand
-_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; what is silent ends all the same
+_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
 
 
 class Proxy:
@@ -204,7 +204,7 @@ class _Exchange:
     async def _relay_json(self, answer: Answer) -> Usage:
         """Pass JSON on as a whole, so that another engine can answer until then; above the limit as it comes.
 
-        Raises `AnswerError` if the connection's end, which alone tells the length, cut the text.
+        Raises `AnswerError` if the text was cut by the end of the connection, which alone marks its length.
         """
         async with self._flight.guarded():
             body, is_whole = await answer.read_held()

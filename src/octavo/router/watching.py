@@ -180,7 +180,7 @@ class EngineWatch:
                 engine.models = frozenset()
 
     async def _read_role(self, engine: Engine) -> None:
-        """Read an engine's role and its limit of a request's time. An engine that tells no role has both."""
+        """Read an engine's role and its limit of a request's time. An engine without a role has both."""
         text = await self._get(engine, "/model_info")
         if text is not None:
             try:

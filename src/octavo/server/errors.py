@@ -222,7 +222,7 @@ def reason_of(status: int) -> str:
     """Return the reason for a status that has no code of its own, like bad_request; status_520 for an unknown one."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
-    except ValueError:  # an engine behind a router may answer with any
+    except ValueError:  # an engine may answer a router with any status
         return f"status_{status}"
 
 

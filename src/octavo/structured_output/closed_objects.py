@@ -71,7 +71,7 @@ class Merged:
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema, with all that it refers to and its options. root: where references point."""
+        """Add a schema, with all that it refers to and its options. root: the schema that references point into."""
         left = [schema]
         while left:
             part = left.pop()

@@ -86,7 +86,7 @@ def free_start(ends: str, ends_token: str | None, opens: str | None, between: Se
     """Return the rules of an answer that is free up to and with a marker and ends with the structure, `@answer`.
 
     opens: the grammar's name of the text that begins the free part; None if every answer has a free part. is_exact: an
-    answer without a free part is the structure alone. Otherwise blanks may stand before it: JSON allows them.
+    answer without a free part is the structure alone. Otherwise blanks may come before it: JSON allows them.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:

@@ -20,7 +20,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# What pydantic writes of a Decimal with a maximum of digits: the assertion counts the digits of what follows it.
+# pydantic's pattern of a Decimal with a maximum of digits: the assertion counts the digits after it.
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"
@@ -114,7 +114,7 @@ def _alternatives(inner: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> Iterator[str]:
-    """Yield what stands between the bars of a pattern, those within groups and classes aside."""
+    """Yield the alternatives between the bars of a pattern. Bars in groups and classes do not count."""
     start, place = 0, 0
     while place < len(pattern):
         if pattern[place] in "([":

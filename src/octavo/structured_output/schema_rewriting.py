@@ -1,7 +1,7 @@
 """Rewrite a client's JSON schema into one that llguidance compiles and that says what the client expects.
 
-What is rewritten only narrows what a schema allows, but for formats that nobody checks and for `oneOf`, whose options
-may overlap.
+Rewriting only narrows a schema, with two exceptions: unknown formats are not checked, and the options of `oneOf` may
+overlap.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
     if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
         _note_format(found.pop("format"))
     if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
-        del found["$schema"]  # OpenAPI's and others': llguidance refuses what it does not know
+        del found["$schema"]  # llguidance refuses dialects that it does not know, such as OpenAPI's
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(is_exclusive := found.get(exclusive), bool):  # as OpenAPI 3.0 has it
             del found[exclusive]
@@ -192,7 +192,7 @@ def _mend_names(schema: dict[str, Any]) -> None:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose pattern does not look ahead, if that can be said by others."""
+    """Return a schema with patterns that do not look ahead, if they can replace one that does."""
     pattern = schema.get("pattern")
     patterns = without_lookahead(pattern) if isinstance(pattern, str) else None
     if not patterns or (len(patterns) == 1 and patterns[0] == pattern):

@@ -139,7 +139,7 @@ def test_history_is_told_in_text() -> None:
         {"role": "assistant", "content": "I look again.", "tool_calls": [*calls, *calls]},
         {"role": "tool", "tool_call_id": "unknown", "content": "rain"},
     ]
-    told = GenericFormat().told(messages, TOOLS, is_required=False, only_one=False)
+    told = GenericFormat().messages_with_tools(messages, TOOLS, is_required=False, only_one=False)
     assert [each["role"] for each in told] == ["developer", "user", "assistant", "user", "assistant", "user"]
     assert told[0]["content"].startswith("Be brief.\n\nYou can call these tools")
     assert '{"name": "now", "description": "Tells it."' in told[0]["content"]
@@ -149,11 +149,13 @@ def test_history_is_told_in_text() -> None:
     assert told[4]["content"] == f'I look again.\n\n{{"tool_calls": [{written}, {written}]}}'
     assert told[5]["content"] == '{"tool_response": {"content": "rain"}}'
     assert messages[2]["tool_calls"] == calls
-    untold = GenericFormat().told(messages[1:], [], is_required=False, only_one=True)
+    untold = GenericFormat().messages_with_tools(messages[1:], [], is_required=False, only_one=True)
     assert untold == told[1:]  # without tools in the request the history stays readable
     odd = {"role": "tool", "tool_call_id": ["call_1"], "content": "x"}
-    assert GenericFormat().told([odd], [], is_required=False, only_one=True)[0]["role"] == "user"
-    assert GenericFormat().told(messages[1:], TOOLS, is_required=True, only_one=True)[0]["role"] == "system"
+    assert GenericFormat().messages_with_tools([odd], [], is_required=False, only_one=True)[0]["role"] == "user"
+    assert (
+        GenericFormat().messages_with_tools(messages[1:], TOOLS, is_required=True, only_one=True)[0]["role"] == "system"
+    )
 
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from octavo.server.answers.tools import Toolbox
 
 
-def untold(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark on a chat template that tells the model of no tools or shows no form of calls; else ""."""
+def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
+    """Return a remark if a chat template does not describe tools, or shows no calls; else ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -53,7 +53,7 @@ class AnswerStyle:
     def summary(self) -> str:
         """Say it in a line."""
         calls = "not known" if self.tools is None else self.tools.name
-        blind = "" if self.tools is None else untold(self.tools, shows_tools=self.shows_tools)
+        blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
 
     @property
@@ -86,7 +86,7 @@ class AnswerForm:
 
     reasoning: how they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
     shown_ids: the special tokens that are part of their text. frame: what reads the whole of them, where one does.
-    is_whole: answers are not streamed, so a call is read to its end before any of it is told.
+    is_whole: answers are not streamed, so a call is read to its end before any part of it is emitted.
     """
 
     toolbox: Toolbox = NO_TOOLS

@@ -125,7 +125,7 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Return the JSON of an argument that was written as this text: JSON of a type that it may have, else a string.
 
-    Python's literals are understood where a string is not meant. Words that are no value of the types are a string: the
+    Python's literals are accepted unless a string is expected. Words that are no value of the types are a string: the
     client answers it. Returns None for an empty text that is no string: the argument is left out. Raises
     `UnreadableError` for a text with other characters, such as brackets, that is no value: it has a slip.
     """
@@ -151,7 +151,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return a list or an object with slips, and its JSON; what was given if it cannot be read."""
+    """Return the value and the JSON of a list or object with slips; the given text if it cannot be read."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))

@@ -2,11 +2,12 @@
 
 A call is held back until it has ended. A text that begins like a call and is none (arguments that cannot be read in one
 way, a name that no tool has, a tag that is not closed) is content. Slips with one meaning are repaired, see
-`octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the call is told as far as it
-came, and nothing of it is content.
+`octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the part of the call that
+came is emitted as a call, not as content.
 
-In a stream a call with long arguments is told while it comes. If it breaks then, its arguments stay broken JSON: they
-are never closed to another value than the model wrote. In a whole answer every call is held back until it has ended.
+In a stream a call with long arguments is emitted while it comes. If it breaks then, its arguments stay broken JSON:
+they are never completed to a value that the model did not write. In a whole answer every call is held back until it has
+ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     """Reads on, and waits where it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # of a call's arguments: in a stream, more of them are told before the call has ended
+HELD_CHARS = 1024  # of a call's arguments: in a stream, longer arguments are emitted before the call has ended
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # brackets too many after a call
 _HALF = "\ufffd"  # what a character becomes that was cut in two
@@ -45,7 +46,7 @@ _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
     """Return a pattern of the text that may follow arguments: one of these marks, with any white space, or the end.
 
-    is_wrapped: the arguments stand in an object, whose bracket comes first.
+    is_wrapped: the arguments are a member of an object, whose closing bracket comes first.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # a bracket alone is no mark
@@ -174,7 +175,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call by these steps. Returns False if there is none; what was looked at is content then."""
+        """Read a call by these steps. Returns False if there is none; the text that was read is content then."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         try:
             yield from steps
@@ -197,13 +198,13 @@ class ToolParser:
             self._num_calls, call.index = call.index, None
 
     def _commit(self) -> None:
-        """Tell the call that is held back: it stays one."""
+        """Emit the call that is held back: it can no longer become text."""
         if self._held is not None:
             self._parts += self._held
             self._held, self._held_text = None, []
 
     def _tell_cut(self, call: Call) -> bool:
-        """Tell what is known of a call if the answer was cut off within it. Returns whether it was."""
+        """Emit the known part of a call if the answer was cut off within it. Returns whether it was."""
         if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
         if call.index is None and call.name in self._names:
@@ -250,7 +251,7 @@ class ToolParser:
             self._tell_whole(call)
 
     def _tell_whole(self, call: Call) -> None:
-        """Tell arguments that stood before the name, or in a string."""
+        """Emit arguments that came before the name, or in a string."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
@@ -265,7 +266,7 @@ class ToolParser:
         self._tell("arguments", arguments, call)
 
     def _tell_arguments(self, call: Call) -> Wait[None]:
-        """Read arguments that are a JSON object, and tell them. Raises `MalformedError` if they cannot be read."""
+        """Read arguments that are a JSON object, and emit them. Raises `MalformedError` if they cannot be read."""
         self._begin(call)
         self._drop()
         scanner, told = StrictObject(), list[str]()
@@ -310,12 +311,12 @@ class ToolParser:
                 self._give_up(call)
 
     def _has_second_end(self) -> bool:
-        """Return whether a quote and a bracket stand once more before the mark that ends the call."""
+        """Return whether another quote and bracket come before the mark that ends the call."""
         closers = [place for each in self._call_closers if (place := self._text.find(each, self._position)) >= 0]
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, told: str) -> Wait[None]:
-        """Repair arguments whose beginning was told, with the whole rest of the answer in view."""
+        """Repair arguments whose beginning was emitted, with the whole rest of the answer."""
         while not self._is_over:
             yield
         text, known = told + self._text, self._known_keys(call)
@@ -342,7 +343,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return where the text of a broken call ends. position: where it broke.
 
-        After its closing mark another call may follow. A call that begins before that mark may stand within a string,
+        After its closing mark another call may follow. A call that begins before that mark may be part of a string,
         so it is never run: it is text up to its own closing mark.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
@@ -356,7 +357,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _give_up(self, call: Call) -> NoReturn:
-        """Tell the rest of arguments that were cut off or are broken, for a call that is told already."""
+        """Emit the rest of arguments that were cut off or are broken, for a call that was emitted already."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._tell("arguments", self._text[: self._position], call)
@@ -375,7 +376,7 @@ class ToolParser:
         self._tell("call", call.name or "", call)
 
     def _value(self) -> Wait[str]:
-        """Go behind a JSON value of any kind; return its text."""
+        """Skip a JSON value of any kind; return its text."""
         start, depth = self._position, 0
         while True:
             char = yield from self._peek()
@@ -444,7 +445,7 @@ class ToolParser:
             yield
 
     def _takes_closer(self, closer: str) -> Wait[None]:
-        """Go behind what closes a call, and behind brackets too many before it, if it comes."""
+        """Skip the mark that closes a call, and surplus brackets before it, if it comes."""
         yield from self._skip_space()
         self._drop()
         for _ in range(_MAX_CLOSERS):

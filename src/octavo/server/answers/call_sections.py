@@ -140,7 +140,7 @@ class SectionParser(ToolParser):
         return (yield from self._takes(self._between)) and (yield from self._takes_all(self._call_opens))
 
     def _takes_section_end(self) -> Wait[None]:
-        """Go behind what closes a section, and behind brackets too many before it."""
+        """Skip the mark that closes a section, and surplus brackets before it."""
         yield from self._skip_space()
         yield from self._takes_all(self._closes)
         yield from self._skip_space()

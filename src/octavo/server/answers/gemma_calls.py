@@ -103,7 +103,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Reads them. A string may stand between ordinary quotes, too, as JSON has it."""
+    """Reads them. Strings in JSON's quotes are accepted, too."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -114,7 +114,7 @@ class GemmaParser(ValueParser):
         self._commit()
 
     def _object(self, call: Call, depth: int) -> Wait[None]:
-        """Read keys with values up to what closes them, and tell an object."""
+        """Read keys with values up to the closing bracket, and emit an object."""
         self._say_opened("{", "}", call)
         given = set[str]()
         while (yield from self._skip_space()) != "}":
@@ -131,7 +131,7 @@ class GemmaParser(ValueParser):
         self._say_closed(call)
 
     def _key(self) -> Wait[str]:
-        """Read a key and what stands behind it; return it as JSON."""
+        """Read a key and the mark after it; return the key as JSON."""
         if (char := (yield from self._peek())) == "<":
             key = yield from self._quoted(None)
         elif char == '"':
@@ -163,7 +163,7 @@ class GemmaParser(ValueParser):
         else:
             word = yield from self._run(_WORD)
             if self._is_cut and self._position == len(self._text):
-                raise MalformedError  # of a word whose end is not known
+                raise MalformedError  # the end of the word is not known
             self._say(_word(word), call)
             self._drop()
 
@@ -203,7 +203,7 @@ class GemmaParser(ValueParser):
         return f'"{written}"'
 
     def _piece(self, text: str, call: Call | None) -> str:
-        """Tell a piece of a string, or return it as JSON where it is told to nobody."""
+        """Emit a piece of a string; for a key, return it as JSON instead."""
         written = json_text(text)[1:-1]
         if call is None:
             return written

@@ -1,7 +1,7 @@
-"""Calls of models whose chat template knows no tools.
+"""Tool calls of models whose chat template knows no tools.
 
 A system message describes the tools, and a grammar makes every answer an object: `{"tool_call": {...}}`, or
-`{"response": "..."}` for the user. The history is told in the same way. llama.cpp does the same for such models.
+`{"response": "..."}` for the user. The history has the same form. llama.cpp does the same for such models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SYSTEM_ROLES = {"system", "developer"}
 
 
 class GenericFormat(ToolFormat):
-    """Objects that the answer consists of. Several calls stand in a list, if the client asks for several."""
+    """The answer is one object. It holds a list if the client allows several calls."""
 
     name = "generic"
     markers = ()
@@ -60,7 +60,7 @@ class GenericFormat(ToolFormat):
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
-    def told(
+    def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
         """Return messages that any template can show: calls and their results are text, a system message has the tools.
@@ -68,7 +68,7 @@ class GenericFormat(ToolFormat):
         tools: as templates read them.
         """
         names: dict[str, str] = {}
-        history = [_told(message, names) for message in messages]
+        history = [_as_text(message, names) for message in messages]
         if not tools:
             return history
         about = _description(tools, is_required=is_required, only_one=only_one)
@@ -90,7 +90,7 @@ def _member(key: str, rule: str) -> str:
 
 
 def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool) -> str:
-    """Return what the model is told of the tools and of the form of its answer."""
+    """Return the system message about the tools and the form of the answer."""
     listed = "\n".join(json_text(tool["function"]) for tool in tools)
     call = '{"name": "the name of a tool", "arguments": {...}}'
     forms = [f'{{"{_CALL}": {call}}} to call a tool']
@@ -104,7 +104,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
     )
 
 
-def _told(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return a message without calls and results, which its text has. Mutated: names, of the calls by their ids."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
@@ -134,7 +134,7 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads the object. The text for the user is told as it comes; an answer that is no such object is content."""
+    """Reads the object. The text for the user is emitted as it comes; an answer that is no such object is content."""
 
     _is_content = False  # what `_value` reads
 
@@ -188,7 +188,7 @@ class _GenericParser(ToolParser):
             self._position += 1
 
     def _response(self) -> Wait[None]:
-        """Tell the text for the user, or JSON that stands in its place, as it comes."""
+        """Emit the text for the user, or JSON in its place, as it comes."""
         if (yield from self._peek()) == '"':
             self._position += 1
             self._drop()
@@ -196,7 +196,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # the answer was cut off: what there is was told
+        with contextlib.suppress(MalformedError):  # the answer was cut off: its text was emitted
             yield from self._value()
         self._tell_content()
         self._is_content = False

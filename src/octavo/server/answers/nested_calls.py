@@ -172,7 +172,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Read a value with the end of its tag, and tell it. Returns False for one that is left out."""
+        """Read a value with the end of its tag, and emit it. Returns False for a value that is omitted."""
         closes = f"{MARK}</{tag}>"
         if is_text(schema, self._root):
             self._say_opened('"', '"', call)

@@ -1,4 +1,4 @@
-"""Reads calls that are written in Python, and tells their arguments as JSON. Nothing is evaluated."""
+"""Reads calls that are written in Python, and emits their arguments as JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 
 
 class PythonParser(ValueParser):
-    """Reads a list between marks. Values are what `ast` reads; each is told when it is whole."""
+    """Reads a list between marks. Values are those that `ast` reads; each is emitted when it is complete."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -43,7 +43,7 @@ class PythonParser(ValueParser):
         return bool(char) and not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:
-        """Read names with values up to the closing bracket, and tell an object."""
+        """Read names with values up to the closing bracket, and emit an object."""
         self._tell("arguments", "{", call)
         given = set[str]()
         while (yield from self._skip_space()) != ")":
@@ -63,7 +63,7 @@ class PythonParser(ValueParser):
         self._tell("arguments", "}", call)
 
     def _key(self) -> Wait[str]:
-        """Read the name of an argument and the mark behind it."""
+        """Read the name of an argument and the mark after it."""
         key = yield from self._run(_KEY)
         if not key or (self._is_cut and self._position == len(self._text)):
             raise MalformedError
@@ -72,9 +72,9 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Go behind a value, and return its JSON.
+        """Skip a value, and return its JSON.
 
-        Raises `MalformedError`, and tells the beginning of a string first if the answer was cut off within it.
+        Raises `MalformedError`, and emits the beginning of a string first if the answer was cut off within it.
         """
         start = self._position
         scanner = ValueScanner(start)
@@ -92,7 +92,7 @@ class PythonParser(ValueParser):
         return value
 
     def _say_begun(self, text: str, call: Call) -> None:
-        """Tell the beginning of a value if it is a string."""
+        """Emit the beginning of a value if it is a string."""
         begun = begun_string_json(text.lstrip())
         if begun is not None:
             self._say(begun, call)

@@ -52,19 +52,19 @@ class TaggedParser(ValueParser):
         self._tell("arguments", "}" if told else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Go behind what stands behind a name. Returns whether an argument or the end of the call follows."""
+        """Skip the mark after a name. Returns whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self) -> Wait[bool]:
-        """Go behind what closes a call. Returns whether it was there, or the end of the section is."""
+        """Skip the mark that closes a call. Returns whether it came, or the end of the section."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
         if closes.startswith("</") and (yield from self._takes_all(closes[:-1])):
-            for char in "/>":  # what is left of a tag with a slip
+            for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
         return (yield from self._sees(self._closes))
@@ -92,7 +92,10 @@ class TaggedParser(ValueParser):
             yield
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Read one behind what opens it, and tell it. Returns what was told first. Raises `MalformedError`."""
+        """Read an argument after its opening mark, and emit it. Returns the first text emitted.
+
+        Raises `MalformedError`.
+        """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         if key in self._given or "<" in key or "\n" in key:

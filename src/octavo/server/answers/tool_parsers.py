@@ -61,7 +61,7 @@ class LlamaParser(ToolParser):
                 self._tell_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and what stands behind it. Returns False if there is none; the text is as it was then."""
+        """Read a call and the mark after it. Returns False, with the text unchanged, if there is none."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         if (yield from self._skip_space()) == ";":

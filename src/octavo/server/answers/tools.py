@@ -99,15 +99,15 @@ class Toolbox:
         is_limited = len(allowed) < len(functions)
         return cls(allowed, given, is_limited, choice.mode == "required", choice.named, only_one, format)
 
-    def told(
+    def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Return the messages and the tools that the chat template is given. tool_format: the model's."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
-        told = tool_format.told(messages, self.given, **options)
-        return told, None if tool_format.describes_tools else [*self.given] or None
+        shown = tool_format.messages_with_tools(messages, self.given, **options)
+        return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
         """Return what reads an answer."""
@@ -166,7 +166,7 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Return a function whose arguments need not keep to what a grammar cannot express."""
+    """Return a function whose schema is enforced only as far as a grammar can express it."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 

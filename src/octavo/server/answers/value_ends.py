@@ -1,4 +1,4 @@
-"""Where a value without quotes ends, though its closing tag may have a slip, or the value may hold such a tag."""
+"""Finds the end of a value without quotes. Its closing tag may have a slip, and the value may hold such a tag."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MarkEnd:
 
 
 class TagEnd:
-    """A closing tag, or what stands for it.
+    """A closing tag, or another mark that ends the value.
 
     A closing tag ends the value if an argument, the end of the call or the end of the answer follows; otherwise it is
     text of the value. Without a closing tag the value ends before an argument whose name is known and was not given
@@ -108,7 +108,7 @@ class TagEnd:
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
         self._longest = max(map(len, (closes, *self._openers, *self._breaks))) + 1
-        # Where the look ahead of the mark at `looked_at` continues with more text; 0: at the mark.
+        # Places where looking ahead from the mark at `looked_at` continues with more text; 0: at the mark.
         self._ahead_at = self._inner_at = 0
         self._inner_depth = 0  # calls that are open there
         self.looked_at = 0
@@ -194,7 +194,7 @@ class TagEnd:
         return False if ends else self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
-        """Return the end that the beginning of another argument is, if it stands where the format writes it."""
+        """Return the end that the beginning of another argument makes, if the format writes it at this place."""
         if not self._is_padded and not self._is_loose and self._is_text:
             raise MalformedError  # it may be text as well
         if self._is_padded and text[end : end + 1] != "\n":
@@ -231,7 +231,7 @@ class TagEnd:
         return closer.start(), closer.end()
 
     def _is_own_line(self, text: str, place: int) -> bool:
-        """Return whether a mark stands where the format writes it."""
+        """Return whether the format writes a mark at this place."""
         return not self._is_padded or self._written(text, place)[-1:] in {"\n", ""}
 
     def _written(self, text: str, place: int) -> str:

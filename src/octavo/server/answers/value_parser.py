@@ -22,11 +22,11 @@ _MAX_WORD_CHARS = 512
 class ValueParser(SectionParser):
     """Tells values while they come.
 
-    Names are told with the first piece of their values.
+    A name is emitted with the first piece of its value.
     """
 
     is_padded = False
-    _held_piece = ""  # what stands before the next value
+    _held_piece = ""  # emitted before the next value
     _open = ""  # what closes what was told, the innermost first
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
@@ -73,7 +73,7 @@ class ValueParser(SectionParser):
     # --- values that are bare text up to a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool) -> Wait[None]:
-        """Read a string, and tell it as it comes, without the quote in front. Raises `MalformedError`."""
+        """Read a string, and emit it as it comes, without its first quote. Raises `MalformedError`."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._tell("arguments", _escaped(self._text[: self._position]), call)

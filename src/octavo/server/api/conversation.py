@@ -200,7 +200,7 @@ async def render(
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
     def work() -> dict[str, Any]:
-        messages, tools = conversation.toolbox.told(conversation.messages, service.answer_style.tools)
+        messages, tools = conversation.toolbox.template_input(conversation.messages, service.answer_style.tools)
         text = inputs.chat_text(messages, tools=tools, **conversation.options)
         if truncation.num_tokens is None:
             token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)

@@ -106,7 +106,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | Tokeni
     else:
         tool_format = service.answer_style.tools
         toolbox = read_chat_tools(request.tools, request.tool_choice, None, tool_format)
-        messages, given = toolbox.told(read_messages(request.messages), tool_format)
+        messages, given = toolbox.template_input(read_messages(request.messages), tool_format)
         options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
         token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
     spell = inputs.tokenizer.token

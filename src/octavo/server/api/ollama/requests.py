@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "says how to load a model: it is loaded already"
-# Options that change nothing. Options that stand in neither table are unknown to Ollama as well, which ignores them.
+# Options that change nothing. Options in neither table are unknown to Ollama, too, which ignores them.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -58,7 +58,9 @@ _LAST_N = 64  # tokens that penalties look at in Ollama where nothing is said
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # of num_predict, besides -1; a full context ends an answer here
-_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # as Go writes durations
+_ZERO_TIME = re.compile(
+    r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
+)  # as Go writes durations
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -77,7 +79,7 @@ class Options(SamplingControls):
     @model_validator(mode="before")
     @classmethod
     def _take_whole_floats(cls, given: Any) -> Any:
-        """Take 40.0 where 40 is meant, as to Ollama all numbers are alike, and drop empty stop strings."""
+        """Accept 40.0 for 40, as Ollama does, and drop empty stop strings."""
         if not isinstance(given, dict):
             return given
         taken = {name: _whole(value) if name in _WHOLE else value for name, value in given.items()}
