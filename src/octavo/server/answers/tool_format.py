@@ -38,8 +38,8 @@ class ToolFormat:
     reads_reasoning: it tells the reasoning apart, too.
     reserved_names: what stands for something else where the name of a tool does.
     needs_grammar: without a grammar its models write no calls.
-    describes_tools: chat templates of its models know no tools: `messages_with_tools` puts tools, calls and results into
-    text.
+    describes_tools: chat templates of its models know no tools: `messages_with_tools` puts tools, calls and results
+    into text.
     markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
     spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
