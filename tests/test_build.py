@@ -11,7 +11,7 @@ from kernels_available import INSTRUCTION_SETS
 from octavo import build
 from octavo.build import build_engine, fit_reservation, resolve_scheduler
 from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from octavo.core.block_hash import hash_block_tokens
+from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.data.capacity import EngineCapacity
 from octavo.kernels import attention_slowness
 from octavo.models.random_weights import tiny_config, write_checkpoint

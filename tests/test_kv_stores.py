@@ -18,7 +18,7 @@ from test_exactness import PRESSING, Schedule, answers, make_engine, make_reques
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.build import build_engine
 from octavo.config import EngineConfig
-from octavo.core.block_hash import hash_block_tokens
+from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.invariants import check
 from octavo.data import events
 from octavo.data.events import EventLog

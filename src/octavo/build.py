@@ -22,7 +22,7 @@ from octavo.config import (
     kv_secret_from_environment,
 )
 from octavo.core.scheduler import Scheduler
-from octavo.data.capacity import EngineCapacity
+from octavo.data.capacity import EngineCapacity, KVGroupCapacity
 from octavo.data.events import FanOut, NullSink
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineMetrics, EngineStats
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
+    from octavo.data.kv_groups import KVGroupKind
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.direct_donor import DirectDonor
@@ -142,10 +143,10 @@ def build_core(
     cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
     direct = _create_direct(config, stored_bytes, cache_keys)
     capacity = _capacity(worker, scheduler_config, speculative_config, config, direct, cache_keys, fingerprint)
-    part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
+    part_bytes = None if len(kv_cache.groups) == 1 else kv_cache.block_bytes
     store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, worker, store)
-    connector, recorded = _connect(config, store, executor, direct, kv_cache.window)
+    connector, recorded = _connect(config, store, executor, direct, [group.kind for group in kv_cache.bounded_groups])
     clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
@@ -155,8 +156,7 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=kv_cache.num_host_blocks,
-        num_window_blocks=kv_cache.num_window_blocks,
-        window=kv_cache.window or 0,
+        bounded_groups=kv_cache.bounded_groups,
         cache_keys=cache_keys,
         connector=connector,
     )
@@ -203,12 +203,12 @@ def _connect(
     store: TieredStore | None,
     executor: LocalExecutor,
     direct: MooncakeConnector | None,
-    window: int | None,
+    kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
     """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
     if store is None:
         return None, None
-    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, window or 0)
+    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
     if config.record is None:
         return connector, None
     recorded = RecordedConnector(connector)
@@ -323,8 +323,10 @@ def _capacity(
         kv_cache_dtype=worker.kv_dtype,
         speculative=speculative_config,
         kv_block_bytes=sum(cache.block_bytes for cache in worker.runner.kv_caches),
-        num_window_blocks=worker.kv_cache.num_window_blocks,
-        window_block_bytes=worker.kv_cache.window_block_bytes,
+        bounded_groups=tuple(
+            KVGroupCapacity(group.kind.name, group.num_blocks, group.block_bytes)
+            for group in worker.kv_cache.groups[1:]
+        ),
         role=config.kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
         kv_format=None if config.kv_transfer.role == "both" else _kv_format(cache_keys),

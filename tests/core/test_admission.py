@@ -6,8 +6,8 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.core.admission import OptimisticAdmission, ReservationAdmission, create_admission
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS
 from octavo.data.events import WaitReason
 from octavo.data.request import Request
 from octavo.errors import PromptTooLongError

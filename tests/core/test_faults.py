@@ -6,7 +6,7 @@ import pytest
 from stores import Store
 
 from octavo.core import invariants
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.data import events
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus

@@ -8,7 +8,7 @@ import pytest
 from stores import Store
 
 from octavo.core import invariants
-from octavo.core.block_pool import Block
+from octavo.core.kv.block_pool import Block
 from octavo.data.request import RequestStatus
 
 

@@ -7,10 +7,10 @@ from stores import Store
 
 from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
-from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.data import events
 from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams

@@ -7,7 +7,7 @@ from stores import Store
 
 from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.core.output_builder import OutputBuilder

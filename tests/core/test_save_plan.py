@@ -7,10 +7,10 @@ from stores import Store
 
 from octavo.config import SchedulerConfig
 from octavo.core import invariants
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.core.save_plan import most_saved_blocks, whole_hit, with_window_parts
-from octavo.core.window_blocks import NO_PART
+from octavo.core.kv.groups.bounded import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams

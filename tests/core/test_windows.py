@@ -7,9 +7,9 @@ from stores import Store
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
-from octavo.core.window_blocks import NO_PART
+from octavo.core.kv.groups.bounded import NO_PART
 from octavo.data import events
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams

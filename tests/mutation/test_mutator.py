@@ -100,11 +100,11 @@ def test_only_what_runs_when_a_module_is_imported_needs_an_import():
 
 
 def test_a_function_of_the_core_is_patched(monkeypatch):
-    from octavo.core.host_block_pool import HostBlockPool
+    from octavo.core.kv.host_block_pool import HostBlockPool
 
     function = HostBlockPool.take
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
-    module = Module("octavo.core.host_block_pool")
+    module = Module("octavo.core.kv.host_block_pool")
     [mutant] = [
         each
         for each in module.mutants()
@@ -181,7 +181,7 @@ def test_what_is_no_day_is_refused(day):
 
 
 WEAK_TEST = """
-from octavo.core.host_block_pool import HostBlockPool
+from octavo.core.kv.host_block_pool import HostBlockPool
 
 def test_take():
     pool = HostBlockPool(3)
@@ -196,7 +196,7 @@ from mutation.checks import Judges
 from mutation.mutator import Module
 from mutation.sweep import Sweep
 
-module = Module("octavo.core.host_block_pool")
+module = Module("octavo.core.kv.host_block_pool")
 functions = {"HostBlockPool.take", "HostBlockPool.free_block_ids", ""}
 mutants = [each for each in module.mutants() if each.function in functions]
 for verdict in Sweep([module], Judges((sys.argv[1],), Path(sys.argv[1]))).judge(mutants):

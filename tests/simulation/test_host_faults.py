@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core.host_block_pool import HostBlock, HostBlockPool
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import PrefixCache
+from octavo.core.kv.host_block_pool import HostBlock, HostBlockPool
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import PrefixCache
 from simulation.world import SimulationError, World, draw_config, run_world
 
 NUM_WORLDS = 30

@@ -182,7 +182,7 @@ def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, fun
 
 
 def test_a_failing_world_shrinks(monkeypatch):
-    from octavo.core.block_pool import BlockPool
+    from octavo.core.kv.block_pool import BlockPool
 
     monkeypatch.setattr(BlockPool, "touch", lambda _self, _blocks: None)
     config = draw_config(random.Random("0:3"))

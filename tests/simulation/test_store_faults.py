@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.core.block_chains import BlockChains
+from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv_transfers import KVTransfers
-from octavo.core.window_blocks import WindowBlocks
+from octavo.core.kv.groups.bounded import WindowBlocks
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
-from octavo.core.block_hash import hash_block_tokens
-from octavo.core.block_pool import Block
+from octavo.core.kv.block_hash import hash_block_tokens
+from octavo.core.kv.block_pool import Block
 from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
-from octavo.core.window_blocks import NO_PART
+from octavo.core.kv.groups.bounded import NO_PART
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -29,7 +29,7 @@ from simulation.store import SimulatedStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.core.prefix_cache import ComputedBlocks
+    from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
 

@@ -8,6 +8,7 @@ Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.config import AdmissionRule
@@ -16,8 +17,8 @@ from octavo.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
-    from octavo.core.kv_cache_manager import KVCacheManager
-    from octavo.core.prefix_cache import ComputedBlocks
+    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.data.request import Request
 
 
@@ -99,17 +100,18 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Prompt + max_tokens of all running requests never exceed the limit; nobody is preempted for want of memory.
 
-    most_saved_blocks: window blocks that saves to a store may hold beside requests. Blocks that they hold of requests
-    which ended are not counted, nor what is handed over to another engine: they may cost a preemption.
+    most_saved_blocks: number of blocks of every group but the first that saves to a store may pin beside requests. Two
+    kinds of pinned blocks are not counted and may cost a preemption: blocks of requests that ended, and blocks that are
+    handed over to another engine.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
         self._config = config
         self._manager = kv_cache_manager
         self._most_saved_blocks = most_saved_blocks
-        self._reserved: dict[str, tuple[int, int, int]] = {}  # tokens, blocks, window blocks
+        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks by group
         self.num_reserved_total = 0
-        self._num_blocks = self._num_window_blocks = 0
+        self._num_blocks = [0] * len(kv_cache_manager.groups)
         self._steps_since_admission = 0
 
     @property
@@ -139,19 +141,18 @@ class ReservationAdmission:
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
         """Tested before it is added: what is reserved and the next one's share stay within the limit."""
         del computed, num_running
-        _, num_blocks, num_window_blocks = self._share(request)
         if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
             return WaitReason.NO_RESERVATION
-        if self._num_blocks + num_blocks > self._manager.pool.num_usable_blocks:
-            return WaitReason.NO_RESERVATION
-        num_window_blocks += self._num_window_blocks + self._most_saved_blocks
-        fits = not self._reserved or self._manager.windows.can_reserve(num_window_blocks)
-        return None if fits else WaitReason.NO_RESERVATION
+        _, shares = self._share(request)
+        for group, num_reserved, share in zip(self._manager.groups, self._num_blocks, shares, strict=True):
+            if not group.can_reserve(num_reserved + share, self._most_saved_blocks, is_only=not self._reserved):
+                return WaitReason.NO_RESERVATION
+        return None
 
-    def _share(self, request: Request) -> tuple[int, int, int]:
-        """Return the tokens, blocks and window blocks to set aside for a request."""
+    def _share(self, request: Request) -> tuple[int, list[int]]:
+        """Return the tokens, and the blocks of each group, to set aside for a request."""
         num_blocks = self._manager.num_blocks_for(request.max_total_tokens)
-        return request.max_total_tokens, num_blocks, self._manager.windows.share(num_blocks)
+        return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
         """Blocks are counted, not taken: they are taken as tokens come."""
@@ -160,18 +161,16 @@ class ReservationAdmission:
 
     def admitted(self, request: Request) -> None:
         """Reserve."""
-        share = self._reserved[request.request_id] = self._share(request)
-        self.num_reserved_total += share[0]
-        self._num_blocks += share[1]
-        self._num_window_blocks += share[2]
+        num_tokens, shares = self._reserved[request.request_id] = self._share(request)
+        self.num_reserved_total += num_tokens
+        self._num_blocks = list(map(operator.add, self._num_blocks, shares))
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:
         """Return the whole reservation, used or not."""
-        num_tokens, num_blocks, num_window_blocks = self._reserved.pop(request.request_id, (0, 0, 0))
+        num_tokens, shares = self._reserved.pop(request.request_id, (0, [0] * len(self._num_blocks)))
         self.num_reserved_total -= num_tokens
-        self._num_blocks -= num_blocks
-        self._num_window_blocks -= num_window_blocks
+        self._num_blocks = list(map(operator.sub, self._num_blocks, shares))
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:

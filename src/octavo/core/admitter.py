@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
     from octavo.core.admission import Admission
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
     from octavo.core.policy import Policy
-    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
@@ -129,7 +129,7 @@ class Admitter:
             return WaitReason.NO_BLOCKS
         self._lifecycle.admit(request, computed)
         surcharge = cost.surcharge(computed.num_tokens, count, budget)
-        plan.give(request, count, block_ids, surcharge, of_prompt=of_prompt)
+        plan.give(request, count, surcharge, of_prompt=of_prompt)
         plan.is_short |= room < min(num_remaining, threshold or num_remaining)
         plan.has_admitted = True
         return None
@@ -150,7 +150,7 @@ class Admitter:
         if block_ids is None:
             return WaitReason.NO_BLOCKS
         self._lifecycle.start_loading(request, computed)
-        self._transfers.start_load(request, computed, num_external, block_ids)
+        self._transfers.start_load(request, computed, num_external)
         plan.has_admitted = True
         return None
 

@@ -10,36 +10,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.admission import ReservationAdmission
-from octavo.core.window_blocks import NO_PART
+from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.groups import BoundedGroup, KVGroup
+    from octavo.core.kv.manager import KVCacheManager
     from octavo.core.scheduler import Scheduler
     from octavo.data.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An invariant that does not hold, and the blocks or window blocks whose books are wrong, if it is one of these."""
+    """An invariant that does not hold, and the blocks of a KV group whose bookkeeping is wrong, if any."""
 
     invariant: int
     message: str
     block_ids: tuple[int, ...] = ()
-    window_block_ids: tuple[int, ...] = ()
+    group: int = 0
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
     """Return every breach; an empty list when all is well. Changes nothing. O(blocks + requests)."""
     manager = scheduler.kv_cache_manager
     return [
-        *_check_partition(manager),
-        *_check_references(scheduler),
+        *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
         *_check_index(manager),
         *_check_tables(scheduler),
-        *_check_windows(scheduler),
+        *(breach for group in manager.bounded for breach in _check_bounded(scheduler, group)),
         *_check_host(scheduler),
         *_check_states(scheduler),
         *_check_limits(scheduler),
@@ -48,40 +48,31 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Take a breach's blocks and window blocks out of use; return the blocks that were not before."""
-    pool = scheduler.kv_cache_manager.pool
-    fresh = tuple(block_id for block_id in breach.block_ids if block_id not in pool.quarantined)
+    """Take a breach's blocks out of use; return those of the first group that were in use before."""
+    group = scheduler.kv_cache_manager.groups[breach.group]
+    fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:
-        pool.quarantine(pool.blocks[block_id])
-    for part in breach.window_block_ids:
-        scheduler.kv_cache_manager.windows.quarantine(part)
-    return fresh
+        group.quarantine(block_id)
+    return () if breach.group else fresh
 
 
-def _check_partition(manager: KVCacheManager) -> Iterator[Breach]:
-    """1: FREE, CACHED, OWNED and QUARANTINED partition the blocks, and no list holds a block twice."""
-    pool = manager.pool
-    free = pool.free_list()
-    cached = [block.block_id for block in pool.cached_blocks()]
-    held = [block.block_id for block in pool.blocks if block.ref_count and block.block_id not in pool.quarantined]
-    count = Counter([*free, *cached, *held, *pool.quarantined])
-    wrong = tuple(block.block_id for block in pool.blocks if count[block.block_id] != 1)
-    if wrong or sum(count.values()) != pool.num_blocks:
-        yield Breach(1, f"blocks in no place or in several: {wrong}", wrong)
-
-
-def _check_references(scheduler: Scheduler) -> Iterator[Breach]:
-    """2: a block's references are its occurrences in tables and pins."""
-    manager = scheduler.kv_cache_manager
-    count = Counter(block.block_id for block in manager.pinned_blocks())
+def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
+    """1: the free, cached, held and quarantined blocks are all blocks, each once. 2: holds are tables and pins."""
+    every, index = range(group.num_blocks), group.index
+    holders = Counter(scheduler.kv_cache_manager.pinned_ids(index))
     for request in scheduler.requests.values():
-        count.update(request.sequence.block_table)
-    blocks = manager.pool.blocks
-    checked = (block for block in blocks if block.block_id not in manager.pool.quarantined)
-    wrong = tuple(block.block_id for block in checked if block.ref_count != count[block.block_id])
+        tables = request.sequence.block_tables[index : index + 1]  # a request that never ran has none
+        holders.update(block_id for table in tables for block_id in table if block_id != NO_BLOCK)
+    usable = [block_id for block_id in every if block_id not in group.quarantined]
+    held = filter(group.num_holders, usable)
+    places = Counter([*group.free_ids(), *group.cached_ids(), *held, *group.quarantined])
+    wrong = tuple(block_id for block_id in every if places[block_id] != 1)
+    if wrong or sum(places.values()) != group.num_blocks:
+        yield Breach(1, f"blocks of group {index} in no place or in several: {wrong}", wrong, index)
+    wrong = tuple(block_id for block_id in usable if group.num_holders(block_id) != holders[block_id])
     if wrong:
-        found = [(block_id, blocks[block_id].ref_count, count[block_id]) for block_id in wrong]
-        yield Breach(2, f"(block, references, holders): {found}", wrong)
+        found = [(block_id, group.num_holders(block_id), holders[block_id]) for block_id in wrong]
+        yield Breach(2, f"(block of group {index}, holds, holders): {found}", wrong, index)
 
 
 def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
@@ -114,54 +105,48 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
                 yield Breach(4, f"{name} is to write into {block}, which others may read", (block_id,))
 
 
-def _check_windows(scheduler: Scheduler) -> Iterator[Breach]:
-    """1, 2: window blocks are free, cached or held, as often as tables and pins say. 3: a request has those it sees.
-
-    5: a window block is a part of one block at most, and what is cached can be found.
-    """
-    manager = scheduler.kv_cache_manager
-    windows, every = manager.windows, range(manager.windows.num_blocks)
-    free, cached, parts = windows.free_blocks(), windows.cached_blocks(), windows.parts()
-    holders = Counter(manager.pinned_window_blocks())
+def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
+    """3: a request holds the blocks that it reads. 5: a block is one block's part at most; cached ones are found."""
+    manager, every, free, cached = (
+        scheduler.kv_cache_manager,
+        range(group.num_blocks),
+        group.free_ids(),
+        group.cached_ids(),
+    )
     for request in scheduler.requests.values():
-        yield from _check_window(scheduler, request)
-        holders.update(request.sequence.window_table[request.sequence.num_behind_window :])
-    usable = [part for part in every if part not in windows.quarantined]
-    places = Counter([*free, *cached, *filter(windows.num_holders, usable), *windows.quarantined])
-    wrong = tuple(part for part in every if places[part] != 1)
-    if wrong or sum(places.values()) != windows.num_blocks:
-        yield Breach(1, f"window blocks in no place or in several: {wrong}", window_block_ids=wrong)
-    wrong = tuple(part for part in usable if windows.num_holders(part) != holders[part])
+        if len(request.sequence.block_tables) > group.index:
+            yield from _check_bounded_table(scheduler, group, request)
+    block_of = {each: first_id for each in every if (first_id := group.block_of(each)) is not None}
+    unsaid = set(block_of.items()) ^ {(each, first_id) for first_id, each in group.parts().items()}
+    named = {each for each, _ in unsaid}
+    wrong = tuple(each for each in every if each in named)
     if wrong:
-        found = [(part, windows.num_holders(part), holders[part]) for part in wrong]
-        yield Breach(2, f"(window block, holds, holders): {found}", window_block_ids=wrong)
-    block_of = {part: block_id for part in every if (block_id := windows.block_of(part)) is not None}
-    unsaid = set(block_of.items()) ^ {(part, block_id) for block_id, part in parts.items()}
-    named = {part for part, _ in unsaid}
-    wrong = tuple(part for part in every if part in named)
+        message = f"blocks of group {group.index} that are the part of another block than that says: {wrong}"
+        yield Breach(5, message, wrong, group.index)
+    findable = {each for each, first_id in block_of.items() if manager.pool.blocks[first_id].hash is not None}
+    wrong = (*(each for each in free if each in block_of), *(each for each in cached if each not in findable))
     if wrong:
-        message = f"window blocks that are the part of another block than that says: {wrong}"
-        yield Breach(5, message, window_block_ids=wrong)
-    findable = {part for part, block_id in block_of.items() if manager.pool.blocks[block_id].hash is not None}
-    wrong = (*(part for part in free if part in block_of), *(part for part in cached if part not in findable))
-    if wrong:
-        message = f"free window blocks that are a part, or cached ones that nobody finds: {wrong}"
-        yield Breach(5, message, window_block_ids=wrong)
+        message = f"free blocks of group {group.index} that are a part, or cached ones that are not found: {wrong}"
+        yield Breach(5, message, wrong, group.index)
 
 
-def _check_window(scheduler: Scheduler, request: Request) -> Iterator[Breach]:
-    windows, sequence, name = scheduler.kv_cache_manager.windows, request.sequence, request.request_id
-    table, behind, size = sequence.window_table, sequence.num_behind_window, scheduler.kv_cache_manager.block_size
-    holds_all = request.status is RequestStatus.RUNNING and windows.num_blocks > 0
-    if holds_all and not behind <= windows.first_block(request.num_computed_tokens) <= behind + 1:
-        yield Breach(3, f"{name} has let go {behind} window blocks with {request.num_computed_tokens} tokens")
-    if holds_all and len(table) * size < request.num_computed_tokens:
-        yield Breach(3, f"{name}: {len(table)} window blocks for {request.num_computed_tokens} tokens")
+def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Request) -> Iterator[Breach]:
+    """3, for one request."""
+    sequence, name, size = request.sequence, request.request_id, scheduler.kv_cache_manager.block_size
+    table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
+    is_running = request.status is RequestStatus.RUNNING
+    if is_running and not first <= group.first_read(request.num_computed_tokens) <= first + 1:
+        yield Breach(
+            3,
+            f"{name} has let go of {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",
+        )
+    if is_running and len(table) * size < request.num_computed_tokens:
+        yield Breach(3, f"{name}: {len(table)} blocks of group {group.index} for {request.num_computed_tokens} tokens")
     if len(table) > len(sequence.block_table):
-        yield Breach(3, f"{name}: more window blocks than blocks")
-    if [part == NO_PART for part in table] != [index < behind for index in range(len(table))]:
-        yield Breach(3, f"{name}: {behind} blocks are behind the window in {table}")
-    if windows.num_blocks and sequence.num_slots != size * len(table):
+        yield Breach(3, f"{name}: more blocks of group {group.index} than of the first")
+    if [block_id == NO_BLOCK for block_id in table] != [index < first for index in range(len(table))]:
+        yield Breach(3, f"{name}: the blocks before block {first} are let go, not those in {table}")
+    if sequence.num_slots != size * min(map(len, sequence.block_tables)):
         yield Breach(3, f"{name}: room for {sequence.num_slots} tokens is not what its tables have")
 
 
@@ -238,16 +223,13 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
 def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
     """18: with no requests and no transfers nothing is held, and nothing is remembered of anybody."""
     manager = scheduler.kv_cache_manager
-    if scheduler.requests or manager.pinned_blocks():
+    if scheduler.requests or manager.num_transfers:
         return
-    held = tuple(b.block_id for b in manager.pool.blocks if b.ref_count and b.block_id not in manager.pool.quarantined)
-    if held:
-        yield Breach(18, f"blocks {held} are held by nobody", held)
-    windows = manager.windows
-    parts = tuple(part for part in range(windows.num_blocks) if windows.num_holders(part))
-    held = tuple(part for part in parts if part not in windows.quarantined)
-    if held:
-        yield Breach(18, f"window blocks {held} are held by nobody", window_block_ids=held)
+    for group in manager.groups:
+        usable = (block_id for block_id in range(group.num_blocks) if block_id not in group.quarantined)
+        held = tuple(filter(group.num_holders, usable))
+        if held:
+            yield Breach(18, f"blocks {held} of group {group.index} are held by nobody", held, group.index)
     kept = scheduler.num_kept_records
     if kept:
         yield Breach(18, f"{kept} records are kept of requests that are gone")

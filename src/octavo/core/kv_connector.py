@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.core.block_hash import BlockHash
+    from octavo.core.kv.block_hash import BlockHash
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
 
@@ -32,8 +32,8 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
 
-        Of blocks that stand within the window behind the last of these it has the window parts.
-        Asked again until it is known, or has taken too long.
+        It has the blocks of all KV groups that the row after these tokens reads. Asked again until it is known, or has
+        taken too long.
         """
         ...
 
@@ -45,10 +45,11 @@ class KVConnector(Protocol):
         """Take note that blocks were found for them: the transfer is ordered with this step."""
         ...
 
-    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
-        """Return those of these keys whose blocks it wants: it has them not yet.
+    def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
+        """Return the keys among these whose blocks it lacks and wants.
 
-        without_window: blocks that have lost their window parts, which it wants where it has not even as much of them.
+        only_first_group: the blocks have lost parts in other groups; it wants those of which it lacks even the first
+        group's.
         """
         ...
 
@@ -87,9 +88,9 @@ class NullConnector:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Do nothing."""
 
-    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Want nothing."""
-        del keys, without_window
+        del keys, only_first_group
         return set()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:

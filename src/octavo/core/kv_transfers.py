@@ -10,21 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
-from octavo.core.save_plan import most_pinned_blocks, most_saved_blocks, whole_hit, with_window_parts
+from octavo.core.save_plan import blocks_to_save, most_pinned_blocks, most_saved_blocks, whole_hit
 from octavo.core.transfer_cost import TransferCost
-from octavo.core.window_blocks import NO_PART
 from octavo.data import events
-from octavo.data.scheduler_output import KVTransfer, TransferDirection
+from octavo.data.scheduler_output import KVTransfer, TransferDirection, are_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from octavo.config import SchedulerConfig
-    from octavo.core.block_hash import BlockHash
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.core.kv_connector import KVConnector
-    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.data.kv_tiers import TierMove
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
@@ -60,8 +59,8 @@ class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
     Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
-    most_saved_blocks: as many are pinned for saves at once with their window parts, where layers have windows, beside
-    what is handed over to another engine.
+    most_saved_blocks: number of blocks that are pinned for saves at once with their parts in all KV groups, without
+    those that are handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
     """
 
@@ -86,8 +85,8 @@ class KVTransfers:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
-        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves, as whole as a store wants them
-        self._saving_in_part: set[BlockHash] = set()  # and of those without their window parts
+        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves with their parts in all groups
+        self._saving_in_part: set[BlockHash] = set()  # and of those that lost a part, so only the first group's is
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -176,32 +175,29 @@ class KVTransfers:
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
-    def start_load(
-        self, request: Request, computed: ComputedBlocks, num_external_tokens: int, block_ids: list[int]
-    ) -> None:
-        """Order KV of tokens behind what is computed into a request's blocks; block_ids: all that it has."""
+    def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
+        """Order a load of the tokens after the found ones into a request's blocks."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
-        loaded = slice(first, first + num_blocks)
-        keys, parts = request.block_hashes[loaded], request.sequence.window_table[loaded]
-        order = self._order(TransferDirection.LOAD, keys, block_ids[loaded], parts, request, first)
+        loaded, sequence = slice(first, first + num_blocks), request.sequence
+        block_ids = [table[loaded] for table in sequence.block_tables]
+        order = self._order(TransferDirection.LOAD, request.block_hashes[loaded], block_ids, request, first)
         self._load_of[request.request_id] = order.transfer_id
-        self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+        self._connector.update_state_after_alloc(request, list(sequence.block_table), num_external_tokens)
         self._emitter.emit(events.KVLoadStarted, request.request_id, order.transfer_id, num_external_tokens)
 
     def _order(
         self,
         direction: TransferDirection,
         keys: list[bytes],
-        block_ids: list[int],
-        window_block_ids: list[int],
+        block_ids: list[list[int]],
         request: Request | None = None,
         num_present: int = 0,
     ) -> KVTransfer:
         name, now = None if request is None else request.request_id, self._emitter.now
-        order = KVTransfer(self._next_id, direction, keys, block_ids, name, window_block_ids)
+        order = KVTransfer(self._next_id, direction, keys, block_ids, name)
         self._next_id += 1
         self._pending[order.transfer_id] = PendingTransfer(order, request, num_present, now, now + self._timeout_s)
-        self._manager.pin(order.transfer_id, block_ids, window_block_ids)
+        self._manager.pin(order.transfer_id, block_ids)
         self._orders.append(order)
         self._connector.transfer_ordered(order)
         return order
@@ -209,20 +205,22 @@ class KVTransfers:
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
         """Return how many tokens of a request are computed with so many blocks of its load: one is always left.
 
-        0 where it ended so early that not all is there that the next row sees.
+        0 if the load ended so early that the next row would not find all blocks that it reads.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
-        return num_tokens if self._manager.windows.are_enough(load.request.sequence, num_tokens) else 0
+        sequence = load.request.sequence
+        is_enough = all(group.has_read_blocks(sequence, num_tokens) for group in self._manager.bounded)
+        return num_tokens if is_enough else 0
 
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room.
+        """Order saves of the blocks of a request that can be shared by now and that the store wants, if there is room.
 
-        Those of its prompt at once; those of its answer several together, or with its end. Until then they are in its
-        table, where nobody evicts them, but for window parts of those behind its window.
-        What is for another engine leaves whole: nothing of it is offered again when its request has ended.
+        Blocks of the prompt are saved at once, those of the answer several together or when the request ends. Until
+        then the request holds them in the first group; other groups may let go of their parts. A request whose KV is
+        handed over to another engine has all of its blocks saved: nothing is offered again after its end.
         """
         if not self.has_store:
             return
@@ -232,24 +230,21 @@ class KVTransfers:
             self._offer_all(request)
 
     def _offer_all(self, request: Request) -> None:
-        name, table = request.request_id, request.sequence.block_table
+        name, block_hashes = request.request_id, request.block_hashes
         first, end = self._num_offered.get(name, 0), self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        if not request.hands_kv_over and not self._num_with_room(1, [NO_PART]):
+        if not request.hands_kv_over and not self._num_with_room([False]):
             return  # whatever the store wants
-        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
-        if not request.hands_kv_over:  # which leaves whole
+        wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
+        if not request.hands_kv_over:
             wanted -= self._saving_in_part
-        chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
-        parts: list[int] = []
-        if self._manager.windows.num_blocks:
-            chosen, parts = with_window_parts(self._manager.windows, request, chosen, self._connector)
-        count = len(chosen) if request.hands_kv_over else self._num_with_room(len(chosen), parts)
+        chosen = [index for index in range(first, end) if block_hashes[index] in wanted]
+        chosen, block_ids = blocks_to_save(self._manager, request, chosen, self._connector)
+        count = len(chosen) if request.hands_kv_over else self._num_with_room(are_whole(block_ids))
         self._num_offered[name] = end if count == len(chosen) else chosen[count]
-        chosen, parts = chosen[:count], parts[:count]
-        if chosen:
-            self._save([request.block_hashes[index] for index in chosen], [table[index] for index in chosen], parts)
+        if count:
+            self._save([block_hashes[index] for index in chosen[:count]], [ids[:count] for ids in block_ids])
 
     def _tell_dropped(self, request: Request) -> None:
         """Emit how many blocks the store still wants of a request that can no longer be saved."""
@@ -261,37 +256,41 @@ class KVTransfers:
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
 
-    def _num_with_room(self, num_blocks: int, window_block_ids: list[int]) -> int:
-        """Return how many of so many blocks, from the first one on, can be pinned for a save now."""
-        room = min(num_blocks, max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
-        room_in_full = max(self.most_saved_blocks - len(self._saving), 0)
-        in_full = [index for index in range(room) if not window_block_ids or window_block_ids[index] != NO_PART]
-        return in_full[room_in_full] if len(in_full) > room_in_full else room
+    def _num_with_room(self, is_whole: list[bool]) -> int:
+        """Return how many of these blocks, from the first one on, can be pinned for a save now.
 
-    def _save(self, keys: list[bytes], block_ids: list[int], window_block_ids: list[int]) -> None:
-        order = self._order(TransferDirection.SAVE, keys, block_ids, window_block_ids)
+        is_whole: of each whether its parts in all groups are pinned.
+        """
+        room = min(len(is_whole), max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
+        room_for_whole = max(self.most_saved_blocks - len(self._saving), 0)
+        whole = [index for index in range(room) if is_whole[index]]
+        return whole[room_for_whole] if len(whole) > room_for_whole else room
+
+    def _save(self, keys: list[bytes], block_ids: list[list[int]]) -> None:
+        order = self._order(TransferDirection.SAVE, keys, block_ids)
         in_part = _keys_in_part(order)
         self._saving_in_part |= in_part
         self._saving |= set(keys) - in_part
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return what is to be used of what was found of a request: all, unless another engine waits for its KV.
+        """Return the part of a hit that is used: all of it, unless the request's KV is handed over to another engine.
 
-        That gets all blocks or has no use for any. So what has lost its window part and is in no store is computed
-        once more. What is not in a store is saved at once: it may have lost its own by the time that the request runs.
+        The other engine gets all blocks, or it has no use for any. So a block that lost a part in some group and that
+        no store has is computed again. A block that no store has is saved at once, because it may have lost a part by
+        the time the request runs.
         """
-        windows = self._manager.windows
-        if computed.is_saved or not (request.hands_kv_over and windows.num_blocks):
+        bounded = self._manager.bounded
+        if computed.is_saved or not (request.hands_kv_over and bounded):
             return computed
         hashes = request.block_hashes[: computed.num_blocks]
         lacking = self._connector.keys_to_save(hashes) - self._saving
         computed = whole_hit(self._manager, request, computed, lacking)
         blocks = [block for block in computed.blocks if block.hash in lacking]
-        parts = [part for block in blocks if (part := windows.part(block)) is not None]
         if blocks:
             keys = [block.hash for block in blocks if block.hash is not None]
-            self._save(keys, [block.block_id for block in blocks], parts)
+            ids = [[group.id_of(block) for block in blocks] for group in self._manager.groups]
+            self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids])
         return computed
 
     # --- it ends ------------------------------------------------------------------------------------------------------
@@ -305,8 +304,9 @@ class KVTransfers:
     ) -> PendingTransfer | None:
         """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
 
-        Who did not get all that was ordered does not ask again; only where what came lacks window parts that are seen
-        at its end it is asked for once more, unless it was another engine's. moves, evicted: as in `EndedTransfer`.
+        A request that did not get all that was ordered does not ask the store again, with one exception: if the row
+        after the loaded blocks would not find all blocks that it reads, the store is asked once more for fewer blocks,
+        unless another engine hands them over. moves, evicted: as in `EndedTransfer`.
         """
         for tier, count in evicted:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
@@ -442,5 +442,5 @@ class KVTransfers:
 
 
 def _keys_in_part(order: KVTransfer) -> set[bytes]:
-    """Return the keys of the blocks that a save takes without their window parts."""
-    return {key for key, part in zip(order.keys, order.window_block_ids, strict=False) if part == NO_PART}
+    """Return the keys of the blocks that a save takes without their parts in some group."""
+    return {key for key, is_whole in zip(order.keys, are_whole(order.block_ids), strict=True) if not is_whole}

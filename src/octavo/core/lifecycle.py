@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from octavo.core.admission import Admission
     from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.kv.prefix_cache import ComputedBlocks
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.output_builder import OutputBuilder
     from octavo.core.policy import Policy
-    from octavo.core.prefix_cache import ComputedBlocks
     from octavo.core.steps_in_flight import StepsInFlight
     from octavo.data.request import Request
 
@@ -151,7 +151,7 @@ class RequestLifecycle:
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
         if num_host_tokens:
             num_blocks, computing_s = len(computed.host_blocks), self._transfers.computing_s(num_host_tokens)
-            found = num_blocks, num_host_tokens, computing_s, self._manager.num_host_window_blocks(request, computed)
+            found = num_blocks, num_host_tokens, computing_s, tuple(self._manager.num_swapped_in(request, computed))
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 

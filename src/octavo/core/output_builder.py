@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
+
+_NONE: list[int] = []  # usually there are no new blocks; never written to
 
 
 class OutputBuilder:
@@ -19,8 +21,8 @@ class OutputBuilder:
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        self._known: set[str] = set()
-        self._num_sent_parts: dict[str, int] = {}  # entries of tables of window blocks
+        # By group: the length of each known request's block table as the worker has it.
+        self._num_sent: list[dict[str, int]] = [{} for _ in kv_cache_manager.groups]
         self._finished_req_ids: set[str] = set()
 
     @property
@@ -31,38 +33,41 @@ class OutputBuilder:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._known | self._num_sent_parts.keys())
+        return len(self._num_sent[0])
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
         """Return what the worker has to do and to know for a step; it counts as sent."""
         new: list[NewRequestData] = []
-        cached = CachedRequestData.make_empty()
+        cached: list[Request] = []
         drafts: dict[str, list[int]] = {}
-        known, new_block_ids = self._known, plan.new_block_ids
+        known = self._num_sent[0]
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
-                cached.req_ids.append(request_id)
-                cached.new_block_ids.append(new_block_ids[request_id])
-                cached.num_computed_tokens.append(request.num_computed_tokens)
+                cached.append(request)
             else:
-                known.add(request_id)
                 new.append(NewRequestData.from_request(request))
             if not request.spec_token_ids:
                 continue
             num_drafts = request.num_computed_tokens + count - len(request.sequence.token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
-        if self._manager.windows.num_blocks:
-            self._tell_windows(requests, new, cached)
+        new_block_ids = [self._new_block_ids(cached, group) for group in range(len(self._num_sent))]
+        for data in new:
+            for num_sent, table in zip(self._num_sent, data.block_ids, strict=True):
+                num_sent[data.request_id] = len(table)
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         assert plan.is_balanced, "a victim's budget was not returned"
         return SchedulerOutput(
             step=step,
             scheduled_new_reqs=new,
-            scheduled_cached_reqs=cached,
+            scheduled_cached_reqs=CachedRequestData(
+                [request.request_id for request in cached],
+                new_block_ids,
+                [request.num_computed_tokens for request in cached],
+            ),
             num_scheduled_tokens=plan.num_tokens,
             total_num_scheduled_tokens=sum(plan.num_tokens.values()),
             finished_req_ids=finished_req_ids,
@@ -75,24 +80,27 @@ class OutputBuilder:
             num_pending_transfers=self._transfers.num_pending,
         )
 
-    def _tell_windows(self, requests: dict[str, Request], new: list[NewRequestData], cached: CachedRequestData) -> None:
-        """Add what is new in tables of window blocks; newcomers have theirs with them."""
-        for data in new:
-            self._num_sent_parts[data.request_id] = len(data.window_block_ids)
-        for request_id in cached.req_ids:
-            table = requests[request_id].sequence.window_table
-            cached.new_window_block_ids.append(table[self._num_sent_parts[request_id] :])
-            self._num_sent_parts[request_id] = len(table)
+    def _new_block_ids(self, requests: list[Request], group: int) -> list[list[int]]:
+        """Return what the worker lacks of the block tables of requests that it knows; it counts as sent."""
+        num_sent = self._num_sent[group]
+        new_block_ids: list[list[int]] = []
+        for request in requests:
+            table, request_id = request.sequence.block_tables[group], request.request_id
+            if len(table) == num_sent[request_id]:
+                new_block_ids.append(_NONE)
+            else:
+                new_block_ids.append(table[num_sent[request_id] :])
+                num_sent[request_id] = len(table)
+        return new_block_ids
 
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""
-        self._known.discard(request_id)
-        self._num_sent_parts.pop(request_id, None)
+        for num_sent in self._num_sent:
+            num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Tell with the next step that a request ended."""
-        self._known.discard(request_id)
-        self._num_sent_parts.pop(request_id, None)
+        self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:

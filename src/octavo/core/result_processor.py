@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.core.draft_policy import DraftPolicy
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.fair_share import ServiceCounters
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
     from octavo.core.output_builder import OutputBuilder
@@ -159,7 +159,7 @@ class ResultProcessor:
         if request.num_computed_tokens >= sequence.next_commit:
             self._manager.commit(request)
             self._transfers.offer(request)
-            self._manager.leave_window(request)
+            self._manager.let_go(request)
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):

@@ -1,72 +1,81 @@
-"""Which blocks are saved, and with which parts, where layers with a window keep a part of them beside it.
+"""Which blocks are saved, and with which parts.
 
-A store is asked from a sequence's beginning on: what follows a block that it has not is of no use to anybody. So a
-block that has lost its window part is saved without it, which is enough for whoever goes on behind its window.
+A store is asked for the blocks of a sequence from its beginning on: a block after one that it lacks is of no use. So a
+block that lost its part in some KV group is saved with the first group's alone. That is enough for a request that goes
+on so far after it that no row reads the other parts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.core.prefix_cache import ComputedBlocks
-from octavo.core.window_blocks import NO_PART
+from octavo.core.kv.groups import longest_hit
+from octavo.core.kv.prefix_cache import ComputedBlocks
+from octavo.data.kv_groups import NO_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from octavo.config import SchedulerConfig
-    from octavo.core.block_hash import BlockHash
-    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.manager import KVCacheManager
     from octavo.core.kv_connector import KVConnector
-    from octavo.core.window_blocks import WindowBlocks
     from octavo.data.request import Request
 
 _SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
-    """Return how many blocks may be pinned for saves at once, whether window blocks are pinned with them or not."""
+    """Return how many blocks of the first group may be pinned for saves at once."""
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
 def most_saved_blocks(manager: KVCacheManager, config: SchedulerConfig) -> int:
-    """Return how many blocks may be pinned for saves at once together with their window parts.
+    """Return how many blocks may be pinned for saves at once together with their parts in all groups.
 
-    Of window blocks all that windows and a step leave: what waits for its turn may lose its window part meanwhile, and
-    is then found by fewer.
+    In the other groups that is everything that running requests and a step leave: a block that waits for its turn may
+    lose a part meanwhile, and is found by fewer requests then.
     """
-    windows, pool, share = manager.windows, manager.pool, most_pinned_blocks(manager)
-    if not windows.num_blocks:
-        return share
-    num_for_step = manager.num_blocks_for(config.max_num_batched_tokens)
-    num_running = config.max_num_seqs * windows.share(pool.num_usable_blocks) + num_for_step
-    return max(min(windows.num_blocks - num_running, share), windows.num_blocks // _SAVE_SHARE, 1)
+    most = most_pinned_blocks(manager)
+    num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
+    for group in manager.bounded:
+        num_left = group.num_beside(config.max_num_seqs, num_all, num_for_step)
+        most = min(most, max(num_left, group.num_blocks // _SAVE_SHARE, 1))
+    return most
 
 
-def with_window_parts(
-    windows: WindowBlocks, request: Request, indices: Sequence[int], connector: KVConnector
-) -> tuple[list[int], list[int]]:
-    """Return which of a request's blocks at these indices are to be saved, and their window parts.
+def blocks_to_save(
+    manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
+) -> tuple[list[int], list[list[int]]]:
+    """Return which of a request's blocks at these indices are saved, and their ids in each group.
 
-    A store lacks all of them whole. NO_PART: it is gone, and the store has not even what is left of the block.
+    The store has none of them whole. A block that lost a part in some group is saved, with the first group's alone, if
+    the store lacks even that; the other groups then have `NO_BLOCK`.
     """
-    parts = {index: windows.part_at(request.sequence, index) for index in indices}
-    lost = [request.block_hashes[index] for index, part in parts.items() if part is None]
-    wanted = connector.keys_to_save(lost, without_window=True) if lost else set()
-    chosen = [index for index, part in parts.items() if part is not None or request.block_hashes[index] in wanted]
-    return chosen, [NO_PART if (part := parts[index]) is None else part for index in chosen]
+    sequence, bounded = request.sequence, manager.bounded
+    parts = {index: [group.id_at(sequence, index) for group in bounded] for index in indices}
+    lost = [request.block_hashes[index] for index, ids in parts.items() if None in ids]
+    wanted = connector.keys_to_save(lost, only_first_group=True) if lost else set()
+    chosen = [index for index, ids in parts.items() if None not in ids or request.block_hashes[index] in wanted]
+    rows = [[NO_BLOCK if None in parts[index] or each is None else each for each in parts[index]] for index in chosen]
+    return chosen, [
+        [sequence.block_table[index] for index in chosen],
+        *([row[i] for row in rows] for i in range(len(bounded))),
+    ]
 
 
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Cut what was found of a request to blocks that a store has, or that it can be given now.
+    """Cut a hit to blocks that a store has, or that it can be given now.
 
-    lacking: hashes of what the store has not. It is given blocks of the device only.
+    lacking: hashes of the blocks that the store lacks. It is given blocks of the device only.
     """
-    windows, blocks = manager.windows, computed.blocks
+    bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
-        if block_hash in lacking and (index >= len(blocks) or windows.part(blocks[index]) is None):
-            num_usable = windows.num_usable(blocks[:index], (), request.num_tokens)
+        if block_hash not in lacking:
+            continue
+        if index >= len(blocks) or any(group.id_of(blocks[index]) is None for group in bounded):
+            num_usable = longest_hit(bounded, blocks[:index], (), request.num_tokens)
             return ComputedBlocks(blocks[:num_usable], num_usable * manager.block_size)
     return computed

@@ -17,7 +17,7 @@ from octavo.core.admission import create_admission
 from octavo.core.admitter import Admitter
 from octavo.core.draft_policy import DraftPolicy
 from octavo.core.event_emitter import EventEmitter
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.core.lifecycle import RequestLifecycle
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.core.request_queue import RequestQueue
     from octavo.data.events import EventSink
+    from octavo.data.kv_groups import KVGroupSpec
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.data.snapshot import BlockMap
@@ -61,7 +62,7 @@ class Scheduler:
     """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
 
     num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
-    num_window_blocks, window: as in `WindowBlocks`.
+    num_blocks: of the first KV group. bounded_groups: the other KV groups.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class Scheduler:
         sink: EventSink | None = None,
         cache_keys: tuple[str, ...] = (),
         num_host_blocks: int = 0,
-        num_window_blocks: int = 0,
-        window: int = 0,
+        bounded_groups: Sequence[KVGroupSpec] = (),
         connector: KVConnector | None = None,
     ) -> None:
         self.config = scheduler_config
@@ -97,13 +97,14 @@ class Scheduler:
             enable_prefix_caching=cache_config.enable_prefix_caching,
             cache_decoded_blocks=cache_config.cache_decoded_blocks,
             num_host_blocks=num_host_blocks,
-            num_window_blocks=num_window_blocks,
-            window=window,
+            bounded_groups=bounded_groups,
             max_step_tokens=scheduler_config.max_num_batched_tokens,
             extra_keys=cache_keys,
             on_cached=lambda block_id: emitter.emit(events.BlockCached, block_id),
             on_evict=lambda block_id: emitter.emit(events.BlockEvicted, block_id),
-            on_offload=lambda *told: emitter.emit(events.BlockOffloaded, *told),
+            on_offload=lambda block_id, host_block_id, groups: emitter.emit(
+                events.BlockOffloaded, block_id, host_block_id, tuple(sorted(groups))
+            ),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
         self._batching = create_batching(scheduler_config)
@@ -291,7 +292,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
+                plan.give(request, 1)  # the usual case: one more token, into a block that it has
             else:
                 self._grow(plan, request, num_remaining, num_after)
 
@@ -315,10 +316,9 @@ class Scheduler:
                     may_be_cut=True,
                     whole_budget=self.config.max_num_batched_tokens,
                 )
-            block_ids = self.kv_cache_manager.allocate_slots(request, count)
-            if block_ids is not None:
+            if self.kv_cache_manager.allocate_slots(request, count) is not None:
                 surcharge = cost.surcharge(num_computed, count, budget)
-                plan.give(request, count, block_ids, surcharge, of_prompt=of_prompt)
+                plan.give(request, count, surcharge, of_prompt=of_prompt)
                 plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
@@ -375,7 +375,7 @@ class Scheduler:
             len(self.room) + len(self.transfers),
             self.kv_cache_manager.pool.usage,
             self._batching.prefill_limit,
-            self.kv_cache_manager.windows.usage,
+            max((group.usage for group in self.kv_cache_manager.bounded), default=0.0),
         )
 
     # --- back from the worker -----------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class StepPlan:
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)
     surcharge: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None
     has_admitted: bool = False
@@ -52,15 +51,12 @@ class StepPlan:
         """Return how many of `count` tokens the step may take, so that those of prompts keep to their limit."""
         return min(count, self.prompt_room) if of_prompt else count
 
-    def give(
-        self, request: Request, count: int, block_ids: list[int], surcharge: int = 0, *, of_prompt: bool = False
-    ) -> None:
+    def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
         """Schedule `count` tokens. of_prompt: they are of a prompt, or are computed again after a preemption."""
         if of_prompt:
             self.prompt_room -= count
             self.of_prompts.add(request.request_id)
         self.num_tokens[request.request_id] = count
-        self.new_block_ids[request.request_id] = block_ids
         self.budget -= count
         if surcharge:
             self.surcharge[request.request_id] = surcharge
@@ -73,4 +69,3 @@ class StepPlan:
         if request.request_id in self.of_prompts:
             self.prompt_room += count
         self.budget += self.surcharge.pop(request.request_id, 0)
-        self.new_block_ids.pop(request.request_id, None)

@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.data.fingerprint import EngineFingerprint  # noqa: TC001 - msgspec reads this type
+from octavo.data.kv_groups import SlidingWindow
 
 if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupCapacity:
+    """A KV group: the name of its kind, its number of blocks, and the bytes of one."""
+
+    kind: str
+    num_blocks: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +28,8 @@ class EngineCapacity:
     max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens of a
     step. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
     `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
-    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included. num_window_blocks,
-    window_block_bytes: of those that layers with a window keep what they still see in; 0 where no layer has one.
+    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included.
+    bounded_groups: the KV groups but the first, whose blocks are those above.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
     hands KV over directly; None: it does not. kv_format: of an engine with such a role, what its KV depends on besides
@@ -39,8 +49,7 @@ class EngineCapacity:
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
     kv_block_bytes: int = 0
-    num_window_blocks: int = 0
-    window_block_bytes: int = 0
+    bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
     kv_transfer_port: int | None = None
     kv_format: dict[str, str] | None = None
@@ -57,8 +66,7 @@ class EngineCapacity:
         kv_cache_dtype: str = "auto",
         speculative: SpeculativeConfig | None = None,
         kv_block_bytes: int = 0,
-        num_window_blocks: int = 0,
-        window_block_bytes: int = 0,
+        bounded_groups: tuple[KVGroupCapacity, ...] = (),
         role: str = "both",
         kv_transfer_port: int | None = None,
         kv_format: dict[str, str] | None = None,
@@ -81,13 +89,17 @@ class EngineCapacity:
             speculative_method="none" if speculative is None else speculative.method,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             kv_block_bytes=kv_block_bytes,
-            num_window_blocks=num_window_blocks,
-            window_block_bytes=window_block_bytes,
+            bounded_groups=bounded_groups,
             role=role,
             kv_transfer_port=kv_transfer_port,
             kv_format=kv_format,
             fingerprint=fingerprint,
         )
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Blocks of layers with a sliding window."""
+        return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property
     def summary(self) -> str:

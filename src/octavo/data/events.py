@@ -235,14 +235,14 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """The content of a block that is evicted, or loses its window block, goes to host memory, where it can be found.
+    """The content of a block that is evicted, from any of its KV groups, goes to host memory, where it can be found.
 
-    has_window_part: whether what layers with a window keep of it goes there as well.
+    groups: KV groups whose blocks with this content are copied, the first one always.
     """
 
     block_id: int
     host_block_id: int
-    has_window_part: bool = False
+    groups: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +256,14 @@ class HostBlockEvicted(Event):
 class HostBlocksFound(RequestEvent):
     """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks.
 
-    They are copied in this step. computing_s: what computing them would have taken, as measured lately; 0 where it is
-    not known. num_window_blocks: as many of these blocks come with their window parts.
+    They are copied in this step. computing_s: the time that computing them would have taken, as measured lately; 0 if
+    it is not known. num_copied: for each KV group how many of its blocks are copied.
     """
 
     num_blocks: int
     num_tokens: int
     computing_s: float
-    num_window_blocks: int = 0
+    num_copied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,8 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
 
-    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left. window_usage: share of
-    window blocks that are held; 0 where no layer has a window.
+    prefill_limit: number of prompt tokens that a step with decoding requests may compute; 0 for no limit.
+    bounded_usage: share of the blocks that are held in the fullest KV group but the first; 0 if there is no other.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -288,7 +288,7 @@ class StepScheduled(Event):
     num_waiting: int
     kv_cache_usage: float
     prefill_limit: int = 0
-    window_usage: float = 0.0
+    bounded_usage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

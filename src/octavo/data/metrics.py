@@ -85,15 +85,16 @@ class Histogram:
 class EngineStats:
     """Figures of one engine since it was started. Times in seconds; a request is one output stream (n of them for n).
 
-    num_requests_running, num_requests_waiting, kv_cache_usage, window_usage and prefill_limit are as of the last event,
-    all others are totals.
+    num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
+    event, all others are totals.
     prompt_tokens: of requests whose first token came, cached ones included. request_success: endings by reason.
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
-    host_cache_hits: tokens whose KV came back from host memory, and host_cache_hit_blocks the blocks with it;
-    num_offloaded_blocks went there when they were evicted. Of these host_cache_hit_window_blocks and
-    num_offloaded_window_blocks had their window parts with them. tiers: what each tier of the KV cache did, by name.
+    host_cache_hits: tokens whose KV came back from host memory. host_cache_hit_blocks, num_offloaded_blocks: blocks of
+    the first KV group that came back from host memory, and that went there when they were evicted.
+    host_cache_hit_parts, num_offloaded_parts: blocks of the other groups by the group's index.
+    tiers: what each tier of the KV cache did, by name.
     kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
     kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
     kv_saves: saves into stores by outcome. kv_dropped_save_blocks: blocks that a store wanted and that were not saved,
@@ -104,7 +105,7 @@ class EngineStats:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     kv_cache_usage: float = 0.0
-    window_usage: float = 0.0
+    bounded_usage: float = 0.0
     prefill_limit: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -115,8 +116,8 @@ class EngineStats:
     host_cache_hits: int = 0
     host_cache_hit_blocks: int = 0
     num_offloaded_blocks: int = 0
-    host_cache_hit_window_blocks: int = 0
-    num_offloaded_window_blocks: int = 0
+    host_cache_hit_parts: dict[int, int] = field(default_factory=dict)
+    num_offloaded_parts: dict[int, int] = field(default_factory=dict)
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
@@ -183,7 +184,7 @@ class EngineMetrics:
                 stats.scheduled_tokens += event.num_tokens
                 stats.iteration_tokens.observe(event.num_tokens)
                 stats.kv_cache_usage = event.kv_cache_usage
-                stats.window_usage = event.window_usage
+                stats.bounded_usage = event.bounded_usage
                 stats.prefill_limit = event.prefill_limit
             case events.RequestQueued():
                 self._settle()  # the id may be that of one who ended
@@ -221,11 +222,11 @@ class EngineMetrics:
                 stats.prefix_cache_hits += event.num_hit_tokens
             case events.BlockOffloaded():
                 stats.num_offloaded_blocks += 1
-                stats.num_offloaded_window_blocks += event.has_window_part
+                _count(stats.num_offloaded_parts, dict.fromkeys(event.groups[1:], 1))
             case events.HostBlocksFound():
                 stats.host_cache_hits += event.num_tokens
                 stats.host_cache_hit_blocks += event.num_blocks
-                stats.host_cache_hit_window_blocks += event.num_window_blocks
+                _count(stats.host_cache_hit_parts, dict(enumerate(event.num_copied[1:], 1)))
             case events.KVLoadEnded():
                 stats.kv_loads[event.outcome] += 1
                 stats.kv_load_tokens += event.num_tokens
@@ -292,4 +293,9 @@ class EngineMetrics:
                 counts[1] += life.num_tokens
         self._ended.clear()
         if not self._lives:
-            stats.kv_cache_usage = stats.window_usage = 0.0  # there will be no step to tell so
+            stats.kv_cache_usage = stats.bounded_usage = 0.0  # there will be no step to tell so
+
+
+def _count(totals: dict[int, int], counts: dict[int, int]) -> None:
+    for group, count in counts.items():
+        totals[group] = totals.get(group, 0) + count

@@ -49,19 +49,28 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
-    `token_ids` is written by the scheduler, the others by the KV cache manager. next_commit: number of computed tokens
-    below which it has nothing new to share. num_slots: tokens that it has room for. window_table: the window block of
-    each block, as far as tokens were computed or found; -1 for the first num_behind_window, which it does not see.
+    The scheduler writes `token_ids`, the KV cache manager everything else.
+
+    num_cached_tokens: tokens of the prompt that were found in a cache.
+    next_commit: number of computed tokens below which the request has nothing new to share.
+    block_tables: for each KV group the ids of the blocks that hold the KV, in order. Blocks that no row of the request
+    reads any more are `NO_BLOCK`.
+    first_held: for each KV group the index of the first block in the table that is held.
+    num_slots: number of tokens that fit into the blocks of every group.
     """
 
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     next_commit: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])
+    first_held: list[int] = field(default_factory=lambda: [0])
     num_slots: int = 0
-    window_table: list[int] = field(default_factory=list)
-    num_behind_window: int = 0
+
+    @property
+    def block_table(self) -> list[int]:
+        """The table of the first group, which holds every block of the sequence."""
+        return self.block_tables[0]
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_groups import NO_BLOCK
+
 if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.sampling_params import SamplingParams
@@ -18,8 +20,7 @@ class NewRequestData:
     token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
     cache_salt: nothing of it is shared with requests that have another one. predicted_token_ids: what its client
     expects as its output.
-    window_block_ids: where layers with a window keep what block_ids holds of the others: parallel to these as far as it
-    goes, -1 behind the window. Empty where no layer has one.
+    block_ids: for each KV group the request's block table. `NO_BLOCK` stands for a block that no later row reads.
     """
 
     request_id: str
@@ -29,11 +30,10 @@ class NewRequestData:
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int
     cache_salt: str | None = None
     predicted_token_ids: list[int] | None = None
-    window_block_ids: list[int] = field(default_factory=list)
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
@@ -47,28 +47,28 @@ class NewRequestData:
             seed=request.seed,
             sample_index=request.sample_index,
             stop_token_ids=request.stop_token_ids,
-            block_ids=list(sequence.block_table),
+            block_ids=[list(table) for table in sequence.block_tables],
             num_computed_tokens=request.num_computed_tokens,
             cache_salt=request.cache_salt,
             predicted_token_ids=request.predicted_token_ids,
-            window_block_ids=list(sequence.window_table),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CachedRequestData:
-    """Only what is new of the requests that the worker knows already; parallel lists.
+    """What is new of the requests that the worker knows already; parallel lists.
 
-    What was sampled of them the worker knows by itself, and nobody else adds tokens. new_block_ids: to append to each
-    one's block table. num_computed_tokens: when the steps before are done.
-    new_window_block_ids: to append to its table of window blocks, perhaps in another step than the blocks themselves;
-    what has fallen behind the window stays in that table and is never read. No lists where no layer has a window.
+    The worker appends the tokens that it samples by itself, and nobody else adds tokens.
+
+    new_block_ids: for each KV group a list parallel to `req_ids`: the ids to append to each request's block table. A
+    group may get its block of a position in a later step than another group. A table keeps the blocks that the request
+    has let go; no row reads them.
+    num_computed_tokens: when the steps before are done.
     """
 
     req_ids: list[str]
-    new_block_ids: list[list[int]]
+    new_block_ids: list[list[list[int]]]
     num_computed_tokens: list[int]
-    new_window_block_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
@@ -78,31 +78,27 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks that a step begins with, in this order, before anything else is written.
+    """Copies of whole blocks at the beginning of a step, before anything else is written: in this order.
 
-    swap_out: (block, host block) of preempted requests and of cached blocks that are evicted; these blocks may be
-    written to in this very step. A host block may come twice: then the last one's content is meant.
-    block_copies: (block, block), copy on write; a source may be a target of what comes after it.
-    swap_in: (host block, block) of requests that resume, or find in host memory what the device had.
-    window_swap_out, window_copies, window_swap_in: the same with window blocks in place of blocks, each beside its
-    neighbour: all that goes out before all copies, and these before all that comes in. A host block has room for both
-    parts; either is copied alone.
+    swap_out: (group, block, host block), for preempted requests and for cached blocks that are evicted. The step may
+    write to these blocks after the copy. If a host block comes twice, the last content is meant.
+    block_copies: (group, source block, target block), copy on write. A source may be the target of a later copy.
+    swap_in: (group, host block, block), for requests that resume and for prefixes found in host memory.
+
+    A host block has room for the block of every group. Each of these is copied by itself.
     """
 
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    window_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    window_copies: list[tuple[int, int]] = field(default_factory=list)
-    window_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.block_copies or self.swap_in or self.has_window_copies)
+        return bool(self.swap_out or self.block_copies or self.swap_in)
 
-    @property
-    def has_window_copies(self) -> bool:
-        """Whether any window part is copied."""
-        return bool(self.window_swap_out or self.window_copies or self.window_swap_in)
+    def of_group(self, group: int) -> BlockCopies:
+        """Return the copies of one KV group."""
+        lists = self.swap_out, self.block_copies, self.swap_in
+        return BlockCopies(*([each for each in copies if each[0] == group] for copies in lists))
 
 
 class TransferDirection(Enum):
@@ -116,19 +112,26 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, beside the steps.
 
-    keys: one for each of block_ids, a hash of all that the KV in it depends on (`core.block_hash`): what is loaded into
-    a block is what was saved under its key, or it counts as not there. The blocks are pinned until the transfer ended,
-    or the worker was told that it is cancelled. request_id: who waits for it; None for what is saved.
-    window_block_ids: where layers with a window have their part of each block, empty where no layer has one. A load has
-    -1 where nobody will look at that part; a save has all of them. Under a key a store has both parts.
+    The blocks are pinned until the transfer has ended, or until the worker was told that it is cancelled.
+
+    keys: one for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A block is loaded with
+    the content that was saved under its key, or the store counts as not having it. Under one key a store has the
+    block's content of all groups.
+    block_ids: for each KV group a list parallel to `keys`. `NO_BLOCK`: of that group nothing is moved, because no row
+    reads the block (a load), or because its content is gone (a save). The first group has every block.
+    request_id: the request that waits for the load; None for a save.
     """
 
     transfer_id: int
     direction: TransferDirection
     keys: list[bytes]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     request_id: str | None = None
-    window_block_ids: list[int] = field(default_factory=list)
+
+
+def are_whole(block_ids: list[list[int]]) -> list[bool]:
+    """Return of each block of a transfer, given by its ids in all groups, whether every group's content is moved."""
+    return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +179,9 @@ class SchedulerOutput:
 
     @property
     def block_ids(self) -> dict[str, list[int]]:
-        """Blocks that each request received in this step (all of them for a new one)."""
+        """The blocks of the first KV group that each request received in this step (all of them for a new one)."""
         cached = self.scheduled_cached_reqs
-        return {new.request_id: new.block_ids for new in self.scheduled_new_reqs} | dict(
-            zip(cached.req_ids, cached.new_block_ids, strict=True)
+        new_block_ids = cached.new_block_ids[0] if cached.req_ids else []
+        return {new.request_id: new.block_ids[0] for new in self.scheduled_new_reqs} | dict(
+            zip(cached.req_ids, new_block_ids, strict=True)
         )

@@ -11,6 +11,7 @@ import time
 import weakref
 from typing import IO, TYPE_CHECKING, Any
 
+from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.request import RequestStatus
 from octavo.journal.format import (
     REQUEST_DEFAULTS,
@@ -286,11 +287,9 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
     """Return a journal's header: everything a scheduler like this one is made from."""
     manager = scheduler.kv_cache_manager
-    if windows := manager.windows.num_blocks:
-        more |= {"num_window_blocks": windows, "window": manager.windows.window}
     return {
         "scheduler": dataclasses.asdict(scheduler.config),
-        "num_blocks": manager.pool.num_blocks,
+        "kv_groups": [KVGroupSpec(group.kind, group.num_blocks).to_json() for group in manager.groups],
         "num_host_blocks": manager.host.num_blocks,
         "block_size": manager.block_size,
         "enable_prefix_caching": manager.prefix_cache.is_enabled,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
+from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
@@ -57,6 +58,7 @@ class _Player:
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
             raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
+        first_group, *bounded_groups = map(KVGroupSpec.from_json, header["kv_groups"])
         self.scheduler = Scheduler(
             SchedulerConfig(**header["scheduler"]),
             CacheConfig(
@@ -64,10 +66,9 @@ class _Player:
                 enable_prefix_caching=header["enable_prefix_caching"],
                 cache_decoded_blocks=header["cache_decoded_blocks"],
             ),
-            num_blocks=header["num_blocks"],
+            num_blocks=first_group.num_blocks,
+            bounded_groups=bounded_groups,
             num_host_blocks=header["num_host_blocks"],
-            num_window_blocks=header.get("num_window_blocks", 0),
-            window=header.get("window", 0),
             max_model_len=header["max_model_len"],
             clock=lambda: self.microseconds / 1e6,
             sink=self.log,

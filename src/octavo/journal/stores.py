@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.core.block_hash import BlockHash
+    from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv_connector import KVConnector
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
@@ -39,9 +39,9 @@ class RecordedConnector:
         self._answers.append(answer)
         return answer
 
-    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Ask, and remember."""
-        wanted = self._connector.keys_to_save(keys, without_window=without_window)
+        wanted = self._connector.keys_to_save(keys, only_first_group=only_first_group)
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
@@ -88,9 +88,9 @@ class ReplayedConnector:
         answer = self._next()
         return None if isinstance(answer, list) else answer
 
-    def keys_to_save(self, keys: Sequence[BlockHash], *, without_window: bool = False) -> set[BlockHash]:
+    def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return what was answered."""
-        del without_window
+        del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
 

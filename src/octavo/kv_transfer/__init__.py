@@ -33,8 +33,8 @@ def create_store(
 
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
     is opened when it is asked, and again later. direct: what a prefill engine saves first, as others wait for it, and
-    what a decode engine asks last, as it has to wait for that. part_bytes: of a block without its window part; None
-    where no layer has a window.
+    what a decode engine asks last, as it has to wait for that. part_bytes: of the first KV group's part of a
+    block; None if there is no other group.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes

@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.direct import NoConnector
+from octavo.kv_transfer.group_parts import look_up
 from octavo.kv_transfer.guard import HANGS_AFTER_S
-from octavo.kv_transfer.window_parts import look_up
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from octavo.data.kv_groups import KVGroupKind
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
     from octavo.kv_transfer.direct import MooncakeConnector
@@ -63,8 +64,7 @@ class StoreConnector:
     An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
     Behind a load that ended early it is asked for what stands before the first block that did not come.
     What another engine was said to save is asked for again, until it is there or nothing more comes.
-    window: what layers with a window see at most; 0 where none has one. Then a block may be there without its window
-    part, and as many tokens are found as can be gone on behind.
+    kinds: of the KV groups but the first. The store may lack the content of these groups of a block that no row reads.
     on_answer is called from other threads when a lookup has ended. direct: this engine's side of direct transfers,
     which is one of the tiers of the store.
     """
@@ -75,10 +75,10 @@ class StoreConnector:
         block_size: int,
         on_answer: Callable[[], None] = lambda: None,
         direct: MooncakeConnector | None = None,
-        window: int = 0,
+        kinds: Sequence[KVGroupKind] = (),
     ) -> None:
         self.name = store.name
-        self._window = window
+        self._kinds = kinds
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer
@@ -124,7 +124,7 @@ class StoreConnector:
 
     def _submit(self, lookup: _Lookup, request: Request) -> None:
         lookup.again_at = None
-        keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens if self._window else 0
+        keys, num_tokens = request.block_hashes[lookup.first :], request.num_tokens if self._kinds else 0
         missing = self._missing.get(request.request_id)
         if missing is not None and missing in keys:
             keys = keys[: keys.index(missing)]
@@ -133,8 +133,8 @@ class StoreConnector:
     def _look_up(self, lookup: _Lookup, keys: list[bytes], num_tokens: int) -> None:
         count = 0
         try:
-            if lookup.is_wanted and self._window:
-                count = look_up(self._store, keys, lookup.first, num_tokens, self._block_size, self._window)
+            if lookup.is_wanted and self._kinds:
+                count = look_up(self._store, keys, lookup.first, num_tokens, self._block_size, self._kinds)
             elif lookup.is_wanted:
                 count = self._store.num_matched(keys)
         finally:
@@ -154,9 +154,9 @@ class StoreConnector:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""
 
-    def keys_to_save(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
+    def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
         """Return those that the store lacks."""
-        return self._store.lacks(keys, without_window=without_window)
+        return self._store.lacks(keys, only_first_group=only_first_group)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Let decode engines wait for what is being saved."""

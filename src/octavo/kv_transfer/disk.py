@@ -30,7 +30,7 @@ class DiskStore:
     What is saved together stands in one file. max_bytes bounds all files in the directory, whoever wrote them; each
     process keeps to its own bound. The longest unused file makes way first, over restarts too. Where nothing can be
     written (no space, no right), what is there is served, and saving is tried again after a growing pause; calls that
-    cannot read raise `StoreError`. part_bytes: of blocks without their window parts, which stand in files of their own;
+    cannot read raise `StoreError`. part_bytes: of blocks with the first KV group only, which are in files of their own;
     None: there are none.
     """
 

@@ -140,7 +140,7 @@ def _move_all(
 
     One system call may move fewer bytes than it was asked to.
     """
-    waiting = [view for view in reversed(views) if len(view)]  # of a model whose layers all have windows
+    waiting = [view for view in reversed(views) if len(view)]  # of a model without layers in the first KV group
     while waiting:
         batch = [waiting.pop()]
         num_bytes = len(batch[0])

@@ -30,7 +30,7 @@ class GuardedStore:
     open_store makes it, at the first call and again where that failed. After a failure it is asked nothing for a pause,
     which doubles while it goes on to fail; then one call tries. Nor is it asked while a call has been hanging.
     may_wait: its calls take as long as they take, as others compute meanwhile; none of them hangs. keeps_parts: whether
-    it also keeps blocks that are shorter than `block_bytes`, as they have no window part.
+    it also keeps blocks that are shorter than `block_bytes`, with the first KV group only.
     """
 
     def __init__(

@@ -33,15 +33,15 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Keeps blocks under keys that name all that their content depends on (`octavo.core.block_hash`).
+    """Keeps blocks under keys that name all that their content depends on (`octavo.core.kv.block_hash`).
 
     A key has one content for ever, so nothing is ever overwritten. What a store gives back is what was saved under the
     key, whole, or it counts as not there: it looks for itself, by a checksum over key and content. Several threads may
     call at once. `lacks` and `stats` return at once; the others may wait for disks and networks, and raise
     `StoreError`. A store that fails costs time, never a token: it is asked again later.
 
-    name: what its figures are called. block_bytes: the size of a block. Those without their window parts
-    (`octavo.kv_transfer.window_parts`) are shorter, under keys of their own: what is asked for has the size of what was
+    name: what its figures are called. block_bytes: the size of a block. Those with the first KV group only
+    (`octavo.kv_transfer.group_parts`) are shorter, under keys of their own: what is asked for has the size of what was
     saved under its key, and all blocks of a save have one size.
     """
 

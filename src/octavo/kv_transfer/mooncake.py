@@ -40,7 +40,7 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` where there is none to be had.
 
-    Each block is one object, all of one size: behind a block without its window part come zeros. The client is a
+    Each block is one object, all of one size: one with the first KV group only is filled up with zeros. The client is a
     process of its own, started anew where it has ended. The pool forgets everything with its master; so each question
     also asks for a mark of this store, and where that is gone, nothing counts as known any more.
 

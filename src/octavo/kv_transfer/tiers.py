@@ -6,9 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.data.kv_tiers import TierMove
+from octavo.kv_transfer.group_parts import key_of_first_group
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.interface import StoreStats
-from octavo.kv_transfer.window_parts import key_without_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +39,9 @@ class TieredStore:
 
     Saves go to each that lacks the block. So what was loaded from a slower one is saved in the faster ones, when its
     request offers its blocks. Which of them did what is added to the tally that comes with a call.
-    without_window: of a call about blocks without their window parts (`octavo.kv_transfer.window_parts`), named by the
-    keys of the whole ones; those that do not keep such blocks are passed over.
+    only_first_group: the call is about blocks with the content of the first KV group only
+    (`octavo.kv_transfer.group_parts`), named by the keys of the whole blocks. Stores that do not keep such blocks are
+    passed over.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -64,12 +65,16 @@ class TieredStore:
         for tier in self.tiers:
             tier.open()
 
-    def _asked(self, *, without_window: bool) -> list[GuardedStore]:
-        return self._tiers_of_parts if without_window else self.tiers
+    def _asked(self, *, only_first_group: bool) -> list[GuardedStore]:
+        return self._tiers_of_parts if only_first_group else self.tiers
 
-    def num_matched(self, keys: Sequence[bytes], *, without_window: bool = False) -> int:
+    def num_matched(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> int:
         """Return how many of these, from the first one on, they have together."""
-        count, names, tiers = 0, _names(keys, without_window=without_window), self._asked(without_window=without_window)
+        count, names, tiers = (
+            0,
+            _names(keys, only_first_group=only_first_group),
+            self._asked(only_first_group=only_first_group),
+        )
         while count < len(names):
             before = count
             for tier in tiers:
@@ -79,10 +84,10 @@ class TieredStore:
                 break
         return count
 
-    def lacks(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
-        """Return those that any of them does not have; without_window: neither whole nor without its window part."""
-        tiers = self._asked(without_window=without_window)
-        return set().union(*(_lacking(tier, keys, without_window=without_window) for tier in tiers))
+    def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
+        """Return those that any of them does not have; only_first_group: not even its first group."""
+        tiers = self._asked(only_first_group=only_first_group)
+        return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
         """Return those in which blocks made way for others since the last call, each with their number."""
@@ -94,11 +99,11 @@ class TieredStore:
         blocks: Sequence[memoryview],
         tally: TierTally | None = None,
         *,
-        without_window: bool = False,
+        only_first_group: bool = False,
     ) -> int:
         """Fill blocks, each from the first store that has it; return how many, from the first one on, are right."""
         done, tally = 0, tally or TierTally()
-        names, tiers = _names(keys, without_window=without_window), self._asked(without_window=without_window)
+        names, tiers = _names(keys, only_first_group=only_first_group), self._asked(only_first_group=only_first_group)
         while done < len(names):
             count = _load_next(tiers, names[done:], blocks[done:], tally)
             if not count:
@@ -112,15 +117,15 @@ class TieredStore:
         blocks: Sequence[memoryview],
         tally: TierTally | None = None,
         *,
-        without_window: bool = False,
+        only_first_group: bool = False,
     ) -> int:
         """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
         kept, tally = set[bytes](), tally or TierTally()
-        names = _names(keys, without_window=without_window)
-        for tier in self._asked(without_window=without_window):
+        names = _names(keys, only_first_group=only_first_group)
+        for tier in self._asked(only_first_group=only_first_group):
             if not tier.is_usable:
                 continue
-            lacking = _lacking(tier, keys, without_window=without_window)
+            lacking = _lacking(tier, keys, only_first_group=only_first_group)
             chosen = [index for index, key in enumerate(keys) if key in lacking]
             kept.update(key for key in keys if key not in lacking)
             if chosen:
@@ -159,17 +164,17 @@ class TieredStore:
             tier.close()
 
 
-def _names(keys: Sequence[bytes], *, without_window: bool) -> Sequence[bytes]:
+def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
     """Return the keys under which blocks stand in stores."""
-    return [key_without_window(key) for key in keys] if without_window else keys
+    return [key_of_first_group(key) for key in keys] if only_first_group else keys
 
 
-def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, without_window: bool) -> set[bytes]:
-    """Return those of which a store has no whole block; without_window: nor one without its window part."""
+def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: bool) -> set[bytes]:
+    """Return those of which a store has no whole block; only_first_group: nor the first group of one."""
     lacking = tier.lacks(keys)
-    if not without_window:
+    if not only_first_group:
         return lacking
-    keys_by_name = {key_without_window(key): key for key in lacking}
+    keys_by_name = {key_of_first_group(key): key for key in lacking}
     return {keys_by_name[name] for name in tier.lacks(list(keys_by_name))}
 
 

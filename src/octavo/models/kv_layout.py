@@ -1,8 +1,14 @@
-"""The keys and values of a model, layer by layer: shapes, windows, and where each stands in a block. No torch here."""
+"""The keys and values of a model, layer by layer: shapes, windows, and KV groups. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from octavo.data.kv_groups import FullAttention, SlidingWindow
+
+if TYPE_CHECKING:
+    from octavo.data.kv_groups import KVGroupKind
 
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by what users call them
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -30,55 +36,58 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The KV cache of a model: what each layer keeps, and in which of two pieces of memory it stands.
+class LayerGroup:
+    """The layers of a KV group: their kind, and their numbers in the model."""
 
-    A block is one piece, of the layers that see all that came before. A window block is another, of those with a
-    window: there is one as long as somebody sees so far back. Within a piece the layers stand in their order.
+    kind: KVGroupKind
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV cache of a model: what each layer keeps, and in which KV group.
+
+    A block of a group is one piece of memory, in which its layers stand in their order.
     """
 
     layers: tuple[KVShape, ...]
 
     @property
-    def groups(self) -> dict[KVShape, tuple[int, ...]]:
-        """Numbers of the layers by what they keep and see: what is decided for one of a group holds for all of it."""
-        groups: dict[KVShape, tuple[int, ...]] = {}
+    def shapes(self) -> dict[KVShape, tuple[int, ...]]:
+        """Numbers of the layers by what they keep and read: what is decided for one of a shape holds for all of it."""
+        shapes: dict[KVShape, tuple[int, ...]] = {}
         for index, shape in enumerate(self.layers):
-            groups[shape] = (*groups.get(shape, ()), index)
-        return groups
+            shapes[shape] = (*shapes.get(shape, ()), index)
+        return shapes
+
+    @property
+    def kv_groups(self) -> tuple[LayerGroup, ...]:
+        """The KV groups: first the layers that read all positions, perhaps none, then those with a window, if any."""
+        full = tuple(index for index, each in enumerate(self.layers) if each.window is None)
+        windowed = tuple(index for index, each in enumerate(self.layers) if each.window is not None)
+        first = LayerGroup(FullAttention(), full)
+        return (first,) if self.window is None else (first, LayerGroup(SlidingWindow(self.window), windowed))
 
     @property
     def window(self) -> int | None:
-        """How many tokens, itself included, a position sees in window blocks: the largest of all windows, or None."""
+        """The largest of all windows, in tokens, or None if no layer has one."""
         return max((each.window for each in self.layers if each.window is not None), default=None)
 
     @property
     def without_windows(self) -> KVLayout:
-        """The same layers, all in blocks."""
+        """The same layers, all in the first group."""
         return KVLayout(tuple(replace(each, window=None) for each in self.layers))
 
-    @property
-    def in_blocks(self) -> tuple[int, ...]:
-        """Numbers of the layers that stand in blocks."""
-        return tuple(index for index, each in enumerate(self.layers) if each.window is None)
-
-    @property
-    def in_window_blocks(self) -> tuple[int, ...]:
-        """Numbers of the layers that stand in window blocks."""
-        return tuple(index for index, each in enumerate(self.layers) if each.window is not None)
-
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a block."""
-        return sum(self.layers[index].block_bytes(block_size, dtype) for index in self.in_blocks)
-
-    def window_block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of a window block; 0 where no layer has a window."""
-        return sum(self.layers[index].block_bytes(block_size, dtype) for index in self.in_window_blocks)
+    def block_bytes(self, block_size: int, dtype: str) -> tuple[int, ...]:
+        """Bytes of a block of each group."""
+        return tuple(
+            sum(self.layers[index].block_bytes(block_size, dtype) for index in group.layers) for group in self.kv_groups
+        )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Bytes that one token keeps over all layers, as long as all of them see it."""
-        return self.block_bytes(1, dtype) + self.window_block_bytes(1, dtype)
+        """Bytes that one token keeps over all layers, as long as all of them read it."""
+        return sum(self.block_bytes(1, dtype))
 
     def bytes_behind_window(self, dtype: str) -> int:
         """Bytes that one token keeps once it has fallen behind the window."""
-        return self.block_bytes(1, dtype)
+        return self.block_bytes(1, dtype)[0]

@@ -57,9 +57,9 @@ def make_decode_plan(
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
     """Return what inputs and results of so many sequences and rows take, which stay between steps."""
-    num_kinds = 1 if architecture.kv_layout.window is None else 2  # of blocks: each has its tables and slots
-    of_sequence = 4 + num_kinds * 4 * table_width
-    of_row = 8 + 8 + num_kinds * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
+    num_groups = len(architecture.kv_layout.kv_groups)  # each has its tables and slots
+    of_sequence = 4 + num_groups * 4 * table_width
+    of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
     return num_seqs * of_sequence + num_rows * of_row + 4 * (num_seqs + 1)
 
 

@@ -5,11 +5,12 @@ They only decide how often drafts come true. What is not there is computed befor
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from octavo.data.scheduler_output import BlockCopies, TransferDirection
+from octavo.data.scheduler_output import TransferDirection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,7 +71,7 @@ class SharedDraftKV:
 
 
 class OwnDraftKV:
-    """A cache of its own, whose blocks have the numbers of the target's and go where these go. It has no window blocks.
+    """A cache of its own, whose blocks have the numbers of the target's first KV group and are copied with these.
 
     A block that is shared, or comes back from host memory, holds as much as who drafted with it has computed.
     """
@@ -90,19 +91,20 @@ class OwnDraftKV:
         """Copy what the target's blocks were copied; nothing is known of blocks that are new."""
         copies, filled = scheduled.copies, self._filled
         if copies:
-            self.cache.copy(BlockCopies(copies.swap_out, copies.block_copies, copies.swap_in))
-            for block, host in copies.swap_out:
+            copies = copies.of_group(0)
+            self.cache.copy(copies)
+            for _, block, host in copies.swap_out:
                 self._filled_on_host[host] = filled[block]
-            for source, target in copies.block_copies:
+            for _, source, target in copies.block_copies:
                 filled[target] = filled[source]
-            for host, block in copies.swap_in:
+            for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
             if transfer.direction is TransferDirection.LOAD:  # of the target's KV alone
-                filled[transfer.block_ids] = 0
+                filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
-        for block_ids in scheduled.scheduled_cached_reqs.new_block_ids:
+        for block_ids in chain.from_iterable(scheduled.scheduled_cached_reqs.new_block_ids[:1]):
             if block_ids:
                 filled[block_ids] = 0
 
@@ -110,10 +112,10 @@ class OwnDraftKV:
         """Take up a request; the blocks of what is computed of it hold what they hold."""
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
         if num_in_last:  # what is behind them may have been another's
-            block = new.block_ids[num_blocks]
+            block = new.block_ids[0][num_blocks]
             self._filled[block] = min(self._filled[block], num_in_last)
             num_blocks += 1
-        self._filled[new.block_ids[num_blocks:]] = 0
+        self._filled[new.block_ids[0][num_blocks:]] = 0
         row = self._batch.requests[new.request_id].row
         self._num_noted[row] = 0
         self._guesses[row] = -1
@@ -135,16 +137,16 @@ class OwnDraftKV:
         """Return how far there is KV in a row's blocks, from a position on up to which there is."""
         size = self.cache.block_size
         first = end // size
-        filled = self._filled[self._batch.block_tables[row, first : -(-most // size)]]
+        filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]
         num_full = int(np.append(filled < size, True).argmax())
         in_next = int(filled[num_full]) if num_full < len(filled) else 0
         return max(end, min((first + num_full) * size + in_next, most))
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Note it in the blocks that the rows have, for all who share them; what is behind those is lost."""
-        size, tables = self.cache.block_size, self._batch.block_tables
+        size, tables = self.cache.block_size, self._batch.block_tables[0]
         self._guesses[rows] = -1
-        first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[rows] * size)
+        first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[0, rows] * size)
         grown = ends > first
         rows, first, ends = rows[grown], first[grown], ends[grown]
         self._num_noted[rows] = ends
@@ -159,7 +161,7 @@ class OwnDraftKV:
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
         """Note which tokens they are, unless they stand behind the blocks that the rows have."""
-        ends = np.minimum(num_computed, self._batch.num_blocks[rows] * self.cache.block_size)[:, None]
+        ends = np.minimum(num_computed, self._batch.num_blocks[0, rows] * self.cache.block_size)[:, None]
         positions = num_known[:, None] + np.arange(self._guesses.shape[1])
         tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]
         self._guesses[rows] = np.where(positions < ends, tokens, -1)

@@ -117,9 +117,8 @@ class DraftRunner:
         self._verification = verification
         self._draft_probs = draft_probs
         scratch = np.arange(draft.max_num_seqs * draft.num_scratch_blocks, dtype=np.int32)
-        self._scratch_blocks = cache.num_blocks + scratch.reshape(draft.max_num_seqs, -1)
-        self._scratch_window_blocks = cache.num_window_blocks + scratch.reshape(draft.max_num_seqs, -1)
-        self._has_windows = cache.window is not None
+        scratch_of_rows = scratch.reshape(draft.max_num_seqs, -1)
+        self._scratch_blocks = [group.num_blocks + scratch_of_rows for group in cache.groups]
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
@@ -153,7 +152,7 @@ class DraftRunner:
         self._num_known = self._batch.num_tokens[rows]
         self._num_tokens = self._num_known.copy()  # with what is guessed
         self._num_computed = self.kv.begin(rows, self._num_known)
-        self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows], self._scratch_window_blocks[rows])
+        self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
@@ -168,7 +167,7 @@ class DraftRunner:
             counts,
             np.arange(len(counts) + 1),
             [num_tokens.astype(np.int32)],
-            has_windows=self._has_windows,
+            num_groups=len(self._scratch_blocks),
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, num_tokens)
@@ -187,7 +186,7 @@ class DraftRunner:
             counts[is_part],
             np.append(0, is_due[is_part].cumsum()),
             [ends[is_due].astype(np.int32)],
-            has_windows=self._has_windows,
+            num_groups=len(self._scratch_blocks),
         )
         hidden = self.forward_pass(token_ids, attention)
         self._note_known(indices, ends)

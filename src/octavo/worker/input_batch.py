@@ -93,8 +93,9 @@ class InputBatch:
     What is sampled becomes known with `append_sampled`: nobody else adds tokens. Behind the known tokens of a row there
     may stand others: those that are awaited (`await_sampled`), or drafts of the step.
     copies: to the device; None for a CPU. num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind
-    its own. has_windows: there are layers whose keys and values stand in window blocks. Their tables hold anything
-    behind the window. num_changes: how often a request left or failed.
+    its own. num_groups: number of KV groups. num_changes: how often a request left or failed.
+    block_tables: for each KV group [max_num_seqs, blocks]. Where a request has let go of blocks they hold any number.
+    num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
     """
 
     def __init__(
@@ -105,10 +106,9 @@ class InputBatch:
         block_size: int,
         copies: HostCopies | None = None,
         num_scratch_blocks: int = 0,
-        has_windows: bool = False,
+        num_groups: int = 1,
     ) -> None:
         copies = copies or SharedMemory()
-        self.has_windows = has_windows
         self.block_size = block_size
         self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
@@ -116,13 +116,11 @@ class InputBatch:
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
-        self.block_tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int32)
-        self.window_tables = np.zeros((max_num_seqs, most_blocks if has_windows else 0), dtype=np.int32)
+        self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
         self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # behind those
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_window_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.looks_at_prompt = np.zeros(max_num_seqs, dtype=bool)
         self.sampling = SamplingColumns(max_num_seqs, copies)
@@ -149,13 +147,13 @@ class InputBatch:
             None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
-        self.num_tokens[row], self.num_blocks[row], self.num_window_blocks[row] = len(data.token_ids), 0, 0
+        self.num_tokens[row], self.num_blocks[:, row] = len(data.token_ids), 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
         self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
-        self._append_blocks(row, data.block_ids)
-        self._append_window_blocks(row, data.window_block_ids)
+        for group, block_ids in enumerate(data.block_ids):
+            self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
         """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
@@ -170,12 +168,10 @@ class InputBatch:
     def _update_cached(self, cached: CachedRequestData) -> None:
         rows = [self.requests[request_id].row for request_id in cached.req_ids]
         self.num_computed_tokens[rows] = cached.num_computed_tokens
-        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
-            if block_ids:
-                self._append_blocks(row, block_ids)
-        if self.has_windows:
-            for row, window_block_ids in zip(rows, cached.new_window_block_ids, strict=True):
-                self._append_window_blocks(row, window_block_ids)
+        for group, new_block_ids in enumerate(cached.new_block_ids):
+            for row, block_ids in zip(rows, new_block_ids, strict=True):
+                if block_ids:
+                    self._append_blocks(group, row, block_ids)
 
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Let the next step feed what this one sampled before the host knows it.
@@ -218,16 +214,10 @@ class InputBatch:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
 
-    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        start = self.num_blocks[row]
-        self.block_tables[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] += len(block_ids)
-
-    def _append_window_blocks(self, row: int, block_ids: list[int]) -> None:
-        if block_ids:
-            start = self.num_window_blocks[row]
-            self.window_tables[row, start : start + len(block_ids)] = block_ids
-            self.num_window_blocks[row] += len(block_ids)
+    def _append_blocks(self, group: int, row: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[group, row]
+        self.block_tables[group][row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[group, row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
         """Prompt and output of a request so far: a view."""
@@ -253,7 +243,7 @@ class InputBatch:
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
         rows = np.array([request.row for request in requests], dtype=np.int64)
         if len(requests) > 1:
-            order = np.lexsort((self.block_tables[rows, 0], -counts))
+            order = np.lexsort((self.block_tables[0][rows, 0], -counts))
             requests, counts, rows = [requests[i] for i in order.tolist()], counts[order], rows[order]
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
@@ -279,7 +269,7 @@ class InputBatch:
         if output_start[-1] != cu_num_logits[-1]:
             others.append(logits_indices)
         token_ids, attention, (rows_there, known_there, *indices) = self.gather(
-            rows, computed, counts, output_start, others, has_windows=self.has_windows
+            rows, computed, counts, output_start, others, num_groups=len(self.block_tables)
         )
         return ModelInputs(
             token_ids=token_ids,
@@ -303,13 +293,13 @@ class InputBatch:
         output_start: NDArray[np.int64],
         others: Sequence[NDArray[np.generic]] = (),
         *,
-        has_windows: bool,
+        num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
 
         output_start: of each row's tokens the last ones have hidden states that are wanted; where these begin among all
         such, then their number. others: arrays that go to the device by the same copy; the third are these, there.
-        has_windows: the cache has window blocks.
+        num_groups: number of KV groups of the cache.
         """
         query_start = _starts(counts)
         row_of_token, positions = rows, first  # where each has one token
@@ -320,7 +310,7 @@ class InputBatch:
         token_ids = self.token_ids[row_of_token, positions]
         arrays = [
             token_ids.astype(np.int64),
-            *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, has_windows),
+            *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, num_groups),
         ]
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
@@ -330,12 +320,12 @@ class InputBatch:
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]
             arrays.append(of_step)
-            arrays += self._attention_arrays(start, seq_lens[kept], rows[kept], *tokens, width, has_windows)
+            arrays += self._attention_arrays(start, seq_lens[kept], rows[kept], *tokens, width, num_groups)
         tensors = iter(self._tensors([*arrays, *others]))
         fed = self._fed(token_ids, next(tensors))
-        attention = self._attention(tensors, has_windows=has_windows)
+        attention = self._attention(tensors, num_groups)
         if is_cut:
-            outputs = OutputRows(next(tensors), self._attention(tensors, has_windows=has_windows))
+            outputs = OutputRows(next(tensors), self._attention(tensors, num_groups))
             attention = replace(attention, outputs=outputs)
         return fed, attention, list(tensors)
 
@@ -349,17 +339,13 @@ class InputBatch:
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
-    def write_scratch_blocks(
-        self, rows: NDArray[np.int64], block_ids: NDArray[np.int32], window_block_ids: NDArray[np.int32]
-    ) -> None:
-        """Put blocks [len(rows), n], and as many window blocks, behind those of the rows' requests.
+    def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
+        """Write blocks after those of the rows' requests; they stay until the requests get others.
 
-        They stay until the requests get others.
+        block_ids: for each KV group [len(rows), n].
         """
-        numbers = np.arange(block_ids.shape[1])
-        self.block_tables[rows[:, None], self.num_blocks[rows, None] + numbers] = block_ids
-        if self.has_windows:
-            self.window_tables[rows[:, None], self.num_window_blocks[rows, None] + numbers] = window_block_ids
+        for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):
+            tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
         """Write drafts behind the known tokens of their requests, for this step; return how many each has."""
@@ -378,24 +364,24 @@ class InputBatch:
         row_of_token: NDArray[np.int64],
         positions: NDArray[np.int64],
         width: int,
-        has_windows: bool,
+        num_groups: int,
     ) -> list[NDArray[np.generic]]:
         """Return the arrays that `_attention` takes, of tokens of rows whose tables are cut to `width` blocks."""
         indices, offsets = positions // self.block_size, positions % self.block_size
         arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
-        for tables in (self.block_tables, self.window_tables) if has_windows else (self.block_tables,):
+        for tables in self.block_tables[:num_groups]:
             slots = tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
             arrays += [tables[rows, :width], slots]
         return arrays
 
-    def _attention(self, tensors: Iterator[torch.Tensor], *, has_windows: bool) -> AttentionBatch:
-        """Return the batch of the next ones of the tensors."""
+    def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
+        """Return the batch of the next ones of the tensors. Kernels read the second group as that of the windows."""
         query_start, seq_lens, positions, block_tables, slot_mapping = islice(tensors, 5)
         attention = AttentionBatch(query_start, seq_lens, block_tables, positions, slot_mapping, self.block_size)
-        if not has_windows:
+        if num_groups == 1:
             return attention
-        window_tables, window_slots = islice(tensors, 2)
-        return replace(attention, windowed=replace(attention, block_tables=window_tables, slot_mapping=window_slots))
+        block_tables, slot_mapping = islice(tensors, 2)
+        return replace(attention, windowed=replace(attention, block_tables=block_tables, slot_mapping=slot_mapping))
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -1,95 +1,116 @@
-"""The KV tensors: block after block, and window block after window block, each one contiguous piece to copy or send."""
+"""The KV tensors: the blocks of each KV group, each block one contiguous piece to copy or send."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.kv_tiers import HOST, TierMove
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout, KVShape
 
 # Of the bytes that stores keep of a block: one of another version is not found.
-LAYOUT_VERSION, LAYOUT_VERSION_WITH_WINDOWS = 1, 2
+LAYOUT_VERSION, LAYOUT_VERSION_OF_GROUPS = 1, 2
 
 
-class PagedKVCache:
-    """Keys and values of all layers: of each block and each window block a row of memory, as `KVLayout` says.
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """The memory of a KV group.
 
-    dtype: that of the activations, or int8 or float8_e4m3fn. Then behind the rows of each block, layer and head stand
-    their scales, in float32, so that a block is one object all the same. Memory is reserved here, and touched when a
-    block is first written or by `octavo.worker.prefault`. num_window_blocks: 0 where no layer has a window.
-    num_host_blocks: room in host memory for blocks of preempted requests and for evicted ones, in the same layout; each
-    has room for a window block as well. num_scratch_blocks: behind the others, for what is guessed, of both; nobody is
-    told of them. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    blocks: on the device, scratch blocks last. host_blocks: in host memory. A row of either is a block.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_window_blocks: int = 0,
-        num_host_blocks: int = 0,
-        num_scratch_blocks: int = 0,
-        allocate: Callable[[int], Tensor] | None = None,
-    ) -> None:
-        assert (num_window_blocks > 0) == (layout.window is not None)
-        self.num_blocks, self.num_window_blocks = num_blocks, num_window_blocks
-        self.block_size, self.window = block_size, layout.window
-        kind = str(dtype).removeprefix("torch.")
-        make = partial(_reserve, dtype=dtype, device=device, allocate=allocate)
-        self.blocks = make(num_blocks + num_scratch_blocks, layout.block_bytes(block_size, kind))
-        self.window_blocks = make(num_window_blocks + num_scratch_blocks, layout.window_block_bytes(block_size, kind))
-        self.host_blocks, self.host_window_blocks = (
-            torch.empty((num_host_blocks, each.shape[1]), dtype=dtype, pin_memory=device.type == "cuda")
-            for each in (self.blocks, self.window_blocks)
-        )
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        for blocks, numbers in ((self.blocks, layout.in_blocks), (self.window_blocks, layout.in_window_blocks)):
-            start = 0
-            for number in numbers:
-                shape = layout.layers[number]
-                end = start + shape.block_bytes(block_size, kind) // dtype.itemsize
-                self._layers[number] = _keys_and_values(blocks[:, start:end], shape, block_size)
-                start = end
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks in host memory."""
-        return self.host_blocks.shape[0]
+    kind: KVGroupKind
+    num_blocks: int
+    blocks: Tensor
+    host_blocks: Tensor
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.blocks.shape[1] * self.blocks.itemsize
 
+
+class PagedKVCache:
+    """Keys and values of all layers: a row of memory for each block of each KV group, as `KVLayout` says.
+
+    groups: the memory of the KV groups.
+    num_blocks: number of blocks of each group.
+    dtype: that of the activations, or int8 or float8_e4m3fn. Rounded rows of each block, layer and head are followed by
+    their scales in float32, so that a block stays one piece of memory.
+    num_host_blocks: room in host memory for blocks of preempted requests and for evicted ones, in the same layout. A
+    host block has room for the block of every group.
+    num_scratch_blocks: further blocks of each group, for guesses; the scheduler does not know of them.
+    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+
+    Memory is reserved here, and touched when a block is first written or by `octavo.worker.prefault`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_host_blocks: int = 0,
+        num_scratch_blocks: int = 0,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
+        kind = str(dtype).removeprefix("torch.")
+        self.groups: list[GroupMemory] = []
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        each_bytes = layout.block_bytes(block_size, kind)
+        for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=True):
+            assert count > 0
+            blocks = _reserve(count + num_scratch_blocks, block_bytes, dtype=dtype, device=device, allocate=allocate)
+            host_shape = (num_host_blocks, blocks.shape[1])
+            host_blocks = torch.empty(host_shape, dtype=dtype, pin_memory=device.type == "cuda")
+            self.groups.append(GroupMemory(group.kind, count, blocks, host_blocks))
+            start = 0
+            for number in group.layers:
+                shape = layout.layers[number]
+                end = start + shape.block_bytes(block_size, kind) // dtype.itemsize
+                self._layers[number] = _keys_and_values(blocks[:, start:end], shape, block_size)
+                start = end
+
     @property
-    def window_block_bytes(self) -> int:
-        """Bytes of one window block; 0 where no layer has a window."""
-        return self.window_blocks.shape[1] * self.window_blocks.itemsize
+    def num_blocks(self) -> int:
+        """Blocks of the first group."""
+        return self.groups[0].num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the first group."""
+        return self.groups[0].block_bytes
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: those of a block, then those of a window block."""
-        return self.block_bytes + self.window_block_bytes
+        """Bytes of one block in host memory and in stores: those of a block of every group, one after the other."""
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def bounded_groups(self) -> list[KVGroupSpec]:
+        """The groups but the first, as the scheduler knows them."""
+        return [KVGroupSpec(group.kind, group.num_blocks) for group in self.groups[1:]]
 
     @property
     def memory(self) -> list[Tensor]:
         """What is reserved on the device."""
-        return [each for each in (self.blocks, self.window_blocks) if each.nbytes]
+        return [group.blocks for group in self.groups if group.blocks.nbytes]
 
     @property
     def num_bytes(self) -> int:
@@ -99,56 +120,42 @@ class PagedKVCache:
     @property
     def summary(self) -> str:
         """Return its blocks, for the log."""
-        of_windows = f", {self.num_window_blocks} window blocks of layers that see {self.window} tokens"
-        return f"{self.num_blocks} blocks{'' if self.window is None else of_windows}"
+        others = (f", {group.num_blocks} of {group.kind}" for group in self.groups[1:])
+        return f"{self.num_blocks} blocks{''.join(others)}"
 
     @property
     def layout_version(self) -> int:
         """What of the layout decides which bytes stores keep under a key."""
-        return LAYOUT_VERSION if self.window is None else LAYOUT_VERSION_WITH_WINDOWS
+        return LAYOUT_VERSION if len(self.groups) == 1 else LAYOUT_VERSION_OF_GROUPS
 
     def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
         """Copy whole blocks, bit for bit, in the order that `BlockCopies` states.
 
-        Mutates blocks, window blocks and those in host memory.
+        Mutates the blocks of all groups and those in host memory.
 
         Return what went to host memory and what came back, if anything did.
         """
-        start = time.perf_counter()
-        for block, host in copies.swap_out:
-            self.host_blocks[host].copy_(self.blocks[block])
-        for block, host in copies.window_swap_out:
-            self.host_window_blocks[host].copy_(self.window_blocks[block])
+        groups, start = self.groups, time.perf_counter()
+        for group, block, host in copies.swap_out:
+            groups[group].host_blocks[host].copy_(groups[group].blocks[block])
         saved = time.perf_counter()
-        for source, target in copies.block_copies:
-            self.blocks[target].copy_(self.blocks[source])
-        for source, target in copies.window_copies:
-            self.window_blocks[target].copy_(self.window_blocks[source])
-        goes_out, comes_in = copies.swap_out or copies.window_swap_out, copies.swap_in or copies.window_swap_in
-        if not (goes_out or comes_in):
+        for group, source, target in copies.block_copies:
+            groups[group].blocks[target].copy_(groups[group].blocks[source])
+        if not (copies.swap_out or copies.swap_in):
             return ()
         loading = time.perf_counter()
-        for host, block in copies.swap_in:
-            self.blocks[block].copy_(self.host_blocks[host])
-        for host, block in copies.window_swap_in:
-            self.window_blocks[block].copy_(self.host_window_blocks[host])
+        for group, host, block in copies.swap_in:
+            groups[group].blocks[block].copy_(groups[group].host_blocks[host])
         loaded = time.perf_counter()
-        return (
-            self._host_move(copies.swap_out, copies.window_swap_out, saved - start),
-            self._host_move(copies.swap_in, copies.window_swap_in, loaded - loading),
-        )
+        return self._host_move(copies.swap_out, saved - start), self._host_move(copies.swap_in, loaded - loading)
 
-    def _host_move(
-        self, blocks: list[tuple[int, int]], window_blocks: list[tuple[int, int]], seconds: float
-    ) -> TierMove:
-        num_bytes = len(blocks) * self.block_bytes + len(window_blocks) * self.window_block_bytes
-        return TierMove(HOST, len(blocks), num_bytes, seconds if blocks or window_blocks else 0.0)
+    def _host_move(self, moved: list[tuple[int, int, int]], seconds: float) -> TierMove:
+        num_blocks = sum(group == 0 for group, _, _ in moved)
+        num_bytes = sum(self.groups[group].block_bytes for group, _, _ in moved)
+        return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (k_cache, v_cache) of a layer: views [blocks, num_kv_heads, block_size, head_dim].
-
-        blocks: window blocks for a layer with a window.
-        """
+        """Return (k_cache, v_cache) of a layer: views [blocks of its group, num_kv_heads, block_size, head_dim]."""
         return self._layers[index]
 
 

@@ -1,7 +1,8 @@
-"""How memory is shared out between blocks and window blocks of the KV cache."""
+"""How memory is divided among the KV groups."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,31 +16,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """Blocks of a KV cache; num_window_blocks: 0 where no layer has a window."""
+    """The number of blocks of each KV group."""
 
-    num_blocks: int
-    num_window_blocks: int = 0
+    blocks_of_groups: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first group."""
+        return self.blocks_of_groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """What blocks and window blocks take, and how many of these are of use beside so many of those.
+    """The bytes of a block of each KV group, and how many blocks of the other groups are of use beside the first's.
 
-    A sequence has as many blocks as it is long, and window blocks of its window alone. Short ones have as many of both,
-    so that window blocks for all blocks waste nothing, and long ones few window blocks. How long they are is not known.
-    So there are window blocks for all that may run at once, or, if that is more, so many that each of both kinds, short
-    ones and long ones, has the same part of what the best plan for them alone would give: a window block for each
-    bytes_of_both / block_bytes blocks. The cache keeps more of what ended by that, too.
+    A sequence has as many blocks of the first group as it is long. Of every other group, which is bounded, it has only
+    those that its next rows read. Short sequences have as many blocks of all groups, so nothing is wasted if every
+    group has the same number; long ones need few blocks of the bounded groups. The lengths are not known. So a bounded
+    group has blocks for all sequences that may run at once, or, if that is more, so many that short and long sequences
+    get the same share of what the best plan for them alone would give: one for each `bytes_of_all / block_bytes[0]`
+    blocks of the first group. The additional blocks also keep more of the requests that ended in the prefix cache.
 
-    block_bytes: of a block, and of what a drafting model keeps with it. window_block_bytes: 0 where no layer has a
-    window. window_blocks_of_sequence, window_blocks_of_step: what one has behind a step, and what the step takes.
+    block_bytes: of a block of each group; for the first with the drafting model's block of the same positions.
+    blocks_of_sequence: for each bounded group the number of blocks that a sequence holds after a step.
+    blocks_of_step: number of blocks of the tokens of a step.
     """
 
-    block_bytes: int
-    window_block_bytes: int
+    block_bytes: tuple[int, ...]
     max_num_seqs: int
-    window_blocks_of_sequence: int
-    window_blocks_of_step: int
+    blocks_of_sequence: tuple[int, ...]
+    blocks_of_step: int
 
     @classmethod
     def of(
@@ -55,62 +61,72 @@ class KVPlan:
         """Look at the layers. Raises `ConfigError` for rounded heads whose scales would not be aligned."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
+        first, *others = layout.block_bytes(block_size, kv_dtype)
+        most_positions = (group.kind.most_positions for group in layout.kv_groups)
         return cls(
-            block_bytes=layout.block_bytes(block_size, kv_dtype) + draft_block_bytes,
-            window_block_bytes=layout.window_block_bytes(block_size, kv_dtype),
+            block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Its ends stand inside of blocks, and one may be a copy that another sequence still has.
-            window_blocks_of_sequence=-(-(layout.window or 0) // block_size) + 2,
-            window_blocks_of_step=-(-max_num_batched_tokens // block_size),
+            # Both ends may be inside of a block, and one block may be a copy that another sequence still has.
+            blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
+            blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
 
     @property
-    def bytes_of_both(self) -> int:
-        """Bytes of a block and its window block."""
-        return self.block_bytes + self.window_block_bytes
+    def bytes_of_all(self) -> int:
+        """Bytes of one block of every group together."""
+        return sum(self.block_bytes)
 
     @property
-    def _window_blocks_that_run(self) -> int:
-        """Window blocks of all sequences that may run, of a step, and of as many tokens that are being saved."""
-        return self.max_num_seqs * self.window_blocks_of_sequence + 2 * self.window_blocks_of_step
+    def _bounded_bytes(self) -> int:
+        """Bytes of one block of every bounded group together."""
+        return sum(self.block_bytes[1:])
+
+    @property
+    def _blocks_that_run(self) -> list[int]:
+        """Blocks of each bounded group for all sequences that may run, a step, and as many tokens being saved."""
+        return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
         """Bytes of a cache of that size."""
-        return size.num_blocks * self.block_bytes + size.num_window_blocks * self.window_block_bytes
+        return sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
 
     def with_blocks(self, num_blocks: int) -> KVSize:
-        """Return the cache of so many blocks."""
-        if not self.window_block_bytes:
-            return KVSize(num_blocks)
-        balanced = num_blocks * self.block_bytes // self.bytes_of_both
-        return KVSize(num_blocks, min(num_blocks, max(balanced, self._window_blocks_that_run)))
+        """Return the cache with so many blocks of the first group."""
+        if not self._bounded_bytes:
+            return KVSize((num_blocks,))
+        balanced = num_blocks * self.block_bytes[0] // self.bytes_of_all
+        return KVSize((num_blocks, *(min(num_blocks, max(balanced, count)) for count in self._blocks_that_run)))
 
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
-        """Return how many blocks sequences can use beside so many bytes; blocks_of_longest: one of full length has.
+        """Return how many blocks of the first group sequences can use beside so many bytes.
 
-        Blocks that take no bytes still take time and memory of the core: there are those of as many sequences as have
-        room for their windows beside a step, or of one and of all whose window blocks are kept.
+        blocks_of_longest: of a sequence of full length. Blocks that take no bytes still take time and memory of the
+        core. Their number is that of as many sequences as have room in the bounded groups beside a step, or that of one
+        sequence and of everything that the bounded groups keep.
         """
         most = self.max_num_seqs * blocks_of_longest
-        if self.block_bytes:
+        if self.block_bytes[0]:
             return most
-        window_blocks = num_bytes // self.window_block_bytes
-        num_sequences = max(window_blocks - self.window_blocks_of_step, 0) // self.window_blocks_of_sequence
-        return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + window_blocks))
+        kept = num_bytes // self._bounded_bytes
+        num_sequences = max(kept - self.blocks_of_step, 0) // max(self.blocks_of_sequence)
+        return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache that so many bytes hold, of up to most_blocks; what is left is window blocks."""
-        if not self.window_block_bytes:
-            return KVSize(min(num_bytes // self.block_bytes, most_blocks))
-        balanced = num_bytes // (self.bytes_of_both + self.window_block_bytes)
-        window_blocks = min(max(balanced, self._window_blocks_that_run), num_bytes // self.bytes_of_both)
-        num_blocks = most_blocks
-        if self.block_bytes:
-            num_blocks = min((num_bytes - window_blocks * self.window_block_bytes) // self.block_bytes, most_blocks)
-        window_blocks = min((num_bytes - num_blocks * self.block_bytes) // self.window_block_bytes, num_blocks)
-        if window_blocks < self.window_blocks_of_sequence + self.window_blocks_of_step:
-            num_blocks = window_blocks  # each has one, so that a sequence that is alone always finds enough
-        return KVSize(num_blocks, window_blocks)
+        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; others get the rest."""
+        first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
+        if not bounded_bytes:
+            return KVSize((min(num_bytes // first_bytes, most_blocks),))
+        balanced, most_bounded = num_bytes // (self.bytes_of_all + bounded_bytes), num_bytes // self.bytes_of_all
+        bounded = [min(max(balanced, count), most_bounded) for count in self._blocks_that_run]
+        num_blocks, taken = most_blocks, sum(map(operator.mul, bounded, self.block_bytes[1:]))
+        if first_bytes:
+            num_blocks = min((num_bytes - taken) // first_bytes, most_blocks)
+        num_more = (num_bytes - num_blocks * first_bytes - taken) // bounded_bytes
+        bounded = [min(count + num_more, num_blocks) for count in bounded]
+        least = [count + self.blocks_of_step for count in self.blocks_of_sequence]
+        if any(map(operator.lt, bounded, least)):
+            num_blocks = min(bounded)  # so that a single sequence always finds enough blocks of every group
+        return KVSize((num_blocks, *bounded))
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
@@ -126,7 +142,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
     """Raise `ConfigError` for rounded heads whose scales would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
-        for shape in architecture.kv_layout.groups:
+        for shape in architecture.kv_layout.shapes:
             if kv_dtype == dtype and shape.head_dim % 4:
                 raise ConfigError(
                     f"kv_cache_dtype {name} needs a head_dim that is a multiple of 4, not {shape.head_dim}"

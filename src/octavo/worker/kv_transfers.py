@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.kv_tiers import EndedTransfer
-from octavo.data.scheduler_output import TransferDirection
-from octavo.kv_transfer import window_parts
+from octavo.data.scheduler_output import TransferDirection, are_whole
+from octavo.kv_transfer import group_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
@@ -143,33 +144,32 @@ class KVTransferThreads:
 
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Load a piece; return whether to go on with the next."""
-        keys, block_ids, window_block_ids = self._piece(moving, first)
-        views, needs_window = self._blocks.views(buffer, len(keys)), self._blocks.have_window(keys, window_block_ids)
-        part_bytes = self._blocks.part_bytes
-        count = window_parts.load(self._store, keys, views, needs_window, part_bytes, moving.tally)
+        keys, block_ids = self._piece(moving, first)
+        views, needs_all = self._blocks.views(buffer, len(keys)), are_whole(block_ids)
+        count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.write(block_ids[:count], window_block_ids[:count], buffer)
+            self._blocks.write([ids[:count] for ids in block_ids], buffer)
         moving.num_moved += count
         return count == len(keys)
 
     def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Save a piece; return whether to go on with the next."""
-        keys, block_ids, window_block_ids = self._piece(moving, first)
+        keys, block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
                 return False
-            self._blocks.read(block_ids, window_block_ids, buffer)
-        views, has_window = self._blocks.views(buffer, len(keys)), self._blocks.have_window(keys, window_block_ids)
-        count = window_parts.save(self._store, keys, views, has_window, self._blocks.part_bytes, moving.tally)
+            self._blocks.read(block_ids, buffer)
+        views, has_all = self._blocks.views(buffer, len(keys)), are_whole(block_ids)
+        count = group_parts.save(self._store, keys, views, has_all, self._blocks.part_bytes, moving.tally)
         moving.num_moved += count
         return count == len(keys)
 
-    def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[int], list[int]]:
-        """Return keys, blocks and window blocks of a piece."""
+    def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[list[int]]]:
+        """Return the keys of a piece, and its blocks by KV group."""
         order, end = moving.order, first + self._piece_blocks
-        return order.keys[first:end], order.block_ids[first:end], order.window_block_ids[first:end]
+        return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
         """Give up everything and close the store; one that hangs is left behind."""
@@ -201,14 +201,17 @@ def staging_bytes(block_bytes: int, num_threads: int) -> int:
 class StoredBlocks:
     """The blocks of a KV cache as stores keep them, and host memory they are copied to and from.
 
-    Of each its bytes, then those of its window block, where layers have a window. part_bytes: of the first.
+    A stored block is the content of all KV groups, one after the other. part_bytes: of the first group's.
     """
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
-        self._blocks = _Part(kv_cache.blocks, 0)
-        self._window_blocks = _Part(kv_cache.window_blocks, kv_cache.block_bytes)
-        self._pin_memory = kv_cache.blocks.device.type != "cpu"
+        self._parts: list[_Part] = []
+        start = 0
+        for group in kv_cache.groups:
+            self._parts.append(_Part(group.blocks, start))
+            start += group.block_bytes
+        self._pin_memory = kv_cache.device.type != "cpu"
 
     def make_buffer(self, num_blocks: int) -> Tensor:
         """Return host memory for so many blocks, [num_blocks, block_bytes]."""
@@ -218,23 +221,19 @@ class StoredBlocks:
         """Return the first blocks of a buffer, each as its bytes."""
         return [memoryview(row) for row in buffer[:count].numpy()]
 
-    def write(self, block_ids: list[int], window_block_ids: list[int], buffer: Tensor) -> None:
-        """Copy the first blocks of a buffer into these (mutates them); -1: that part of it is not wanted."""
-        self._blocks.write(block_ids, buffer)
-        self._window_blocks.write(window_block_ids, buffer)
+    def write(self, block_ids: list[list[int]], buffer: Tensor) -> None:
+        """Copy the first blocks of a buffer into these of each group (mutates them); `NO_BLOCK` is passed over."""
+        for part, ids in zip(self._parts, block_ids, strict=True):
+            part.write(ids, buffer)
 
-    def have_window(self, keys: list[bytes], window_block_ids: list[int]) -> list[bool]:
-        """Return of which blocks of a transfer all parts move."""
-        return [part >= 0 for part in window_block_ids] if self.part_bytes < self.block_bytes else [True] * len(keys)
-
-    def read(self, block_ids: list[int], window_block_ids: list[int], buffer: Tensor) -> None:
-        """Copy these blocks into the first of a buffer (mutates it); -1: that part of it is not there."""
-        self._blocks.read(block_ids, buffer)
-        self._window_blocks.read(window_block_ids, buffer)
+    def read(self, block_ids: list[list[int]], buffer: Tensor) -> None:
+        """Copy these blocks of each group into the first of a buffer (mutates it); `NO_BLOCK` is passed over."""
+        for part, ids in zip(self._parts, block_ids, strict=True):
+            part.read(ids, buffer)
 
 
 class _Part:
-    """Blocks, or window blocks, as bytes, which stand in each row of a buffer from its byte `start` on.
+    """The blocks of a KV group as bytes, which stand in each row of a buffer from its byte `start` on.
 
     On a CPU copies are numpy's, which take one thread and let others run; torch would spread each over all cores.
     """
@@ -245,9 +244,9 @@ class _Part:
         self._columns = slice(start, start + self._bytes.shape[1])
 
     def write(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy from the first rows of a buffer, except for -1."""
+        """Copy from the first rows of a buffer, except for `NO_BLOCK`."""
         columns = buffer[:, self._columns]
-        wanted = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id >= 0]
+        wanted = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
         if self._array is not None:
             rows = columns.numpy()
             for row, block_id in wanted:
@@ -257,9 +256,9 @@ class _Part:
             self._bytes[block_id].copy_(columns[row])
 
     def read(self, block_ids: list[int], buffer: Tensor) -> None:
-        """Copy into the first rows of a buffer, except for -1."""
+        """Copy into the first rows of a buffer, except for `NO_BLOCK`."""
         columns = buffer[:, self._columns]
-        there = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id >= 0]
+        there = [(row, block_id) for row, block_id in enumerate(block_ids) if block_id != NO_BLOCK]
         if self._array is not None:
             rows = columns.numpy()
             for row, block_id in there:

@@ -26,13 +26,12 @@ _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one KV block over all layers, those with a window included.
+    """Bytes of one KV block over all layers.
 
     Raises `ConfigError` for rounded heads whose scales would not be aligned.
     """
     check_kv_dtype(architecture, kv_dtype)
-    layout = architecture.kv_layout
-    return layout.block_bytes(block_size, kv_dtype) + layout.window_block_bytes(block_size, kv_dtype)
+    return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
@@ -118,7 +117,7 @@ def largest_batch(
         elif asked_bytes is not None:
             kv_bytes = asked_bytes
         else:
-            kv_bytes = -(-num_tokens // cache_config.block_size) * plan.bytes_of_both
+            kv_bytes = -(-num_tokens // cache_config.block_size) * plan.bytes_of_all
         num_logits_rows = min(num_tokens, least * (1 + num_speculative_tokens))
         step = activation_bytes(architecture, num_tokens, num_logits_rows, dtype) + scratch_bytes(num_tokens)
         return step + kv_bytes > budget
@@ -150,7 +149,7 @@ def decide_kv_size(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> KVSize:
-    """Decide how many blocks and window blocks the KV cache gets; called when the weights are in place.
+    """Decide how many blocks of each KV group the KV cache gets; called when the weights are in place.
 
     dtype is that of the activations.
     scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer takes. draft_block_bytes:
@@ -175,7 +174,7 @@ def decide_kv_size(
         size, reason = plan.with_blocks(cache_config.num_gpu_blocks), "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
         asked = cache_config.kv_cache_memory_bytes
-        most_blocks = asked // plan.block_bytes if plan.block_bytes else plan.num_usable_blocks(asked, longest)
+        most_blocks = asked // plan.block_bytes[0] if plan.block_bytes[0] else plan.num_usable_blocks(asked, longest)
         size, reason = plan.within(asked, most_blocks), "kv_cache_memory_bytes"
     else:
         num_tokens = scheduler_config.max_num_batched_tokens
@@ -188,7 +187,7 @@ def decide_kv_size(
         size, reason = plan.within(budget, plan.num_usable_blocks(budget, longest)), "free memory"
     if size.num_blocks < 1:
         raise ConfigError(
-            f"{reason} leaves no room for a single KV block of {plan.bytes_of_both:,} bytes "
+            f"{reason} leaves no room for a single KV block of {plan.bytes_of_all:,} bytes "
             f"({free:,} bytes are free); give more, or choose a smaller block_size or kv_cache_dtype int8"
         )
     num_bytes = plan.num_bytes(size)

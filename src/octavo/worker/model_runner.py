@@ -77,7 +77,7 @@ class ModelRunner:
         self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens, decodes)
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
-        self.copies = copies = create_host_copies(kv_cache.blocks.device)
+        self.copies = copies = create_host_copies(kv_cache.device)
         self.sampler = Sampler(kernels, copies)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
@@ -88,7 +88,7 @@ class ModelRunner:
             block_size=kv_cache.block_size,
             copies=copies,
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
-            has_windows=kv_cache.window is not None,
+            num_groups=len(kv_cache.groups),
         )
         self._prompts = PromptScorer(model, self.batch, self.sampler, copies)
         self._tasks = SampleTasks(self.batch, grammars)

@@ -54,9 +54,8 @@ def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
         0,
         0,
         frozenset(),
-        block_ids=blocks,
+        block_ids=[blocks] * len(cache.groups),
         num_computed_tokens=0,
-        window_block_ids=[] if cache.window is None else blocks,
     )
     return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: count}, count)
 

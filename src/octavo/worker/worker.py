@@ -38,7 +38,7 @@ from octavo.worker.verification import create_verification
 from octavo.worker.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
@@ -165,7 +165,7 @@ class Worker:
     def num_warm_up_tokens(self) -> int:
         """Tokens of the prompt that is computed at the start: no more than a step, a sequence and the cache hold."""
         cache = self.kv_cache
-        num_blocks = cache.num_blocks if cache.window is None else cache.num_window_blocks
+        num_blocks = min(group.num_blocks for group in cache.groups)
         config = self.scheduler_config
         return min(WARM_UP_TOKENS, config.max_num_batched_tokens, self.max_model_len, num_blocks * cache.block_size)
 
@@ -237,11 +237,13 @@ class Worker:
         draft, num_scratch_blocks = self.draft, 0
         if draft is not None:
             num_scratch_blocks = draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
-        make_cache = partial(self._make_cache, num_blocks=size.num_blocks, num_host_blocks=num_host_blocks)
+        make_cache = partial(self._make_cache, num_host_blocks=num_host_blocks)
         draft_cache = None
         if draft is not None and not draft.checkpoint.shares_kv:
             draft_layout = draft.model.architecture.kv_layout.without_windows
-            draft_cache = make_cache(draft_layout, draft.kv_dtype, num_scratch_blocks=num_scratch_blocks)
+            draft_cache = make_cache(
+                draft_layout, draft.kv_dtype, [size.num_blocks], num_scratch_blocks=num_scratch_blocks
+            )
             num_scratch_blocks = 0
         return ModelRunner(
             self.model,
@@ -249,7 +251,7 @@ class Worker:
             make_cache(
                 self.model.architecture.kv_layout,
                 self.kv_dtype,
-                num_window_blocks=size.num_window_blocks,
+                size.blocks_of_groups,
                 num_scratch_blocks=num_scratch_blocks,
             ),
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -263,14 +265,17 @@ class Worker:
             decodes=self._decodes,
         )
 
-    def _make_cache(self, layout: KVLayout, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
+    def _make_cache(
+        self, layout: KVLayout, kv_dtype: str, num_blocks: Sequence[int], **more_blocks: int
+    ) -> PagedKVCache:
         return PagedKVCache(
             layout,
+            num_blocks=num_blocks,
             block_size=self.cache_config.block_size,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
-            **num_blocks,
+            **more_blocks,
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:

@@ -25,7 +25,11 @@ _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
     ("num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
     ("kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
-    ("window_usage", "window_blocks_usage_perc", "Share of window blocks in use; 0 where no layer has a window."),
+    (
+        "bounded_usage",
+        "window_blocks_usage_perc",
+        "Share of the blocks in use of the layers that keep a part of the positions; 0 if all layers keep all of them.",
+    ),
     ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
 )
 # (attribute of EngineCapacity, name, what it says)
@@ -223,15 +227,16 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         yield counter
     moved = CounterMetricFamily(
         "octavo:host_cache_bytes",
-        "Bytes of evicted blocks and their window parts, to host memory and back.",
+        "Bytes of evicted blocks of all KV groups, to host memory and back.",
         labels=["model_name", "direction"],
     )
     counts = {
-        "out": (stats.num_offloaded_blocks, stats.num_offloaded_window_blocks),
-        "in": (stats.host_cache_hit_blocks, stats.host_cache_hit_window_blocks),
+        "out": (stats.num_offloaded_blocks, stats.num_offloaded_parts),
+        "in": (stats.host_cache_hit_blocks, stats.host_cache_hit_parts),
     }
-    for direction, (num_blocks, num_window_blocks) in counts.items():
-        num_bytes = num_blocks * capacity.kv_block_bytes + num_window_blocks * capacity.window_block_bytes
+    for direction, (num_blocks, num_parts) in counts.items():
+        num_bytes = num_blocks * capacity.kv_block_bytes
+        num_bytes += sum(count * capacity.bounded_groups[group - 1].block_bytes for group, count in num_parts.items())
         moved.add_metric([*model, direction], num_bytes)
     yield moved
 

@@ -6,9 +6,9 @@ import pytest
 from stores import Store
 
 from octavo.core import invariants
-from octavo.core.block_hash import hash_block_tokens
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import ComputedBlocks
+from octavo.core.kv.block_hash import hash_block_tokens
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import ComputedBlocks
 from octavo.data import events
 from octavo.data.request import Request
 from octavo.data.scheduler_output import BlockCopies

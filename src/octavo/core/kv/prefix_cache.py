@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.core.cache_history import Miss, MissReason
+from octavo.core.kv.cache_history import Miss, MissReason
+from octavo.core.kv.groups import longest_hit, num_covered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from octavo.core.block_chains import BlockChain, BlockChains
-    from octavo.core.block_hash import BlockHash
-    from octavo.core.block_pool import Block, BlockLink, BlockPool
-    from octavo.core.cache_history import CacheHistory
-    from octavo.core.host_block_pool import HostBlock, HostBlockPool
-    from octavo.core.window_blocks import WindowBlocks
+    from octavo.core.kv.block_chains import BlockChain, BlockChains
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
+    from octavo.core.kv.cache_history import CacheHistory
+    from octavo.core.kv.groups import BoundedGroup
+    from octavo.core.kv.host_block_pool import HostBlock, HostBlockPool
     from octavo.data.request import Request
 
 _Found = TypeVar("_Found", "Block", "HostBlock")
@@ -82,7 +83,7 @@ class PrefixCache:
         self,
         pool: BlockPool,
         host: HostBlockPool,
-        windows: WindowBlocks,
+        bounded: Sequence[BoundedGroup],
         chains: BlockChains,
         history: CacheHistory,
         block_size: int,
@@ -97,7 +98,7 @@ class PrefixCache:
         self.history = history
         self._pool = pool
         self._host = host
-        self._windows = windows
+        self._bounded = bounded
         self._block_size = block_size
         self._on_cached = on_cached or (lambda _block_id: None)
         self._computing: dict[BlockHash, str] = {}  # who is about to commit a block
@@ -122,18 +123,18 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        A block that has lost its window part, where that is seen, is taken from host memory if that gives more.
+        A block that lacks a part that would be read is taken from host memory if that gives a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
-        num_usable = self._windows.num_usable(found, in_host, num_tokens)
+        num_usable = longest_hit(self._bounded, found, in_host, num_tokens)
         if self._host.num_cached_blocks and num_usable < len(found) + len(in_host):
             num_seen = min(len(found) * self._block_size, num_tokens - 1)
-            covered = found[: self._windows.num_covered(found, num_seen)]
-            behind = self._find_in_host(request, covered)
-            num_with_host = self._windows.num_usable(covered, behind, num_tokens)
+            covered = found[: num_covered(self._bounded, found, num_seen)]
+            after = self._find_in_host(request, covered)
+            num_with_host = longest_hit(self._bounded, covered, after, num_tokens)
             if num_with_host > num_usable:
-                return FullBlocks(covered, behind, num_with_host)
+                return FullBlocks(covered, after, num_with_host)
         return FullBlocks(found, in_host, num_usable)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
@@ -195,7 +196,7 @@ class PrefixCache:
         name = found[-1].name if found else None
         content = (self._prompt_tail(request), name, chain.extra_keys)
         blocks = [*found, partial.block]
-        is_covered = self._windows.num_covered(blocks, request.num_prompt_tokens - 1) == len(blocks)
+        is_covered = num_covered(self._bounded, blocks, request.num_prompt_tokens - 1) == len(blocks)
         return partial.block if is_covered and partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
@@ -284,7 +285,8 @@ class PrefixCache:
             in_host = self._host.find(hashes[index], tokens, chain.name, chain.extra_keys)
             name = None if in_host is None else in_host.name
             canonical = self._pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
-            self._windows.block_doubled(block, canonical)
+            for group in self._bounded:
+                group.block_doubled(block, canonical)
             if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)

@@ -15,7 +15,7 @@ from octavo.data.snapshot import BlockState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from octavo.core.block_hash import BlockHash
+    from octavo.core.kv.block_hash import BlockHash
 
 BlockLink = tuple[int, int]
 

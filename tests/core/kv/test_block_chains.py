@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_chains import BlockChains
-from octavo.core.block_hash import hash_block_tokens
+from octavo.core.kv.block_chains import BlockChains
+from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool
-from octavo.core.host_block_pool import HostBlock
-from octavo.core.window_blocks import NO_PART, WindowBlocks
+from octavo.core.kv.block_pool import BlockPool
+from octavo.core.kv.host_block_pool import HostBlock
+from octavo.core.kv.groups.bounded import NO_PART, WindowBlocks
 from octavo.data.request import Sequence
 
 

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from octavo.core.block_hash import hash_block_tokens
-from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.block_hash import hash_block_tokens
+from octavo.core.kv.block_pool import BlockPool
+from octavo.core.kv.manager import KVCacheManager
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 

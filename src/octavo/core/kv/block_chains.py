@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+from octavo.core.kv.block_hash import extend_block_hashes, hash_block_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Set as AbstractSet
 
-    from octavo.core.block_hash import BlockHash
-    from octavo.core.block_pool import BlockLink
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.block_pool import BlockLink
     from octavo.data.request import Request
 
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from octavo.core.block_hash import BlockHash
-    from octavo.core.block_pool import Block, BlockLink
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.block_pool import Block, BlockLink
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
     """The content of a host block that can be found: what `Block` says of it on the device.
 
-    has_window_part: whether what layers with a window have of it is here, too.
+    groups: KV groups whose block with this content is here, the first one always.
     """
 
     block_id: int
@@ -30,7 +30,7 @@ class HostBlock:
     extra_keys: tuple[str, ...]
     parent: BlockLink | None
     name: BlockLink
-    has_window_part: bool
+    groups: frozenset[int]
 
 
 class HostBlockPool:
@@ -109,20 +109,19 @@ class HostBlockPool:
         """Return what stands under a hash, for tests and invariants."""
         return self._index.get(block_hash)
 
-    def keep(self, block: Block, *, has_window_part: bool = False) -> int | None:
-        """Take a block for the content of a device's block, which is to be copied there, and return it.
+    def keep(self, block: Block, groups: frozenset[int]) -> int | None:
+        """Return a host block to which the content of a device's block is to be copied, or None.
 
-        None where that content is here (it counts as used), or where there is no room. What stands under its hash and
-        has another name makes room: it is the same behind a beginning that was lost, and found no more. So does what
-        lacks the window part that the device has.
+        groups: KV groups of which the device has it. None if all of that is here already (it counts as used), or if
+        there is no room. The same content under another name makes room: it can no longer be found, because the start
+        of its sequence was lost. So does the same content of fewer groups.
         """
         assert block.hash is not None
         assert block.name is not None
         present = self._index.get(block.hash)
         if present is not None and present.block_id in self.lent:
             return None
-        is_whole = present is not None and present.has_window_part >= has_window_part
-        if present is not None and present.name == block.name and is_whole:
+        if present is not None and present.name == block.name and present.groups >= groups:
             self._cached.move_to_end(present.block_id)
             return None
         if present is not None:
@@ -130,9 +129,7 @@ class HostBlockPool:
         if not self.num_free_blocks:
             return None
         block_id = self._take_one()
-        content = HostBlock(
-            block_id, block.hash, block.token_ids, block.extra_keys, block.parent, block.name, has_window_part
-        )
+        content = HostBlock(block_id, block.hash, block.token_ids, block.extra_keys, block.parent, block.name, groups)
         self._cached[block_id] = self._index[content.hash] = content
         self._names.add(content.name)
         self._num_followers[content.parent] += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.cache_history import CacheHistory, Miss, MissReason
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.cache_history import CacheHistory, Miss, MissReason
+from octavo.core.kv.manager import KVCacheManager
 
 ROOT = (1, 2, 3)
 

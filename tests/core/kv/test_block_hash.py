@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+from octavo.core.kv.block_hash import extend_block_hashes, hash_block_tokens
 
 
 def test_each_block_is_named_behind_the_one_before_it():

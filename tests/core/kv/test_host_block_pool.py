@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool
-from octavo.core.host_block_pool import HostBlockPool
+from octavo.core.kv.block_pool import BlockPool
+from octavo.core.kv.host_block_pool import HostBlockPool
 
 KEYS = ("salt:a",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool
+from octavo.core.kv.block_pool import BlockPool
 from octavo.data.snapshot import BlockState
 
 KEYS = ("salt:a",)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.core.block_hash import BlockHash
+    from octavo.core.kv.block_hash import BlockHash
 
 
 class MissReason(StrEnum):

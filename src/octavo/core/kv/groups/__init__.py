@@ -1,0 +1,40 @@
+"""KV groups: which blocks a request holds, by what its layers read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.core.kv.groups.bounded import BoundedGroup
+from octavo.core.kv.groups.full_attention import FullAttentionGroup
+from octavo.core.kv.groups.interface import Claim, KVGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.core.kv.block_pool import Block
+    from octavo.core.kv.host_block_pool import HostBlock
+
+__all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hit", "num_covered"]
+
+
+def longest_hit(
+    groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
+) -> int:
+    """Return after how many of a sequence's first blocks a request can go on in every one of these groups.
+
+    host_blocks: found in host memory, after `blocks`. num_tokens: of the sequence. A shorter hit in one group may not
+    be a hit in another one, so the groups are asked in turn until none shortens it.
+    """
+    count, before = len(blocks) + len(host_blocks), -1
+    while groups and count != before:
+        before = count
+        for group in groups:
+            count = group.longest_hit(blocks, host_blocks, num_tokens, count)
+        if len(groups) == 1:
+            break
+    return count
+
+
+def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
+    """Return how many blocks precede the first that the row after `num_tokens` reads and that lacks a part."""
+    return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,0 +1,338 @@
+"""Every KV group but the first: a request holds only the blocks that a later row can still read.
+
+Each held or cached block has the content of one block of the first group: its part of it in this group. It is in
+exactly one place: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and the
+first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
+takes a free block first, then a cached one that its request has let go of while it ran, then the least recently used
+one. The first group's block stays findable, without its part in this group.
+
+If memory is set aside for a request, it is given at once all blocks that it may ever hold together. These are its own:
+other requests do not find them until it lets them go. So the blocks that it lets go of suffice for the positions to
+come. Blocks that it found stay findable, if as many others are free; otherwise they are its own, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from octavo.core.kv.groups.interface import Claim
+from octavo.data.kv_groups import NO_BLOCK, longest_hit, num_blocks_read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from octavo.core.kv.block_pool import Block
+    from octavo.core.kv.host_block_pool import HostBlock
+    from octavo.data.kv_groups import KVGroupSpec
+    from octavo.data.request import Sequence as TokenSequence
+
+
+class BoundedGroup:
+    """A `KVGroup` whose kind bounds the positions that a row reads (`KVGroupKind.most_positions`).
+
+    blocks: all blocks of the first group.
+    max_step_tokens: the largest number of tokens of one request that a step computes.
+    on_evict: called with the first group's block before it loses its part in this group.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: KVGroupSpec,
+        *,
+        block_size: int,
+        max_step_tokens: int,
+        blocks: Sequence[Block],
+        on_evict: Callable[[Block], None] | None = None,
+    ) -> None:
+        most_read = num_blocks_read(spec.kind, block_size)
+        assert most_read is not None, f"{spec.kind} has no bound"
+        self.index = index
+        self.kind = spec.kind
+        self.num_blocks = spec.num_blocks
+        self.quarantined: set[int] = set()
+        self._block_size = block_size
+        self._most_read = most_read
+        self._most_held = most_read + -(-(max_step_tokens - 1) // block_size)
+        self._num_for_step = max_step_tokens // block_size
+        self._blocks = blocks
+        self._on_evict = on_evict or (lambda _block: None)
+        self._free = list(range(spec.num_blocks - 1, -1, -1))
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached; let go of by a request that ran on, in this order
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the other cached ones, least recently used first
+        self._id_of: dict[int, int] = {}  # by id of the first group's block
+        self._block_of: list[int | None] = [None] * spec.num_blocks
+        self._num_holders = [0] * spec.num_blocks
+        self._own: set[int] = set()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks that could be taken now, cached ones included."""
+        return len(self._free) + len(self._left) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are held, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    # --- look up ------------------------------------------------------------------------------------------------------
+
+    def first_read(self, num_tokens: int) -> int:
+        """Return the index of the first block that the row after `num_tokens` computed tokens reads."""
+        return self.kind.first_position(num_tokens) // self._block_size
+
+    def id_of(self, block: Block) -> int | None:
+        """Return the id of a block's part in this group; None if it is gone, or hidden from other requests."""
+        block_id = self._id_of.get(block.block_id)
+        return None if block_id in self._own else block_id
+
+    def id_at(self, sequence: TokenSequence, index: int) -> int | None:
+        """Return the id of the block at an index of a sequence, held or not; None if it is gone."""
+        table = sequence.block_tables[self.index]
+        if sequence.first_held[self.index] <= index < len(table):
+            return table[index]
+        return self.id_of(self._blocks[sequence.block_table[index]])
+
+    def num_covered(self, blocks: Sequence[Block], num_tokens: int) -> int:
+        """Return how many blocks precede the first that the row after `num_tokens` reads and that has no part here."""
+        first = self.first_read(num_tokens)
+        return next((i for i in range(first, len(blocks)) if self.id_of(blocks[i]) is None), len(blocks))
+
+    def longest_hit(
+        self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
+    ) -> int:
+        """Return after how many of a sequence's first blocks, up to `limit`, a request can go on.
+
+        host_blocks: those in host memory, after `blocks`. num_tokens: of the sequence.
+        """
+        is_there = [self.id_of(block) is not None for block in blocks]
+        is_there += [self.index in block.groups for block in host_blocks]
+        return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
+
+    def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Return whether a sequence that holds blocks for more tokens holds those that the row after these reads."""
+        return self.first_read(num_tokens) >= sequence.first_held[self.index]
+
+    # --- take ---------------------------------------------------------------------------------------------------------
+
+    def claim(
+        self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
+    ) -> Claim:
+        """Return the blocks that a request needs for the next step, or for everything if memory is set aside for it."""
+        first, table = self.first_read(num_read), sequence.block_tables[self.index]
+        found_ids, num_unheld = self._read(found[first:])
+        is_own = num_all_blocks > num_step_blocks
+        if is_own and not table:
+            num_ahead = num_all_blocks - max(first, len(found))
+            num_new = min(self._most_held, num_ahead)
+            is_found_own = num_new + num_unheld > self.num_free_blocks
+            if is_found_own:
+                num_new = self._num_new(num_unheld, num_ahead)
+        else:
+            num_held = len(table) or max(first, len(found))
+            num_new, is_found_own = max(num_step_blocks - num_held, 0), False
+        return Claim(first, found_ids, num_new, num_new + num_unheld, is_own, is_found_own)
+
+    def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
+        """Return the ids of the parts of found blocks, and how many of them nothing holds. No part may be missing."""
+        blocks = [block.block_id for block in found]
+        ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
+        assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
+        return ids, sum(not self._num_holders[block_id] for block_id in ids)
+
+    def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
+        """Return how many blocks a request may hold besides found ones at once, with so many blocks to come.
+
+        A found block that it has let go of is reused for a later position.
+        """
+        return min(self._most_held - num_unheld, num_blocks_ahead)
+
+    def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
+        """Return whether a new request finds the blocks that it may hold at once, and so many blocks stay free."""
+        first = self.first_read(num_read)
+        _, num_unheld = self._read(found[first:])
+        num_needed = num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
+        return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
+
+    def num_reserved(self, num_all_blocks: int) -> int:
+        """Return the number of blocks that a row reads, and one more for the next position.
+
+        `can_reserve` leaves room for what a longer step takes besides.
+        """
+        return min(num_all_blocks, self._most_read + 1)
+
+    def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
+        """Return whether there are so many blocks beside the tokens of a step and saves. One request always fits."""
+        num_usable = self.num_blocks - len(self.quarantined)
+        return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
+
+    def num_beside(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
+        """Return how many blocks are left beside so many requests of `num_all_blocks` blocks and a step."""
+        return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
+
+    def hold(self, claim: Claim) -> None:
+        """Hold the found blocks of a claim."""
+        self._hold(claim.found, is_own=claim.is_found_own)
+
+    def _hold(self, block_ids: Iterable[int], *, is_own: bool) -> None:
+        for block_id in block_ids:
+            if not self._num_holders[block_id]:
+                del self._place(block_id)[block_id]
+                if is_own:
+                    self._own.add(block_id)
+            self._num_holders[block_id] += 1
+
+    def extend(self, sequence: TokenSequence, claim: Claim) -> None:
+        """Append the blocks of a claim. The first group's table must be long enough already."""
+        table = sequence.block_tables[self.index]
+        if not table:
+            table += [NO_BLOCK] * claim.first + claim.found
+            sequence.first_held[self.index] = claim.first
+        self._append(sequence, claim.num_new, is_own=claim.is_own)
+
+    def _append(self, sequence: TokenSequence, count: int, *, is_own: bool) -> None:
+        table = sequence.block_tables[self.index]
+        start = len(table)
+        for first_group_id in sequence.block_table[start : start + count]:
+            block_id = self._free.pop() if self._free else self._evict()
+            self._id_of[first_group_id], self._block_of[block_id] = block_id, first_group_id
+            self._num_holders[block_id] = 1
+            if is_own:
+                self._own.add(block_id)
+            table.append(block_id)
+
+    def _place(self, block_id: int) -> OrderedDict[int, None]:
+        """Return the list in which a cached block waits to be taken."""
+        return self._left if block_id in self._left else self._cached
+
+    def _evict(self) -> int:
+        block_id, _ = (self._left or self._cached).popitem(last=False)
+        first_group_id = self._block_of[block_id]
+        assert first_group_id is not None
+        self._on_evict(self._blocks[first_group_id])
+        self._separate(block_id)
+        return block_id
+
+    def renew(self, block: Block) -> None:
+        """Make the part of a block the last cached one to be evicted."""
+        block_id = self.id_of(block)
+        if block_id is not None and block_id in self._place(block_id):
+            del self._place(block_id)[block_id]
+            self._cached[block_id] = None
+
+    # --- let go -------------------------------------------------------------------------------------------------------
+
+    def let_go(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Let go of the blocks that no row after `num_tokens` computed tokens reads.
+
+        These are evicted before other cached blocks, because prefix hits end where requests end, and not in their
+        middle. Two kinds stay longer: blocks that the row after the last full block reads, and blocks that were found,
+        which others may find as well. For a block of its own the request takes one for its next position, if its table
+        in the first group is longer.
+        """
+        table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
+        last = self.first_read(num_tokens)
+        if last <= first:
+            return
+        block_ids, num_found = table[first:last], sequence.num_cached_tokens // self._block_size
+        num_own = self._release(block_ids)
+        num_full_tokens = num_tokens // self._block_size * self._block_size
+        for block_id in block_ids[max(num_found - first, 0) : self.first_read(num_full_tokens) - first]:
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._left[block_id] = None
+        table[first:last] = [NO_BLOCK] * (last - first)
+        sequence.first_held[self.index] = last
+        self._append(sequence, num_own, is_own=True)
+
+    def clear(self, sequence: TokenSequence) -> None:
+        """Let go of all blocks of a sequence, the last one first, and empty its table."""
+        table = sequence.block_tables[self.index]
+        if table:
+            self.unpin(table[sequence.first_held[self.index] :])
+            table.clear()
+            sequence.first_held[self.index] = 0
+
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks once more each. `NO_BLOCK` is passed over."""
+        self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_own=False)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Let go of blocks, the last one first. `NO_BLOCK` is passed over."""
+        self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
+
+    def _release(self, block_ids: Iterable[int]) -> int:
+        """Give up one hold of each; return how many were a request's own and are not held any more."""
+        num_own = 0
+        for block_id in block_ids:
+            if self._num_holders[block_id] <= 0:
+                raise AssertionError(f"double free of block {block_id} of group {self.index}")
+            self._num_holders[block_id] -= 1
+            if self._num_holders[block_id] or block_id in self.quarantined:
+                continue
+            num_own += block_id in self._own
+            self._own.discard(block_id)
+            first_group_id = self._block_of[block_id]
+            if first_group_id is not None and self._blocks[first_group_id].hash is not None:
+                self._cached[block_id] = None
+            else:
+                self._separate(block_id)
+                self._free.append(block_id)
+        return num_own
+
+    # --- changes in the first group -----------------------------------------------------------------------------------
+
+    def block_forgotten(self, block: Block) -> None:
+        """Forget the part of a block whose content can no longer be found; its next content gets another part."""
+        block_id = self._id_of.get(block.block_id)
+        if block_id is None:
+            return
+        self._separate(block_id)
+        if block_id in self._place(block_id):
+            del self._place(block_id)[block_id]
+            self._free.append(block_id)
+
+    def block_doubled(self, block: Block, canonical: Block) -> None:
+        """Give the part of a block to `canonical`, which has the same content and is found instead, if it has none."""
+        block_id = self._id_of.get(block.block_id)
+        if block_id is not None and canonical.block_id not in self._id_of:
+            self._separate(block_id)
+            self._id_of[canonical.block_id], self._block_of[block_id] = block_id, canonical.block_id
+
+    def _separate(self, block_id: int) -> None:
+        first_group_id = self._block_of[block_id]
+        if first_group_id is not None:
+            del self._id_of[first_group_id]
+            self._block_of[block_id] = None
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def quarantine(self, block_id: int) -> None:
+        """Take a block out of use for good."""
+        self._id_of = {first_group_id: other for first_group_id, other in self._id_of.items() if other != block_id}
+        self._block_of[block_id] = None
+        self._place(block_id).pop(block_id, None)
+        self._own.discard(block_id)
+        self._free = [other for other in self._free if other != block_id]
+        self.quarantined.add(block_id)
+
+    def num_holders(self, block_id: int) -> int:
+        """Return how often a block is held."""
+        return self._num_holders[block_id]
+
+    def free_ids(self) -> list[int]:
+        """Return the ids of the blocks without content that nothing holds."""
+        return list(self._free)
+
+    def cached_ids(self) -> list[int]:
+        """Return the ids of the blocks that nothing holds and that can be found, the next to be evicted first."""
+        return [*self._left, *self._cached]
+
+    def block_of(self, block_id: int) -> int | None:
+        """Return the id of the first group's block whose part a block is."""
+        return self._block_of[block_id]
+
+    def parts(self) -> dict[int, int]:
+        """Return the ids of parts by the ids of the first group's blocks."""
+        return dict(self._id_of)

@@ -1,0 +1,130 @@
+"""The first KV group: it keeps every position of a request, and its blocks carry the names of prefixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.core.kv.groups.interface import Claim
+from octavo.data.kv_groups import FullAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from octavo.core.kv.block_pool import Block, BlockPool
+    from octavo.data.request import Sequence as TokenSequence
+
+
+class FullAttentionGroup:
+    """The blocks of a `BlockPool` as a `KVGroup`. A request holds all of its blocks until it ends or is preempted.
+
+    Without layers that read all positions its blocks have no bytes, and still carry the names.
+    """
+
+    index = 0
+    kind = FullAttention()
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self._pool.num_blocks
+
+    @property
+    def quarantined(self) -> set[int]:
+        """Ids of the blocks that are never given out again."""
+        return self._pool.quarantined
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks that could be taken now, cached ones included."""
+        return self._pool.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are held, 0 to 1."""
+        return self._pool.usage
+
+    def first_read(self, num_tokens: int) -> int:
+        """Return 0."""
+        del num_tokens
+        return 0
+
+    def id_of(self, block: Block) -> int:
+        """Return the id of the block."""
+        return block.block_id
+
+    def claim(
+        self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
+    ) -> Claim:
+        """Return what is missing of `num_all_blocks` blocks."""
+        del num_read, num_step_blocks
+        num_new = num_all_blocks - len(sequence.block_tables[0]) - len(found)
+        num_unheld = sum(block.ref_count == 0 for block in found)
+        return Claim(0, [block.block_id for block in found], num_new, num_new + num_unheld)
+
+    def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
+        """Return whether all blocks of a new request fit, and so many blocks stay free."""
+        del num_read
+        num_held = sum(block.ref_count > 0 for block in found)
+        return num_all_blocks - num_held + num_spare_blocks <= self._pool.num_free_blocks
+
+    def num_reserved(self, num_all_blocks: int) -> int:
+        """Return all of them."""
+        return num_all_blocks
+
+    def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
+        """Return whether there are so many blocks. Saves pin blocks that requests hold anyway."""
+        del num_saved, is_only
+        return num_blocks <= self._pool.num_usable_blocks
+
+    def hold(self, claim: Claim) -> None:
+        """Hold the found blocks."""
+        self.pin(claim.found)
+
+    def renew(self, block: Block) -> None:
+        """Count a cached block as used just now."""
+        self._pool.renew(block.link)
+
+    def extend(self, sequence: TokenSequence, claim: Claim) -> None:
+        """Append the found blocks and new ones."""
+        new_blocks = self._pool.take(claim.num_new)
+        assert new_blocks is not None
+        sequence.block_tables[0] += claim.found
+        sequence.block_tables[0] += [block.block_id for block in new_blocks]
+
+    def let_go(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Do nothing: every later row reads all blocks."""
+
+    def clear(self, sequence: TokenSequence) -> None:
+        """Release all blocks of a sequence, the last one first."""
+        table = sequence.block_tables[0]
+        self.unpin(table)
+        table.clear()
+
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks once more each."""
+        blocks = self._pool.blocks
+        self._pool.touch(blocks[block_id] for block_id in block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Give up one reference of each, the last one first."""
+        blocks = self._pool.blocks
+        self._pool.release(blocks[block_id] for block_id in reversed(block_ids))
+
+    def quarantine(self, block_id: int) -> None:
+        """Take a block out of use for good."""
+        self._pool.quarantine(self._pool.blocks[block_id])
+
+    def num_holders(self, block_id: int) -> int:
+        """Return how often a block is held."""
+        return self._pool.blocks[block_id].ref_count
+
+    def free_ids(self) -> list[int]:
+        """Return the ids of the free blocks."""
+        return self._pool.free_list()
+
+    def cached_ids(self) -> list[int]:
+        """Return the ids of the cached blocks that nothing holds, the next to be evicted first."""
+        return [block.block_id for block in self._pool.cached_blocks()]

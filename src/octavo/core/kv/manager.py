@@ -1,0 +1,417 @@
+"""Which blocks hold the KV of which request: look up, allocate, commit, swap, free. The only writer of blocks.
+
+`prefix_cache` finds what requests share. Here the tables of a request grow and are given back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.core.kv.block_chains import BlockChains
+from octavo.core.kv.block_hash import hash_block_tokens
+from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
+from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
+from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
+from octavo.core.kv.host_block_pool import HostBlockPool
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, PrefixCache
+from octavo.data.kv_groups import NO_BLOCK
+from octavo.data.scheduler_output import BlockCopies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.groups import Claim, KVGroup
+    from octavo.data.kv_groups import KVGroupSpec
+    from octavo.data.request import Request
+    from octavo.data.request import Sequence as TokenSequence
+
+_ONLY_FIRST_GROUP = frozenset({0})
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """KV of a preempted request in host memory: its first `num_tokens`."""
+
+    host_blocks: list[int]
+    num_tokens: int
+
+
+class KVCacheManager:
+    """Hands out blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
+
+    It alone writes block tables. `groups` are the KV groups in the order of their block tables, `bounded` all but the
+    first.
+
+    num_blocks: number of blocks of the first group. bounded_groups: the other groups.
+    max_step_tokens: the largest number of tokens of one request that a step computes.
+    num_host_blocks: room in host memory for the blocks of preempted requests, and for cached blocks that are evicted.
+    extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks, on_cached: see `PrefixCache`.
+    on_evict: called with the id of each cached block that loses its content.
+    on_offload: called with a block, the host block to which it is copied, and the groups whose blocks are copied.
+    on_host_evict: called with the id of each host block that loses its content.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        bounded_groups: Sequence[KVGroupSpec] = (),
+        enable_prefix_caching: bool = True,
+        cache_decoded_blocks: bool = True,
+        num_host_blocks: int = 0,
+        max_step_tokens: int = 1,
+        extra_keys: tuple[str, ...] = (),
+        on_cached: Callable[[int], None] | None = None,
+        on_evict: Callable[[int], None] | None = None,
+        on_offload: Callable[[int, int, frozenset[int]], None] | None = None,
+        on_host_evict: Callable[[int], None] | None = None,
+        hash_function: Callable[..., BlockHash] = hash_block_tokens,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
+        self.host = HostBlockPool(num_host_blocks, on_host_evict)
+        self.bounded = [
+            BoundedGroup(
+                index,
+                spec,
+                block_size=block_size,
+                max_step_tokens=max_step_tokens,
+                blocks=self.pool.blocks,
+                on_evict=self._keep_in_host,
+            )
+            for index, spec in enumerate(bounded_groups, 1)
+        ]
+        self.groups: list[KVGroup] = [FullAttentionGroup(self.pool), *self.bounded]
+        self.prefix_cache = PrefixCache(
+            self.pool,
+            self.host,
+            self.bounded,
+            BlockChains(block_size, extra_keys, hash_function),
+            CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
+            block_size,
+            is_enabled=enable_prefix_caching,
+            cache_decoded_blocks=cache_decoded_blocks,
+            on_cached=on_cached,
+        )
+        self._on_evict = on_evict or (lambda _block_id: None)
+        self._on_offload = on_offload or (lambda _block_id, _host_block_id, _groups: None)
+        self._saved: dict[str, _Saved] = {}
+        self._pins: dict[int, list[list[int]]] = {}  # block ids by group
+        self._copies = BlockCopies()
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit into the empty cache."""
+        return self.pool.num_usable_blocks * self.block_size
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found."""
+        return self.pool.num_cached_blocks
+
+    @property
+    def num_tracked_requests(self) -> int:
+        """Requests for which anything is kept; 0 when nobody is left."""
+        return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def has_free(self, num_blocks: int) -> bool:
+        """Return whether so many blocks of every group could be taken now."""
+        return all(group.num_free_blocks >= num_blocks for group in self.groups)
+
+    # --- look up ------------------------------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """Find what need not be computed of a request: cached full blocks from its start. Changes no block.
+
+        Blocks on the device come first, then those in host memory. Two finds are used instead if they give more tokens:
+        what was saved of this request when it was preempted, and a block that another request filled in part. At most
+        num_tokens - 1 tokens are found: the last one is always computed, for its logits.
+        """
+        full = self.prefix_cache.find_full_blocks(request)
+        saved = self._saved.get(request.request_id)
+        if saved is None or saved.num_tokens <= full.num_usable * self.block_size:
+            return self.prefix_cache.computed_blocks(request, full)
+        found = full.on_device[: num_covered(self.bounded, full.on_device, saved.num_tokens)]
+        return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
+
+    def num_host_tokens(self, computed: ComputedBlocks) -> int:
+        """Return how many tokens were found in host memory, where others could find them as well."""
+        if computed.is_saved or not computed.host_blocks:
+            return 0
+        return computed.num_tokens - len(computed.blocks) * self.block_size
+
+    def update_block_hashes(self, request: Request) -> None:
+        """Name all full blocks of a request's known tokens in `request.block_hashes`."""
+        self.prefix_cache.chains.extended(request)
+
+    # --- allocate -----------------------------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
+        *,
+        num_reserved_tokens: int = 0,
+        is_loaded: bool = False,
+    ) -> list[int] | None:
+        """Make room for `num_new_tokens` after the computed ones. The found blocks, if any, are held first.
+
+        num_reserved_tokens: make room for so many tokens in all, if that is more.
+        is_loaded: the new tokens are not computed, but loaded from a store. So a group needs only the blocks that the
+        row after them reads.
+        Returns the ids that were appended to the table of the first group, found ones included, or None with nothing
+        changed.
+        """
+        sequence = request.sequence
+        num_computed = request.num_computed_tokens + computed.num_tokens
+        num_tokens = num_computed + num_new_tokens
+        if 0 < sequence.num_slots >= num_tokens:
+            return []
+        while len(sequence.block_tables) < len(self.groups):
+            sequence.block_tables.append([])
+            sequence.first_held.append(0)
+        num_read = min(num_tokens, len(sequence.token_ids) - 1) if is_loaded else num_computed
+        num_step_blocks, num_held = self.num_blocks_for(num_tokens), len(sequence.block_table)
+        num_all_blocks = max(num_step_blocks, self.num_blocks_for(num_reserved_tokens), num_held)
+        claims: list[tuple[KVGroup, Claim]] = []
+        for group in self.groups:
+            claim = group.claim(sequence, computed.blocks, num_read, num_step_blocks, num_all_blocks)
+            if claim.num_unheld > group.num_free_blocks:
+                return None
+            claims.append((group, claim))
+        return self._allocate(request, computed, claims)
+
+    def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
+        """Give a request the claimed blocks, which are free; return the new ids in the first group's table."""
+        sequence: TokenSequence = request.sequence
+        source_ids: list[int | None] = [None] * len(claims)
+        num_held = len(sequence.block_table)
+        for group, claim in claims:
+            group.hold(claim)
+        self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
+        if computed.source is not None:
+            source_ids = [group.id_of(computed.source) for group in self.groups]
+            for group in self.groups:
+                group.renew(computed.source)
+        for group, claim in claims:
+            group.extend(sequence, claim)
+        self._count_slots(sequence)
+        if computed is not NO_COMPUTED_BLOCKS:
+            self._adopt(request, computed, source_ids)
+        if not num_held:
+            self._lend_saved(request)
+            self.prefix_cache.announce(request, len(computed.blocks))
+        return sequence.block_table[num_held:]
+
+    def _count_slots(self, sequence: TokenSequence) -> None:
+        sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
+
+    def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
+        """Return whether `num_tokens` of a new request fit now and leave so many blocks free.
+
+        A prompt is not started only to be preempted soon.
+        """
+        num_blocks = self.num_blocks_for(num_tokens)
+        return all(
+            group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
+        )
+
+    def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
+        """Take over found blocks, and order the copies for the beginning of the step.
+
+        source_ids: for each group the block to copy from. It is not held. If no other block was left, it may have been
+        taken, even as the target of the copy.
+        """
+        sequence = request.sequence
+        if computed.blocks:
+            self.prefix_cache.adopt(request, computed.blocks)
+        first = len(computed.blocks)
+        for group, source_id in zip(self.groups, source_ids, strict=True):
+            table = sequence.block_tables[group.index]
+            if source_id is not None and table[first] != source_id:
+                self._copies.block_copies.append((group.index, source_id, table[first]))
+            for index in self._read_in_host(sequence, computed, group):
+                self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
+        if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
+            sequence.num_cached_tokens = computed.num_tokens
+
+    def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
+        """Return the indices of the blocks that were found in host memory and that a group of a new request reads."""
+        first = len(computed.blocks)
+        end = min(first + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
+        return range(max(sequence.first_held[group.index], first), end)
+
+    def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
+        """Return how many blocks of each group are copied from host memory for a request that just got its blocks."""
+        return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
+
+    def _lend_saved(self, request: Request) -> None:
+        """Give up what is saved of a request that has blocks again: it is copied in, or no longer needed."""
+        saved = self._saved.pop(request.request_id, None)
+        if saved is not None:
+            self.host.lend(saved.host_blocks)
+
+    def take_copies(self) -> BlockCopies:
+        """Return the copies that the next step begins with, once."""
+        copies, self._copies = self._copies, BlockCopies()
+        if self.host.lent:
+            self.host.end_lending()
+        return copies
+
+    def fail_copies(self, copies: BlockCopies) -> None:
+        """Forget the content of host blocks into which a failed step was to copy."""
+        for _, _, host_block in copies.swap_out:
+            self.host.drop(host_block)
+
+    # --- share --------------------------------------------------------------------------------------------------------
+
+    def commit(self, request: Request) -> None:
+        """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
+        num_tokens = request.num_computed_tokens
+        if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
+            request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
+        if self.prefix_cache.is_enabled:
+            self.prefix_cache.commit(request)
+
+    def let_go(self, request: Request) -> None:
+        """Let go of the blocks that no later row of a request reads; call it after their saves were ordered."""
+        if self.bounded:
+            for group in self.bounded:
+                group.let_go(request.sequence, request.num_computed_tokens)
+            self._count_slots(request.sequence)
+
+    # --- give back ----------------------------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Let go of all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
+        for group in reversed(self.groups):
+            group.clear(request.sequence)
+        request.sequence.next_commit = request.sequence.num_slots = 0
+        self.prefix_cache.release(request)
+
+    def swap_out(self, request: Request) -> bool:
+        """Save what is computed of a request in host memory; False and nothing done when it does not fit there.
+
+        The copies are made at the beginning of the next step, before anything is written: release the blocks at once.
+        """
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        host_blocks = self.host.take(num_blocks) if num_blocks else None
+        if host_blocks is None:
+            return False
+        for group in self.groups:
+            first = group.first_read(request.num_computed_tokens)
+            block_ids = request.sequence.block_tables[group.index][first:num_blocks]
+            pairs = zip(block_ids, host_blocks[first:], strict=True)
+            self._copies.swap_out.extend((group.index, block_id, host_block) for block_id, host_block in pairs)
+        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)
+        return True
+
+    def drop_saved(self, request_id: str) -> None:
+        """Give up what is saved of a request in host memory: it is computed again."""
+        saved = self._saved.pop(request_id, None)
+        if saved is not None:
+            self.host.release(saved.host_blocks)
+
+    def _evicted(self, block: Block) -> None:
+        """Keep the content of a cached block in host memory, if lookups can use it.
+
+        A block that lost its part in a group is of use only before blocks that have theirs.
+        """
+        self._on_evict(block.block_id)
+        if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
+            self._keep_in_host(block)
+
+    def _keep_in_host(self, block: Block) -> None:
+        """Order a copy of a cached block to host memory, with its parts in all groups, if lookups can reach it."""
+        if not self._is_reachable(block.parent):
+            return
+        ids = [(group.index, block_id) for group in self.groups if (block_id := group.id_of(block)) is not None]
+        groups = frozenset(index for index, _ in ids) if self.bounded else _ONLY_FIRST_GROUP
+        host_block = self.host.keep(block, groups)
+        if host_block is not None:
+            self._copies.swap_out.extend((index, block_id, host_block) for index, block_id in ids)
+            self._on_offload(block.block_id, host_block, groups)
+
+    def _is_used_in_host(self, block: Block) -> bool:
+        return self.host.has_name(block.name) or self.host.is_followed(block.name)
+
+    def _forgotten(self, block: Block) -> None:
+        for group in self.bounded:
+            group.block_forgotten(block)
+
+    def _is_reachable(self, parent: BlockLink | None) -> bool:
+        """Return whether a block can be found after its parent, which is a name; None for a sequence's first block."""
+        return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
+
+    def saved_blocks(self) -> dict[str, list[int]]:
+        """Host blocks of each preempted request that has any, for tests and invariants."""
+        return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks of a request that ended and forget it."""
+        self.release(request)
+        self.drop_saved(request.request_id)
+        self.prefix_cache.chains.forget(request.request_id)
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def note_loaded(self, request: Request) -> None:
+        """Count what came from a store outside, up to a request's computed tokens, as found in its prompt."""
+        if not request.num_preemptions:
+            request.sequence.num_cached_tokens = request.num_computed_tokens
+
+    def pin(self, transfer_id: int, block_ids: list[list[int]]) -> None:
+        """Hold blocks for a transfer, whatever becomes of the requests in whose tables they are.
+
+        block_ids: for each group; `NO_BLOCK` is passed over.
+        """
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            group.pin(ids)
+        self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
+
+    def unpin(self, transfer_id: int) -> bool:
+        """Let go of a transfer's blocks; False for one that is unknown or over."""
+        pinned = self._pins.pop(transfer_id, None)
+        if pinned is None:
+            return False
+        for group, ids in zip(reversed(self.groups), reversed(pinned), strict=True):
+            group.unpin(ids)
+        return True
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that hold blocks."""
+        return len(self._pins)
+
+    def pinned_ids(self, group: int = 0) -> list[int]:
+        """Return the ids of a group's blocks that transfers hold, each as often as it is held."""
+        return [block_id for ids in self._pins.values() for block_id in ids[group]]
+
+    # --- forget -------------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False and nothing changed while any request holds a block."""
+        if not self.pool.reset():
+            return False
+        self.host.reset()
+        return True
+
+    def advance_weights_epoch(self) -> bool:
+        """Make everything cached or saved so far unfindable: the weights are others now.
+
+        False and nothing changed while any request holds a block: its KV is of the old weights.
+        """
+        if not self.reset_prefix_cache():
+            return False
+        for request_id in list(self._saved):
+            self.drop_saved(request_id)
+        self.prefix_cache.chains.advance_weights_epoch()
+        return True

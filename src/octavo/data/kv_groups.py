@@ -1,0 +1,138 @@
+"""KV groups: layers that keep their keys and values of the same positions, in blocks of their own.
+
+The layers of a model are divided into groups. A group has its own blocks, numbered from 0, and a request has one block
+table for each group. The first group keeps every position of a request; its blocks carry the names by which prefixes
+are found. Every other group keeps only the positions that a later row can still read. Its kind says which these are.
+
+A new kind is a class like `SlidingWindow` that is decorated with `register`, and an attention kernel that reads the
+group's blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+NO_BLOCK = -1  # in a block table, instead of a block that the request does not hold
+
+
+class KVGroupKind(Protocol):
+    """Which positions the rows of a group's layers read.
+
+    name: of the kind, in journals and messages.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def most_positions(self) -> int | None:
+        """The largest number of positions that one row reads, its own included; None for no limit."""
+        ...
+
+    def first_position(self, num_tokens: int) -> int:
+        """Return the first position that the row after `num_tokens` computed tokens reads.
+
+        It never decreases as `num_tokens` grows, so a request never needs the positions before it again.
+        """
+        ...
+
+
+_Kind = TypeVar("_Kind", bound=type[KVGroupKind])
+_KINDS: dict[str, type[KVGroupKind]] = {}
+
+
+def register(kind: _Kind) -> _Kind:
+    """Make a kind of group known by its name. A class decorator."""
+    _KINDS[kind.name] = kind
+    return kind
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """Every row reads all positions up to its own."""
+
+    name: ClassVar[str] = "full_attention"
+
+    @property
+    def most_positions(self) -> None:
+        """No limit."""
+        return
+
+    def first_position(self, num_tokens: int) -> int:
+        """Return 0."""
+        del num_tokens
+        return 0
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """The row at position p reads the positions max(0, p - window + 1) to p.
+
+    window: the largest window of the group's layers, in tokens.
+    """
+
+    name: ClassVar[str] = "sliding_window"
+    window: int
+
+    @property
+    def most_positions(self) -> int:
+        """The window."""
+        return self.window
+
+    def first_position(self, num_tokens: int) -> int:
+        """Return the first position in the window of the row at position `num_tokens`."""
+        return max(num_tokens - self.window + 1, 0)
+
+    def __str__(self) -> str:
+        return f"a sliding window of {self.window} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """A group of a KV cache: its kind and its number of blocks."""
+
+    kind: KVGroupKind
+    num_blocks: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as a JSON object."""
+        return {"kind": self.kind.name, "num_blocks": self.num_blocks, **asdict(self.kind)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
+        """Return the group that `to_json` wrote. Raises KeyError for an unknown kind."""
+        options = dict(fields)
+        kind, num_blocks = _KINDS[options.pop("kind")], options.pop("num_blocks")
+        return cls(kind(**options), num_blocks)
+
+
+def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
+    """Return the largest number of blocks that one row reads, wherever it is in its block; None for no limit."""
+    most = kind.most_positions
+    return None if most is None else -(-(most - 1) // block_size) + 1
+
+
+def longest_hit(
+    kind: KVGroupKind,
+    is_there: list[bool],
+    num_tokens: int,
+    block_size: int,
+    *,
+    first_block: int = 0,
+    limit: int | None = None,
+) -> int:
+    """Return after how many of a sequence's blocks a request can go on: the next row must find the blocks it reads.
+
+    is_there: whether the group has its block of each, from the sequence's block `first_block` on; it has all before.
+    num_tokens: of the sequence. At least the last of them is computed. limit: the largest count to return.
+    """
+    run = longest = 0
+    for count, has_block in enumerate(is_there[:limit], 1):
+        run = run + 1 if has_block else 0
+        num_computed = min((first_block + count) * block_size, num_tokens - 1)
+        first_read = kind.first_position(num_computed) // block_size
+        if run >= min(count, first_block + count - first_read):
+            longest = count
+    return longest

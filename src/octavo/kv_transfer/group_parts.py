@@ -1,0 +1,120 @@
+"""Blocks in stores with the content of the first KV group only, because the others' was gone before they were saved.
+
+Such a block is of use to a request that goes on so far after it that no row reads the other groups' content. It has a
+key of its own, since a key has one content for ever, and it is shorter: a stored block begins with the first group's
+content. Lookups take blocks of both kinds, provided that those which the next row reads are whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from octavo.data.kv_groups import longest_hit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.data.kv_groups import KVGroupKind
+    from octavo.kv_transfer.tiers import TieredStore, TierTally
+
+_PREFIX = b"without its window part"  # in the keys of blocks that stores have already
+
+
+def key_of_first_group(key: bytes) -> bytes:
+    """Return the key of a block with the content of the first group only."""
+    return hashlib.sha256(_PREFIX + key).digest()
+
+
+def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
+    """Return after how many of these blocks a request can go on.
+
+    is_whole: of each block whether it has the content of all groups. first: index of the first one in its sequence; the
+    request has the blocks before it. num_tokens: of the sequence. kinds: of the groups but the first.
+    """
+    count, before = len(is_whole), -1
+    while count != before:
+        before = count
+        for kind in kinds:
+            count = longest_hit(kind, is_whole[:count], num_tokens, block_size, first_block=first)
+    return count
+
+
+def look_up(
+    store: TieredStore,
+    keys: Sequence[bytes],
+    first: int,
+    num_tokens: int,
+    block_size: int,
+    kinds: Sequence[KVGroupKind],
+) -> int:
+    """Return after how many blocks, of which a store is asked for these keys, a request can go on.
+
+    Asks the store, which may wait. The arguments are those of `num_usable`.
+    """
+    is_whole: list[bool] = []
+    while len(is_whole) < len(keys):
+        before = len(is_whole)
+        is_whole += [True] * store.num_matched(keys[before:])
+        rest = keys[len(is_whole) :]
+        is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
+        if len(is_whole) == before:
+            break
+    # The store may have some blocks under both keys. Those that the row after the last block reads decide most.
+    num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
+    start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
+    if False in is_whole[start:]:
+        count = store.num_matched(keys[start : len(is_whole)])
+        is_whole[start : start + count] = [True] * count
+    return num_usable(is_whole, first, num_tokens, block_size, kinds)
+
+
+def load(
+    store: TieredStore,
+    keys: Sequence[bytes],
+    blocks: Sequence[memoryview],
+    needs_all: Sequence[bool],
+    part_bytes: int,
+    tally: TierTally,
+) -> int:
+    """Fill blocks in order; return how many, from the first one on, have the content that is needed.
+
+    needs_all: of each block whether the content of all groups is needed. part_bytes: of the first group's.
+    """
+    done, only_first_group = 0, False
+    while done < len(keys):
+        end = len(keys)
+        if only_first_group:
+            end = next((index for index in range(done, end) if needs_all[index]), end)
+        into = [block[:part_bytes] if only_first_group else block for block in blocks[done:end]]
+        count = store.load(keys[done:end], into, tally, only_first_group=only_first_group) if into else 0
+        if not count and (done or only_first_group):  # the next one is there neither way
+            break
+        done += count
+        only_first_group = not only_first_group
+    return done
+
+
+def save(
+    store: TieredStore,
+    keys: Sequence[bytes],
+    blocks: Sequence[memoryview],
+    has_all: Sequence[bool],
+    part_bytes: int,
+    tally: TierTally,
+) -> int:
+    """Keep blocks; return how many, from the first one on, are kept now.
+
+    A block after one that could not be kept is kept all the same: the missing one may be saved alone later.
+    has_all: of each block whether it has the content of all groups. part_bytes: of the first group's.
+    """
+    first = num_kept = 0
+    while first < len(keys):
+        is_whole, end = has_all[first], first
+        while end < len(keys) and has_all[end] == is_whole:
+            end += 1
+        content = [block if is_whole else block[:part_bytes] for block in blocks[first:end]]
+        count = store.save(keys[first:end], content, tally, only_first_group=not is_whole)
+        num_kept += count if num_kept == first else 0
+        first = end
+    return num_kept
