@@ -32,7 +32,7 @@ class Store:
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         self.told.append(("allocated", request.request_id, list(block_ids), num_external_tokens))
 
-    def keys_to_save(self, keys, *, without_window=False):
+    def keys_to_save(self, keys, *, only_first_group=False):
         self.told.append(("offered", list(keys)))
         return set(keys) if self.wants else set()
 

@@ -70,7 +70,7 @@ def few_window_blocks(monkeypatch):
 def test_tokens_are_exact_on_few_window_blocks(checkpoints, alone, schedule, kind, dtype):
     engine = make_engine(checkpoints[kind], dtype, schedule, "cpu")
     cache = engine.core.executor.worker.kv_cache
-    assert cache.num_window_blocks < cache.num_blocks
+    assert cache.groups[1].num_blocks < cache.num_blocks
     requests = make_requests()[:NUM_TRIED]
     assert answers(engine, requests) == alone(kind, dtype)
     for index, answer in enumerate(answers(engine, requests) if schedule.rounds > 1 else []):

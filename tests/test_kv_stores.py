@@ -18,8 +18,8 @@ from test_exactness import PRESSING, Schedule, answers, make_engine, make_reques
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.build import build_engine
 from octavo.config import EngineConfig
-from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.invariants import check
+from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.journal.replay import replay

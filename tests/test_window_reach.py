@@ -40,7 +40,7 @@ def answer(engine, prompt, max_tokens):
     """Return an answer's tokens, and the most window blocks that were held behind any step."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     engine.add_request("r", prompt, params)
-    windows, most = engine.core.scheduler.kv_cache_manager.windows, 0
+    windows, most = engine.core.scheduler.kv_cache_manager.bounded[0], 0
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens = output.outputs[0].token_ids
@@ -60,7 +60,7 @@ def few_window_blocks(monkeypatch):
 @pytest.mark.usefixtures("few_window_blocks")
 def test_a_long_answer_runs_on_the_window_blocks_of_its_window(checkpoint):
     engine = engine_of(checkpoint, method="none")  # how many are guessed follows the time that steps take
-    num_window_blocks = engine.core.executor.worker.kv_cache.num_window_blocks
+    num_window_blocks = engine.core.executor.worker.kv_cache.groups[1].num_blocks
     assert num_window_blocks == 10  # 40 tokens
     tokens, most = answer(engine, PROMPT, 300)
     assert len(tokens) == 300

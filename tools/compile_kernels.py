@@ -244,7 +244,7 @@ def _caches(dtype: Any, head_dim: int) -> list[Any]:
     from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
 
     layout, cpu = KVLayout((KVShape(2, head_dim),)), torch.device("cpu")
-    return list(PagedKVCache(layout, num_blocks=64, block_size=16, dtype=dtype, device=cpu).layer(0))
+    return list(PagedKVCache(layout, num_blocks=[64], block_size=16, dtype=dtype, device=cpu).layer(0))
 
 
 def _batch() -> Any:

@@ -130,7 +130,7 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
     )
     cache = PagedKVCache(
         architecture.kv_layout,
-        num_blocks=1,
+        num_blocks=[1],
         block_size=size,
         dtype=network.dtype if rounding.kv_cache_dtype == "auto" else torch.int8,
         device=device,

@@ -187,7 +187,7 @@ class Check:
         """Return keys and values, random everywhere."""
         made = PagedKVCache(
             KVLayout((KVShape(kv_heads, head_dim),)),
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=self.device,
+            num_blocks=[num_blocks], block_size=BLOCK_SIZE, dtype=dtype, device=self.device,
         )  # fmt: skip
         generator = torch.Generator(self.device).manual_seed(3)
         for cache in made.layer(0):

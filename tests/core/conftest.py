@@ -10,6 +10,7 @@ import pytest
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
+from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.data.scheduler_output import SchedulerOutput
@@ -64,8 +65,7 @@ class Core:
             clock=clock or (lambda: float(next(ticks))),
             sink=self.log,
             num_host_blocks=num_host_blocks,
-            num_window_blocks=num_window_blocks,
-            window=window,
+            bounded_groups=[KVGroupSpec(SlidingWindow(window), num_window_blocks)] if window else [],
             connector=connector,
         )
         self.answers: dict[str, list[int]] = {}

@@ -71,11 +71,11 @@ def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
     finish_step(core, scheduled)
     core.scheduler.abort_request("a")
     assert core.scheduler.get_num_transfers() == 0
-    assert used_blocks(core) == len(load.block_ids)
+    assert used_blocks(core) == len(load.block_ids[0])
     check(core)
     scheduled = core.scheduler.schedule()
     assert scheduled.kv_cancels == [load.transfer_id]
-    assert used_blocks(core) == len(load.block_ids)
+    assert used_blocks(core) == len(load.block_ids[0])
     finish_step(core, scheduled)
     assert used_blocks(core) == 0
 
@@ -216,9 +216,9 @@ def test_F15_swap_is_fenced_from_reuse(make_core):
         copies = scheduled.copies
         assert not (copies.swap_out and (copies.swap_in or scheduled.scheduled_new_reqs))
         if copies.swap_out:
-            saved = [host for _, host in copies.swap_out]
+            saved = [host for _, _, host in copies.swap_out]
         if copies.swap_in:
-            assert [host for host, _ in copies.swap_in] == saved
+            assert [host for _, host, _ in copies.swap_in] == saved
         check(core)
     assert saved
     assert core.scheduler.get_stats().total_swapped >= 1
@@ -413,7 +413,7 @@ def test_outputs_of_one_prompt_copy_its_partly_filled_block(make_core):
     scheduled = core.step()
     a, b = (core.scheduler.requests[name].sequence.block_table for name in "ab")
     assert a[:2] == b[:2]
-    assert scheduled.copies.block_copies == [(a[2], b[2])]
+    assert scheduled.copies.block_copies == [(0, a[2], b[2])]
     assert scheduled.num_scheduled_tokens == {"a": 1, "b": 1}
     check(core)
     core.run()

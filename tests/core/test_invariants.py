@@ -394,7 +394,7 @@ def test_nothing_is_held_by_nobody(make_core):
 
 def test_nothing_is_kept_of_who_is_gone(make_core):
     core = make_core(num_blocks=4)
-    core.scheduler._builder._known.add("gone")
+    core.scheduler._builder._num_sent[0]["gone"] = 1
     assert breaches(core) == [(18, ())]
     core.add("a", 5)
     core.step()
@@ -405,9 +405,9 @@ def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
     core = make_core(num_blocks=4)
     manager = core.scheduler.kv_cache_manager
     blocks = manager.pool.take(1)
-    manager.pin(7, [blocks[0].block_id])
+    manager.pin(7, [[blocks[0].block_id]])
     manager.pool.release(blocks)
-    core.scheduler._builder._known.add("gone")
+    core.scheduler._builder._num_sent[0]["gone"] = 1
     assert breaches(core) == []
     manager.unpin(7)
     assert breaches(core) == [(18, ())]
@@ -425,13 +425,13 @@ def windowed(make_core):
     core.add("runs", 8, max_tokens=2)
     core.step()
     assert window_breaches(core) == []
-    windows = core.scheduler.kv_cache_manager.windows
-    assert (windows.cached_blocks(), windows.free_blocks()) == ([1, 0], [5, 4])
+    windows = core.scheduler.kv_cache_manager.bounded[0]
+    assert (windows.cached_ids(), windows.free_ids()) == ([1, 0], [5, 4])
     return core
 
 
 def window_breaches(core):
-    return [(breach.invariant, breach.window_block_ids) for breach in invariants.check(core.scheduler)]
+    return [(breach.invariant, breach.block_ids) for breach in invariants.check(core.scheduler)]
 
 
 def doubled(windows):
@@ -455,7 +455,7 @@ def held_too_often(windows):
 
 
 def of_two_blocks(windows):
-    windows._part_of[9] = 2
+    windows._id_of[9] = 2
 
 
 def of_another_block(windows):
@@ -463,11 +463,11 @@ def of_another_block(windows):
 
 
 def free_and_a_part(windows):
-    windows._part_of[9], windows._block_of[5] = 5, 9
+    windows._id_of[9], windows._block_of[5] = 5, 9
 
 
 def cached_and_no_part(windows):
-    del windows._part_of[windows._block_of[1]]
+    del windows._id_of[windows._block_of[1]]
     windows._block_of[1] = None
 
 
@@ -490,7 +490,7 @@ def cached_and_not_findable(windows):
     ],
 )
 def test_window_blocks_with_wrong_books_are_named_and_wrong_once(windowed, break_it, found):
-    break_it(windowed.scheduler.kv_cache_manager.windows)
+    break_it(windowed.scheduler.kv_cache_manager.bounded[0])
     assert window_breaches(windowed) == found
     for breach in invariants.check(windowed.scheduler):
         invariants.quarantine(windowed.scheduler, breach)
@@ -499,19 +499,19 @@ def test_window_blocks_with_wrong_books_are_named_and_wrong_once(windowed, break
 
 
 def test_a_cached_window_block_of_a_block_that_nobody_finds(windowed):
-    cached_and_not_findable(windowed.scheduler.kv_cache_manager.windows)
+    cached_and_not_findable(windowed.scheduler.kv_cache_manager.bounded[0])
     assert (5, (1,)) in window_breaches(windowed)
 
 
 def test_the_books_of_a_window_block_are_told_as_they_are(windowed):
-    held_too_often(windowed.scheduler.kv_cache_manager.windows)
+    held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
     assert [breach.message for breach in invariants.check(windowed.scheduler)] == [
-        "(window block, holds, holders): [(3, 2, 1)]"
+        "(block of group 1, holds, holders): [(3, 2, 1)]"
     ]
 
 
 def test_18_window_blocks_that_are_held_with_nobody_there(windowed):
-    held_too_often(windowed.scheduler.kv_cache_manager.windows)
+    held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
     windowed.run()
     assert window_breaches(windowed) == [(2, (3,)), (18, (3,))]
     windowed.scheduler.check_when_idle()
@@ -519,7 +519,7 @@ def test_18_window_blocks_that_are_held_with_nobody_there(windowed):
 
 
 def test_the_parts_of_blocks_are_walked_once_however_many_are_cached(windowed):
-    windows = windowed.scheduler.kv_cache_manager.windows
+    windows = windowed.scheduler.kv_cache_manager.bounded[0]
 
     class Parts(dict):
         def values(self):

@@ -8,10 +8,11 @@ from stores import Store
 from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
-from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
 from octavo.data import events
+from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
 from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
@@ -35,8 +36,8 @@ class Transfers:
         self.emitter.now = now
         request = Request(name, list(range(12)), SamplingParams(), kv_transfer_params=params)
         assert self.find(request) == 8
-        block_ids = self.manager.allocate_slots(request, 8)
-        self.transfers.start_load(request, NO_COMPUTED_BLOCKS, 8, block_ids)
+        self.manager.allocate_slots(request, 8)
+        self.transfers.start_load(request, NO_COMPUTED_BLOCKS, 8)
         [order] = self.transfers.take_orders()
         return request, order
 
@@ -46,6 +47,7 @@ class Transfers:
     def commit(self, name, num_tokens, num_computed=None, params=None):
         """Return a request whose tokens are computed and shared, all but the last one if not said otherwise."""
         request = Request(name, [ord(name[0])] * num_tokens, SamplingParams(), kv_transfer_params=params)
+        self.manager.add_tables(request)
         self.manager.allocate_slots(request, num_tokens)
         request.num_computed_tokens = num_tokens - 1 if num_computed is None else num_computed
         self.manager.commit(request)
@@ -220,12 +222,12 @@ def test_what_a_load_is_and_who_is_told(made):
     made.store.num_tokens = 12
     assert made.find(request, found) == 8
     block_ids = made.manager.allocate_slots(request, 8, found)
-    made.transfers.start_load(request, found, 8, block_ids)
+    made.transfers.start_load(request, found, 8)
     [order] = made.transfers.take_orders()
     assert (order.direction, order.request_id) == (TransferDirection.LOAD, "a")
-    assert (order.keys, order.block_ids) == (request.block_hashes[1:3], block_ids[1:3])
+    assert (order.keys, order.block_ids) == (request.block_hashes[1:3], [block_ids[1:3]])
     assert made.store.told[-1] == ("allocated", "a", block_ids, 8)
-    assert [block.block_id for block in made.manager.pinned_blocks()][-2:] == block_ids[1:3]
+    assert made.manager.pinned_ids()[-2:] == block_ids[1:3]
     [_, started] = made.log.of_type(events.KVLoadStarted)
     assert (started.request_id, started.transfer_id, started.num_tokens) == ("a", order.transfer_id, 8)
     load = made.transfers.end(order.transfer_id, 2)
@@ -238,7 +240,8 @@ def test_a_token_is_always_left_to_compute(made):
     request = Request("a", list(range(12)), SamplingParams())
     assert made.find(request) == 12
     assert len(request.block_hashes) == 3
-    made.transfers.start_load(request, NO_COMPUTED_BLOCKS, 12, made.manager.allocate_slots(request, 12))
+    made.manager.allocate_slots(request, 12)
+    made.transfers.start_load(request, NO_COMPUTED_BLOCKS, 12)
     [order] = made.transfers.take_orders()
     load = made.transfers.end(order.transfer_id, 3)
     assert made.transfers.num_computed_tokens(load, 3) == 11
@@ -261,8 +264,8 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     [order] = made.transfers.take_orders()
     assert made.store.told[-2:] == [("offered", request.block_hashes[:2]), ("ordered", order.transfer_id)]
     assert (order.direction, order.request_id) == (TransferDirection.SAVE, None)
-    assert (order.keys, order.block_ids) == (request.block_hashes[:2], request.sequence.block_table[:2])
-    assert [block.block_id for block in made.manager.pinned_blocks()] == order.block_ids
+    assert (order.keys, order.block_ids) == (request.block_hashes[:2], [request.sequence.block_table[:2]])
+    assert [made.manager.pinned_ids()] == order.block_ids
     assert made.transfers.requests() == []
     assert len(made.transfers) == 0
     assert made.transfers.has_work
@@ -292,14 +295,14 @@ def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end(
         10: request.block_hashes[2:10],
         18: request.block_hashes[10:18],
     }
-    assert saved[18].block_ids == request.sequence.block_table[10:18]
+    assert saved[18].block_ids == [request.sequence.block_table[10:18]]
     made.transfers.request_finished(request)
     [last] = made.transfers.take_orders()
     assert last.keys == request.block_hashes[18:21]
-    assert last.block_ids == request.sequence.block_table[18:21]
+    assert last.block_ids == [request.sequence.block_table[18:21]]
     made.manager.free(request)
-    pinned = {block.block_id for block in made.manager.pinned_blocks()}
-    assert pinned.issuperset(last.block_ids)
+    pinned = set(made.manager.pinned_ids())
+    assert pinned.issuperset(last.block_ids[0])
     assert made.transfers.num_records == 0
 
 
@@ -743,7 +746,7 @@ def test_without_windows_what_was_found_is_handed_over_whatever_a_store_has(made
 
 
 def test_with_windows_a_store_is_asked_for_what_was_found_and_no_more(made):
-    made.manager = KVCacheManager(16, 4, num_window_blocks=8, window=6, max_step_tokens=16)
+    made.manager = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 8)], max_step_tokens=16)
     made.transfers = KVTransfers(made.store, made.manager, CONFIG, made.emitter)
     first = made.commit("a", 12)
     tokens = [*first.sequence.token_ids[:8], *range(8)]

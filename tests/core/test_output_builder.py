@@ -25,10 +25,10 @@ class Builder:
         self.requests = {name: Request(name, [1, 2, 3], SamplingParams()) for name in "ab"}
         self.step = 0
 
-    def build(self, counts, block_ids=None):
+    def build(self, counts):
         plan = StepPlan(100, 100)
         for name, count in counts.items():
-            plan.give(self.requests[name], count, (block_ids or {}).get(name, []))
+            plan.give(self.requests[name], count)
         self.step += 1
         return self.builder.build(self.step, plan, self.requests, {})
 
@@ -46,9 +46,10 @@ def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preem
     assert (output.step, output.num_scheduled_tokens, output.total_num_scheduled_tokens) == (1, {"a": 3}, 3)
     request.sequence.token_ids += [7, 8]
     request.num_computed_tokens = 3
-    output = made.build({"a": 2, "b": 3}, {"a": [5]})
+    request.sequence.block_table.append(5)
+    output = made.build({"a": 2, "b": 3})
     cached = output.scheduled_cached_reqs
-    assert (cached.req_ids, cached.new_block_ids) == (["a"], [[5]])
+    assert (cached.req_ids, cached.new_block_ids) == (["a"], [[[5]]])
     assert cached.num_computed_tokens == [3]
     assert [data.request_id for data in output.scheduled_new_reqs] == ["b"]
     assert output.total_num_scheduled_tokens == 5
@@ -96,11 +97,11 @@ def test_endings_are_told_once_and_again_where_a_step_failed(made):
 
 def test_copies_and_transfers_go_with_the_step(made):
     request = made.requests["a"]
-    block_ids = made.manager.allocate_slots(request, 3)
+    made.manager.allocate_slots(request, 3)
     other = Request("other", [1, 2, 3], SamplingParams())
-    made.transfers.start_load(request, made.manager.get_computed_blocks(other), 4, block_ids)
+    made.transfers.start_load(request, made.manager.get_computed_blocks(other), 4)
     [told] = made.transfers.take_orders()
-    made.transfers.start_load(other, made.manager.get_computed_blocks(other), 4, block_ids)
+    made.transfers.start_load(other, made.manager.get_computed_blocks(other), 4)
     made.transfers.cancel(request, "cancelled")
     plan = StepPlan(9, 9)
     request.num_computed_tokens = 3
@@ -119,13 +120,13 @@ def test_a_request_is_sent_whole_once_and_then_only_what_is_new(make_core):
     core.add("a", 4)
     first = core.step()
     assert [(data.request_id, len(data.token_ids), data.block_ids) for data in first.scheduled_new_reqs] == [
-        ("a", 4, [0])
+        ("a", 4, [[0]])
     ]
     assert first.scheduled_cached_reqs.req_ids == []
     cached = core.step().scheduled_cached_reqs
     assert (cached.req_ids, cached.num_computed_tokens) == (["a"], [4])
-    assert cached.new_block_ids == [[1]]
-    assert core.step().scheduled_cached_reqs.new_block_ids == [[]]
+    assert cached.new_block_ids == [[[1]]]
+    assert core.step().scheduled_cached_reqs.new_block_ids == [[[]]]
 
 
 def test_what_was_sent_is_a_copy(make_core):
@@ -134,7 +135,7 @@ def test_what_was_sent_is_a_copy(make_core):
     [data] = core.scheduler.schedule().scheduled_new_reqs
     request.sequence.token_ids.append(99)
     request.sequence.block_table.append(99)
-    assert (len(data.token_ids), data.block_ids) == (4, [0])
+    assert (len(data.token_ids), data.block_ids) == (4, [[0]])
 
 
 def test_drafts_are_sent_as_far_as_the_step_has_room_for_them(make_core):

@@ -9,9 +9,9 @@ from octavo.config import SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks
-from octavo.core.save_plan import most_saved_blocks, whole_hit, with_window_parts
-from octavo.core.kv.groups.bounded import NO_PART
+from octavo.core.save_plan import blocks_to_save, most_saved_blocks, whole_hit
 from octavo.data import events
+from octavo.data.kv_groups import NO_BLOCK, KVGroupSpec, SlidingWindow
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
@@ -31,8 +31,8 @@ class SlowStore(Store):
         self.keys, self.in_part = set(), set()
         self.open = []
 
-    def keys_to_save(self, keys, *, without_window=False):
-        return set(keys) - self.keys - (self.in_part if without_window else set())
+    def keys_to_save(self, keys, *, only_first_group=False):
+        return set(keys) - self.keys - (self.in_part if only_first_group else set())
 
     def run(self, core):
         """Step until nothing is left, saves included."""
@@ -52,9 +52,9 @@ class SlowStore(Store):
         self.open = [(left, order) for left, order in self.open if left > 0]
         for order in ended:
             assert order.direction is TransferDirection.SAVE
-            assert len(order.keys) == len(order.block_ids) == len(order.window_block_ids)
-            for key, part in zip(order.keys, order.window_block_ids, strict=True):
-                (self.in_part if part == NO_PART else self.keys).add(key)
+            assert len(order.keys) == len(order.block_ids[0]) == len(order.block_ids[1])
+            for key, part in zip(order.keys, order.block_ids[1], strict=True):
+                (self.in_part if part == NO_BLOCK else self.keys).add(key)
             result.kv_transfers.append(EndedTransfer(order.transfer_id, len(order.keys)))
         core.scheduler.update_from_output(scheduled, result)
         assert invariants.check(core.scheduler) == []
@@ -92,7 +92,8 @@ def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=63)
 
     def most(num_window_blocks, num_blocks=400):
-        manager = KVCacheManager(num_blocks, 4, num_window_blocks=num_window_blocks, window=20)
+        groups = [KVGroupSpec(SlidingWindow(20), num_window_blocks)] if num_window_blocks else []
+        manager = KVCacheManager(num_blocks, 4, bounded_groups=groups)
         return most_saved_blocks(manager, config)
 
     assert manager_share(20) == 7  # a row sees six blocks at most, and one is taken before one is left
@@ -104,29 +105,36 @@ def test_as_many_are_saved_at_once_as_windows_and_a_step_leave():
 
 
 def manager_share(window):
-    return KVCacheManager(400, 4, num_window_blocks=9, window=window).windows.share(400)
+    manager = KVCacheManager(400, 4, bounded_groups=[KVGroupSpec(SlidingWindow(window), 9)])
+    return manager.bounded[0].num_reserved(400)
 
 
 def test_what_has_lost_its_window_part_is_saved_without_it_unless_the_store_has_it_so():
-    manager, store = KVCacheManager(16, 4, num_window_blocks=16, window=40), SlowStore()
+    manager, store = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(40), 16)]), SlowStore()
     request = Request("a", list(range(20)), SamplingParams())
+    manager.add_tables(request)
     manager.allocate_slots(request, 20)
-    windows, sequence = manager.windows, request.sequence
-    parts = [sequence.window_table[index] for index in (0, 2, 4)]
-    assert with_window_parts(windows, request, [0, 2, 4], store) == ([0, 2, 4], parts)
+    windows, sequence = manager.bounded[0], request.sequence
+    parts = [sequence.block_tables[1][index] for index in (0, 2, 4)]
+    blocks = [sequence.block_table[index] for index in (0, 2, 4)]
+    assert blocks_to_save(manager, request, [0, 2, 4], store) == ([0, 2, 4], [blocks, parts])
     request.num_computed_tokens = 20
     manager.commit(request)
     manager.free(request)
     other = Request("b", list(range(20)), SamplingParams())
+    manager.add_tables(other)
     computed = manager.get_computed_blocks(other)
     for index in (1, 2):
         windows.block_forgotten(computed.blocks[index])  # as if it were evicted
-    other.sequence.block_table += [block.block_id for block in computed.blocks]
-    assert with_window_parts(windows, other, [0, 1, 2, 3], store) == ([0, 1, 2, 3], [0, NO_PART, NO_PART, 3])
+    other.sequence.block_tables[0] += [block.block_id for block in computed.blocks]
+    assert blocks_to_save(manager, other, [0, 1, 2, 3], store) == (
+        [0, 1, 2, 3],
+        [[0, 1, 2, 3], [0, NO_BLOCK, NO_BLOCK, 3]],
+    )
     store.in_part.add(other.block_hashes[2])
-    assert with_window_parts(windows, other, [0, 1, 2, 3], store) == ([0, 1, 3], [0, NO_PART, 3])
+    assert blocks_to_save(manager, other, [0, 1, 2, 3], store) == ([0, 1, 3], [[0, 1, 3], [0, NO_BLOCK, 3]])
     store.keys_to_save = lambda *_, **__: pytest.fail("it was asked of nothing")
-    assert with_window_parts(windows, other, [0, 3], store) == ([0, 3], [0, 3])
+    assert blocks_to_save(manager, other, [0, 3], store) == ([0, 3], [[0, 3], [0, 3]])
 
 
 class TestRoom:
@@ -143,23 +151,23 @@ class TestRoom:
         [
             ([1] * 9, 9),
             ([1] * 13, 12),
-            ([NO_PART] * 30, 25),
-            ([NO_PART] * 5 + [1] * 20, 17),
-            ([1] * 12 + [NO_PART] * 9 + [1], 21),
-            ([1] * 3 + [NO_PART] * 30, 25),
+            ([NO_BLOCK] * 30, 25),
+            ([NO_BLOCK] * 5 + [1] * 20, 17),
+            ([1] * 12 + [NO_BLOCK] * 9 + [1], 21),
+            ([1] * 3 + [NO_BLOCK] * 30, 25),
             ([], 0),
         ],
     )
     def test_it_ends_where_either_is_full(self, transfers, parts, expected):
-        assert transfers._num_with_room(len(parts), parts) == expected
+        assert transfers._num_with_room([part != NO_BLOCK for part in parts]) == expected
 
     def test_what_is_being_saved_takes_of_both(self, transfers):
         transfers._saving, transfers._saving_in_part = set(range(8)), set(range(20, 27))
-        assert transfers._num_with_room(20, [NO_PART] * 20) == 10
-        assert transfers._num_with_room(20, [1] * 20) == 4
+        assert transfers._num_with_room([False] * 20) == 10
+        assert transfers._num_with_room([True] * 20) == 4
         transfers._saving = set(range(30))  # handed over: without a limit
-        assert transfers._num_with_room(20, [NO_PART] * 20) == 0
-        assert transfers._num_with_room(20, [1] * 20) == 0
+        assert transfers._num_with_room([False] * 20) == 0
+        assert transfers._num_with_room([True] * 20) == 0
 
     @pytest.mark.parametrize(
         ("num_in_full", "num_in_part", "is_asked"), [(11, 13, True), (12, 12, True), (12, 13, False), (0, 25, False)]
@@ -170,6 +178,7 @@ class TestRoom:
         """What it has in full already may stand before what leaves in part. What is handed over has no limit."""
         for name, params in (("a", None), ("b", donor_params("b"))):
             request = Request(name, list(range(9)), SamplingParams(), kv_transfer_params=params)
+            transfers._manager.add_tables(request)
             transfers._manager.allocate_slots(request, 8)
             request.num_computed_tokens = 8
             transfers._manager.commit(request)
@@ -186,7 +195,7 @@ def test_what_waits_for_room_is_saved_without_what_it_loses_meanwhile(make_core)
     request = core.add("a", 200, max_tokens=60)
     store.step(core)
     store.step(core)
-    windows, pool = core.scheduler.kv_cache_manager.windows, core.scheduler.kv_cache_manager.pool
+    windows, pool = core.scheduler.kv_cache_manager.bounded[0], core.scheduler.kv_cache_manager.pool
     transfers = core.scheduler.transfers
     transfers.most_saved_blocks = 0
     store.step(core)
@@ -217,7 +226,7 @@ class TestSavedInPart:
         store.keys.clear()  # they made way
         manager = core.scheduler.kv_cache_manager
         for index in (2, 3, 4):
-            manager.windows.block_forgotten(manager.pool.blocks[index])  # as if it were evicted
+            manager.bounded[0].block_forgotten(manager.pool.blocks[index])  # as if it were evicted
         store.num_steps = 1000
         self.add(core, "b", 5)
         return core
@@ -307,8 +316,8 @@ def test_what_is_found_is_saved_before_the_request_that_hands_it_over_runs(make_
     [order] = scheduled.kv_transfers
     assert scheduled.num_scheduled_tokens == {"b": 2}
     assert order.keys == [request.block_hashes[index] for index in range(10) if index != 3]
-    assert order.block_ids == [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    assert order.window_block_ids == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert order.block_ids[0] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert order.block_ids[1] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
     num_saves = len(core.log.of_type(events.KVSaveStarted))
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
     core.step()
@@ -322,7 +331,7 @@ def test_what_others_find_is_used_as_it_is(make_core):
     store.run(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
     request = core.add("b", [*range(41), 5], max_tokens=1)
     assert core.scheduler.schedule().kv_transfers == []
     assert request.sequence.num_cached_tokens == 40
@@ -339,7 +348,7 @@ def test_what_was_swapped_out_comes_back_whole(make_core):
     store.step(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
     assert store.step(core).copies.swap_in != []
     assert request.num_computed_tokens == num_computed + 1
 
@@ -349,11 +358,12 @@ class TestWholeHit:
 
     @pytest.fixture
     def manager(self):
-        return KVCacheManager(16, 4, num_window_blocks=16, window=6)
+        return KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 16)])
 
     @pytest.fixture
     def found(self, manager):
         first = Request("a", list(range(12)), SamplingParams())
+        manager.add_tables(first)
         manager.allocate_slots(first, 12)
         first.num_computed_tokens = 12
         manager.commit(first)
@@ -363,7 +373,7 @@ class TestWholeHit:
 
     def test_all_is_used_where_nothing_is_lacking(self, manager, found):
         request, computed = found
-        manager.windows.block_forgotten(computed.blocks[0])
+        manager.bounded[0].block_forgotten(computed.blocks[0])
         assert whole_hit(manager, request, computed, set()) is computed
         assert whole_hit(manager, request, computed, set(request.block_hashes[1:])) is computed
 
@@ -371,14 +381,14 @@ class TestWholeHit:
     def test_what_is_lacking_and_has_lost_its_window_ends_it(self, manager, found, lost, expected):
         request, computed = found
         assert computed.num_tokens == 12
-        manager.windows.block_forgotten(computed.blocks[lost])
+        manager.bounded[0].block_forgotten(computed.blocks[lost])
         cut = whole_hit(manager, request, computed, {request.block_hashes[lost]})
         assert cut == (ComputedBlocks(computed.blocks[:expected], 4 * expected) if expected else NO_COMPUTED_BLOCKS)
 
     def test_what_is_left_has_to_be_seen(self, manager, found):
         request, computed = found
         for index in (1, 2):
-            manager.windows.block_forgotten(computed.blocks[index])
+            manager.bounded[0].block_forgotten(computed.blocks[index])
         assert whole_hit(manager, request, computed, {request.block_hashes[2]}).num_tokens == 4
 
     def test_what_is_in_host_memory_is_not_given_to_a_store(self, manager, found):

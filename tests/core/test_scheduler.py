@@ -37,7 +37,7 @@ def test_scheduler_schedule_new_request(make_core):
     scheduled = core.scheduler.schedule()
     assert [data.request_id for data in scheduled.scheduled_new_reqs] == ["a"]
     assert scheduled.scheduled_new_reqs[0].token_ids == request.sequence.prompt_token_ids
-    assert scheduled.scheduled_new_reqs[0].block_ids == [0, 1]
+    assert scheduled.scheduled_new_reqs[0].block_ids == [[0, 1]]
     assert scheduled.num_scheduled_tokens == {"a": 5}
     assert request.status is RequestStatus.RUNNING
 

@@ -45,7 +45,7 @@ def test_the_next_step_is_decided_as_if_the_token_were_there(make_ahead):
     second = decided(core)
     assert state(request) == before, "what was expected is taken back"
     assert (second.num_scheduled_tokens, second.scheduled_cached_reqs.num_computed_tokens) == ({"a": 1}, [5])
-    assert second.scheduled_cached_reqs.new_block_ids == [[]]
+    assert second.scheduled_cached_reqs.new_block_ids == [[[]]]
     [output] = answer(core, first, {"a": [8]})
     assert output.new_token_ids == [8]
     third = decided(core)
@@ -301,7 +301,7 @@ def test_so_are_window_blocks(make_ahead):
     core = make_ahead(num_blocks=40, block_size=2, max_num_batched_tokens=8, window=4, num_window_blocks=20)
     core.add("a", 30, max_tokens=20)
     decided(core)
-    windows = core.scheduler.kv_cache_manager.windows
+    windows = core.scheduler.kv_cache_manager.bounded[0]
     assert core.scheduler.may_look_ahead()
     windows._free = windows._free[:5]
     assert core.scheduler.may_look_ahead()

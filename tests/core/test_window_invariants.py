@@ -16,7 +16,7 @@ def core(make_core):
     for _ in range(3):
         core.step()
     assert table_of(core)[:4] == [-1] * 4
-    assert len(windows_of(core).cached_blocks()) == 4
+    assert len(windows_of(core).cached_ids()) == 4
     assert breaches(core) == []
     return core
 
@@ -26,7 +26,7 @@ def breaches(core):
 
 
 def windows_of(core):
-    return core.scheduler.kv_cache_manager.windows
+    return core.scheduler.kv_cache_manager.bounded[0]
 
 
 def sequence_of(core):
@@ -34,7 +34,7 @@ def sequence_of(core):
 
 
 def table_of(core):
-    return sequence_of(core).window_table
+    return sequence_of(core).block_tables[1]
 
 
 def test_a_window_block_in_no_place(core):
@@ -58,7 +58,7 @@ def test_a_hold_too_many_or_too_few(core, change):
 def test_a_block_whose_part_says_otherwise(core):
     windows = windows_of(core)
     part = table_of(core)[-1]
-    windows._part_of[windows.block_of(part)] = table_of(core)[-2]
+    windows._id_of[windows.block_of(part)] = table_of(core)[-2]
     assert 5 in breaches(core)
     assert set(breaches(core)) == {5}
 
@@ -66,13 +66,13 @@ def test_a_block_whose_part_says_otherwise(core):
 def test_a_free_one_that_is_a_part(core):
     windows = windows_of(core)
     part = windows._free[-1]
-    windows._block_of[part], windows._part_of[999] = 999, part
+    windows._block_of[part], windows._id_of[999] = 999, part
     assert breaches(core) == [5]
 
 
 def test_a_cached_one_that_is_no_part(core):
     windows = windows_of(core)
-    windows._separate(windows.cached_blocks()[0])
+    windows._separate(windows.cached_ids()[0])
     assert breaches(core) == [5]
 
 
@@ -86,12 +86,12 @@ def test_what_is_let_go_is_what_is_not_seen(core, num_computed):
 def test_a_request_may_be_a_block_late_and_no_more(core):
     request = core.scheduler.requests["runs"]
     request.num_computed_tokens = 24  # its first block is the next one
-    assert windows_of(core).first_block(24) == 4
+    assert windows_of(core).first_read(24) == 4
     request.sequence.block_table.append(100)
     breach = [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
     assert not breach
     request.num_computed_tokens = 25
-    assert windows_of(core).first_block(25) == sequence_of(core).num_behind_window + 1
+    assert windows_of(core).first_read(25) == sequence_of(core).first_held[1] + 1
     assert not [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
     request.num_computed_tokens = 29
     assert [each.invariant for each in invariants.check(core.scheduler) if "has let go" in each.message] == [3]
@@ -99,7 +99,7 @@ def test_a_request_may_be_a_block_late_and_no_more(core):
 
 def test_a_table_too_short_for_what_is_computed(core):
     part = table_of(core).pop()
-    windows_of(core).release([part])
+    windows_of(core)._release([part])
     sequence_of(core).num_slots -= 4
     assert breaches(core) == [3]
 
@@ -109,16 +109,15 @@ def test_a_table_longer_than_that_of_blocks(core):
     part = windows_of(core)._free.pop()
     windows_of(core)._num_holders[part] = 1
     table_of(core).append(part)
-    sequence_of(core).num_slots += 4
     assert len(table_of(core)) == len(sequence_of(core).block_table) + 1
-    assert manager.windows.num_blocks == 12
+    assert manager.bounded[0].num_blocks == 12
     assert breaches(core) == [3]
 
 
 def test_a_part_behind_the_window(core):
-    part = windows_of(core).cached_blocks()[0]
+    part = windows_of(core).cached_ids()[0]
     table_of(core)[3] = part
-    assert breaches(core) == [3]
+    assert breaches(core) == [2, 3]
 
 
 def test_room_that_no_table_has(core):
@@ -132,7 +131,7 @@ def test_a_single_window_block_is_examined_too(make_core):
     core.step()
     assert breaches(core) == []
     core.scheduler.requests["runs"].num_computed_tokens = 3
-    sequence_of(core).num_behind_window = -2
+    sequence_of(core).first_held[1] = -2
     assert 3 in breaches(core)
 
 

@@ -9,8 +9,8 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.scheduler import Scheduler
-from octavo.core.kv.groups.bounded import NO_PART
 from octavo.data import events
+from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.kv_tiers import EndedTransfer
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.metrics import EngineMetrics
@@ -27,7 +27,17 @@ def make_windowed(make_core):
 
 
 def windows_of(core):
-    return core.scheduler.kv_cache_manager.windows
+    return core.scheduler.kv_cache_manager.bounded[0]
+
+
+def blocks_in(copies):
+    """Return the pairs of blocks of the first group that are copied."""
+    return [(source, target) for group, source, target in copies if group == 0]
+
+
+def parts_in(copies):
+    """Return the pairs of blocks of the second group that are copied."""
+    return [(source, target) for group, source, target in copies if group == 1]
 
 
 def check(core):
@@ -51,23 +61,23 @@ def test_the_worker_is_told_of_window_blocks_as_they_are_taken(make_windowed):
     core = make_windowed()
     request = core.add("a", 10, max_tokens=12)
     [new] = core.step().scheduled_new_reqs
-    assert (new.block_ids, new.window_block_ids) == (request.sequence.block_table, [0, 1])
-    told = [core.step().scheduled_cached_reqs.new_window_block_ids for _ in range(12)]
+    assert new.block_ids == [request.sequence.block_table, [0, 1]]
+    told = [core.step().scheduled_cached_reqs.new_block_ids[1] for _ in range(12)]
     assert [index for index, [parts] in enumerate(told) if parts] == [0, 3, 7, 11]
     assert all(len(parts) <= 1 for [parts] in told)
 
 
 def test_window_blocks_are_asked_for():
     scheduler = Scheduler(SchedulerConfig(), CacheConfig(), num_blocks=9, max_model_len=99, clock=lambda: 0.0)
-    assert scheduler.kv_cache_manager.windows.num_blocks == 0
-    assert KVCacheManager(9, 4).windows.num_blocks == 0
+    assert scheduler.kv_cache_manager.bounded == []
+    assert len(KVCacheManager(9, 4).groups) == 1
 
 
 def test_without_windows_nothing_is_told(make_core):
     core = make_core()
     core.add("a", 10)
-    assert core.step().scheduled_new_reqs[0].window_block_ids == []
-    assert core.step().scheduled_cached_reqs.new_window_block_ids == []
+    assert len(core.step().scheduled_new_reqs[0].block_ids) == 1
+    assert len(core.step().scheduled_cached_reqs.new_block_ids) == 1
 
 
 def test_a_hit_holds_the_window_of_what_it_found(make_windowed):
@@ -138,8 +148,8 @@ def test_reservation_sets_window_blocks_aside_too(make_windowed):
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
     manager = core.scheduler.kv_cache_manager
     core.scheduler.admission.left(requests[0])  # once more
-    assert core.scheduler.admission._num_window_blocks == 0
-    assert manager.windows.usage == 0.0
+    assert core.scheduler.admission._num_blocks == [0, 0]
+    assert manager.bounded[0].usage == 0.0
 
 
 @pytest.mark.parametrize(("store", "num_running"), [(None, 2), (Store(num_tokens=0, wants=True), 1)])
@@ -167,20 +177,20 @@ def test_what_is_swapped_out_is_copied_with_its_window_and_comes_back(make_windo
     request = core.add("a", 18, max_tokens=9)
     for _ in range(3):
         core.step()
-    table, parts = list(request.sequence.block_table), list(request.sequence.window_table)
-    assert (request.num_computed_tokens, parts[:2]) == (18, [NO_PART] * 2)
+    table, parts = list(request.sequence.block_table), list(request.sequence.block_tables[1])
+    assert (request.num_computed_tokens, parts[:2]) == (18, [NO_BLOCK] * 2)
     core.scheduler.preempt_requests(["a"])
     scheduled = core.step()
     copies = scheduled.copies
-    assert [block for block, _ in copies.swap_out] == table
-    host_block = dict(copies.swap_out)
-    assert copies.window_swap_out == [(parts[3], host_block[table[3]]), (parts[4], host_block[table[4]])]
+    host_block = dict(blocks_in(copies.swap_out))
+    assert list(host_block) == table
+    assert parts_in(copies.swap_out) == [(parts[3], host_block[table[3]]), (parts[4], host_block[table[4]])]
     copies = core.step().copies
     sequence = request.sequence
-    assert [block for _, block in copies.swap_in] == sequence.block_table[:5]
-    assert copies.window_swap_in == [
-        (host_block[table[3]], sequence.window_table[3]),
-        (host_block[table[4]], sequence.window_table[4]),
+    assert [block for _, block in blocks_in(copies.swap_in)] == sequence.block_table[:5]
+    assert parts_in(copies.swap_in) == [
+        (host_block[table[3]], sequence.block_tables[1][3]),
+        (host_block[table[4]], sequence.block_tables[1][4]),
     ]
     check(core)
     core.run()
@@ -194,8 +204,8 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     windows.block_forgotten(core.scheduler.kv_cache_manager.pool.blocks[table[0]])  # as if it were evicted
     core.add("b", 34, max_tokens=1)
     copies = [core.step().copies for _ in range(5)]
-    swapped = {block: host for each in copies for block, host in each.swap_out}
-    parts = [host for each in copies for _, host in each.window_swap_out]
+    swapped = {block: host for each in copies for block, host in blocks_in(each.swap_out)}
+    parts = [host for each in copies for _, host in parts_in(each.swap_out)]
     assert table[0] in swapped
     assert swapped[table[0]] not in parts
     assert [host for block, host in swapped.items() if block in table[1:]] == parts
@@ -203,9 +213,9 @@ def test_what_is_evicted_goes_to_host_memory_with_its_window_where_it_has_one(ma
     again = core.add("c", [*range(16), 99], max_tokens=5)
     copies = core.scheduler.schedule().copies
     assert again.sequence.num_cached_tokens == 16
-    assert [host for host, _ in copies.swap_in] == [swapped[block_id] for block_id in table]
-    assert copies.window_swap_in == [
-        (swapped[table[index]], again.sequence.window_table[index]) for index in (2, 3)
+    assert [host for host, _ in blocks_in(copies.swap_in)] == [swapped[block_id] for block_id in table]
+    assert parts_in(copies.swap_in) == [
+        (swapped[table[index]], again.sequence.block_tables[1][index]) for index in (2, 3)
     ]  # position 16 sees 11 to 16
     check(core)
 
@@ -216,10 +226,10 @@ def test_what_host_memory_has_without_its_window_is_kept_anew_with_it(make_core)
     pool.pool.register(block, b"h", (1, 2, 3, 4), None)
     assert pool.host.keep(block) == 0
     assert pool.host.keep(block) is None
-    assert not pool.host.indexed(b"h").has_window_part
-    assert pool.host.keep(block, has_window_part=True) == 0
-    assert pool.host.indexed(b"h").has_window_part
-    assert pool.host.keep(block, has_window_part=True) is None
+    assert pool.host.indexed(b"h").groups == {0}
+    assert pool.host.keep(block, frozenset({0, 1})) == 0
+    assert pool.host.indexed(b"h").groups == {0, 1}
+    assert pool.host.keep(block, frozenset({0, 1})) is None
     assert pool.host.keep(block) is None
 
 
@@ -229,9 +239,9 @@ def test_a_partly_filled_block_is_copied_with_its_window(make_windowed):
     core.step()
     second = core.add("b", list(range(7)), max_tokens=20)
     copies = core.step().copies
-    assert copies.block_copies == [(first.sequence.block_table[1], second.sequence.block_table[1])]
-    assert copies.window_copies == [(first.sequence.window_table[1], second.sequence.window_table[1])]
-    assert first.sequence.window_table[0] == second.sequence.window_table[0]
+    assert blocks_in(copies.block_copies) == [(first.sequence.block_table[1], second.sequence.block_table[1])]
+    assert parts_in(copies.block_copies) == [(first.sequence.block_tables[1][1], second.sequence.block_tables[1][1])]
+    assert first.sequence.block_tables[1][0] == second.sequence.block_tables[1][0]
     for _ in range(8):
         core.step()
     third = core.add("c", list(range(7)), max_tokens=20)
@@ -247,8 +257,8 @@ def test_the_last_block_of_a_prompt_is_copied_with_its_window(make_windowed):
     second = core.add("b", list(range(8)), max_tokens=2)
     copies = core.step().copies
     assert second.sequence.num_cached_tokens == 7
-    [(source, target)] = copies.window_copies
-    assert (source, target) == (1, second.sequence.window_table[1])
+    [(source, target)] = parts_in(copies.block_copies)
+    assert (source, target) == (1, second.sequence.block_tables[1][1])
 
 
 def test_what_was_copied_from_is_the_last_to_be_evicted(make_windowed):
@@ -256,10 +266,10 @@ def test_what_was_copied_from_is_the_last_to_be_evicted(make_windowed):
     for prompt in (range(8), range(100, 108)):
         core.add(str(prompt), list(prompt), max_tokens=1)
         core.run()
-    assert windows_of(core).cached_blocks() == [1, 0, 3, 2]
+    assert windows_of(core).cached_ids() == [1, 0, 3, 2]
     core.add("b", list(range(8)), max_tokens=2)
-    assert [source for source, _ in core.step().copies.window_copies] == [1]
-    assert windows_of(core).cached_blocks() == [3, 2, 1]
+    assert [source for source, _ in parts_in(core.step().copies.block_copies)] == [1]
+    assert windows_of(core).cached_ids() == [3, 2, 1]
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------
@@ -277,7 +287,7 @@ def test_a_load_brings_what_is_seen_behind_it_and_is_believed_with_that_alone(ma
     request = core.add("a", 30)
     scheduled = core.scheduler.schedule()
     [order] = scheduled.kv_transfers
-    assert order.window_block_ids == [-1, -1, -1, 0, 1]  # position 20 sees 15 to 20
+    assert order.block_ids[1] == [-1, -1, -1, 0, 1]  # position 20 sees 15 to 20
     check(core)
     end(core, scheduled, order.transfer_id, num_loaded)
     assert request.num_computed_tokens == num_computed
@@ -297,8 +307,8 @@ def test_what_came_of_a_load_that_ended_too_early_is_asked_for_once_more(make_wi
     assert core.scheduler.transfers.num_records == 1
     scheduled = core.scheduler.schedule()
     [second] = scheduled.kv_transfers
-    assert (second.keys, second.window_block_ids[:2]) == (order.keys[:4], [-1, -1])  # position 16 sees 11 to 16
-    assert NO_PART not in second.window_block_ids[2:]
+    assert (second.keys, second.block_ids[1][:2]) == (order.keys[:4], [-1, -1])  # position 16 sees 11 to 16
+    assert NO_BLOCK not in second.block_ids[1][2:]
     check(core)
     end(core, scheduled, second.transfer_id, num_then)
     assert request.num_computed_tokens == (16 if num_then == 4 else 0)
@@ -360,20 +370,20 @@ def test_a_load_of_a_whole_prompt_has_the_window_of_its_last_token(make_windowed
     core = make_windowed(connector=Store(num_tokens=20))
     core.add("a", 20)
     [order] = core.scheduler.schedule().kv_transfers
-    assert order.window_block_ids == [NO_PART] * 3 + [0, 1]  # position 19 sees 14 to 19
+    assert order.block_ids[1] == [NO_BLOCK] * 3 + [0, 1]  # position 19 sees 14 to 19
 
 
 def test_a_save_holds_window_blocks_though_nobody_sees_them_any_more(make_windowed):
     core = make_windowed(connector=Store(num_tokens=0, wants=True), num_window_blocks=24)
     request = core.add("a", 24, max_tokens=1)
     core.step()
-    parts = list(request.sequence.window_table)
+    parts = list(request.sequence.block_tables[1])
     scheduled = core.scheduler.schedule()
     [order] = scheduled.kv_transfers
-    assert order.window_block_ids == parts[:2]
+    assert order.block_ids[1] == parts[:2]
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
     check(core)
-    assert request.sequence.window_table[0] == NO_PART
+    assert request.sequence.block_tables[1][0] == NO_BLOCK
     assert windows_of(core).num_holders(parts[0]) == 1
     scheduled = core.scheduler.schedule()
     end(core, scheduled, order.transfer_id, 2)
@@ -389,8 +399,8 @@ def test_what_has_lost_its_window_is_not_saved(make_windowed):
     core.step()
     core.step()
     windows_of(core).block_forgotten(manager.pool.blocks[request.sequence.block_table[0]])  # as if it were evicted
-    assert (request.num_computed_tokens, request.sequence.num_behind_window) == (16, 2)
-    assert [manager.windows.part_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
+    assert (request.num_computed_tokens, request.sequence.first_held[1]) == (16, 2)
+    assert [manager.bounded[0].id_at(request.sequence, index) for index in range(4)] == [None, 1, 2, 3]
     store.wants = True
     scheduled = core.step()
     assert scheduled.kv_transfers == []
@@ -400,7 +410,7 @@ def test_what_is_held_of_window_blocks_is_told_with_each_step(make_windowed):
     core = make_windowed(num_window_blocks=5)
     core.add("a", 8, max_tokens=2)
     core.run()
-    assert [each.window_usage for each in core.log.of_type(events.StepScheduled)] == [2 / 5, 3 / 5]
+    assert [each.bounded_usage for each in core.log.of_type(events.StepScheduled)] == [2 / 5, 3 / 5]
 
 
 @pytest.mark.parametrize(("window", "num_behind"), [(4, 4), (5, 3)])
@@ -408,7 +418,7 @@ def test_a_load_of_a_whole_prompt_reaches_as_far_back_as_its_last_token_sees(mak
     core = make_windowed(connector=Store(num_tokens=20), window=window)
     core.add("a", 20)
     [order] = core.scheduler.schedule().kv_transfers
-    assert [part == NO_PART for part in order.window_block_ids] == [index < num_behind for index in range(5)]
+    assert [part == NO_BLOCK for part in order.block_ids[1]] == [index < num_behind for index in range(5)]
 
 
 def test_an_eighth_of_the_window_blocks_is_saved_at_once(make_windowed):
@@ -416,16 +426,16 @@ def test_an_eighth_of_the_window_blocks_is_saved_at_once(make_windowed):
     core.add("a", 24, max_tokens=1)
     core.step()
     [order] = core.scheduler.schedule().kv_transfers
-    assert len(order.keys) == len(order.window_block_ids) == 2
+    assert len(order.keys) == len(order.block_ids[1]) == 2
 
 
 def test_what_is_forgotten_has_no_window_parts(make_windowed):
     core = make_windowed()
     core.add("a", 10, max_tokens=1)
     core.run()
-    assert windows_of(core).cached_blocks()
+    assert windows_of(core).cached_ids()
     assert core.scheduler.reset_prefix_cache()
-    assert (windows_of(core).cached_blocks(), windows_of(core).parts()) == ([], {})
+    assert (windows_of(core).cached_ids(), windows_of(core).parts()) == ([], {})
     check(core)
 
 
@@ -438,7 +448,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     core.scheduler.preempt_requests(["a"])
     core.step()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
+    manager.bounded[0].block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
     core.step()
     assert request.num_computed_tokens == 17
     assert request.sequence.block_table[:2] == table[:2]
@@ -457,7 +467,7 @@ def test_a_hit_in_host_memory_ends_where_a_window_is_gone(make_windowed):
     again = core.add("c", [*range(20), 99], max_tokens=5)
     copies = core.scheduler.schedule().copies
     assert again.sequence.num_cached_tokens == 16
-    assert len(copies.swap_in) == 4
+    assert len(blocks_in(copies.swap_in)) == 4
 
 
 @pytest.mark.parametrize("how", ["quarantine", "_orphan", "evict"])
@@ -467,7 +477,7 @@ def test_what_can_be_found_no_more_has_no_window_part_either(make_windowed, how)
     core.run()
     pool, windows = core.scheduler.kv_cache_manager.pool, windows_of(core)
     getattr(pool, how)(pool.blocks[1])
-    assert (windows.parts(), windows.cached_blocks(), windows.num_free_blocks) == ({0: 0}, [0], 12)
+    assert (windows.parts(), windows.cached_ids(), windows.num_free_blocks) == ({0: 0}, [0], 12)
     check(core)
 
 
@@ -540,7 +550,7 @@ def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(m
     core.step()
     assert core.scheduler._builder.num_records == 0
     [new] = core.step().scheduled_new_reqs
-    assert len(new.window_block_ids) == 3
+    assert len(new.block_ids[1]) == 3
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------
@@ -563,15 +573,15 @@ def test_host_memory_gives_back_what_fewer_window_blocks_than_blocks_lost(make_c
         for number, prompt in enumerate(prompts):
             assert found(core, f"{turn}-{number}", prompt, max_tokens=1) == 100 * turn
     assert sum(event.num_tokens for event in core.log.of_type(events.HostBlocksFound)) > 0
-    num_out = sum(event.has_window_part for event in core.log.of_type(events.BlockOffloaded))
-    num_in = sum(event.num_window_blocks for event in core.log.of_type(events.HostBlocksFound))
-    assert num_out == sum(len(each.window_swap_out) for each in copies) > 0
-    assert num_in == sum(len(each.window_swap_in) for each in copies) > 0
+    num_out = sum((1 in event.groups) for event in core.log.of_type(events.BlockOffloaded))
+    num_in = sum(event.num_copied[1] for event in core.log.of_type(events.HostBlocksFound))
+    assert num_out == sum(len(parts_in(each.swap_out)) for each in copies) > 0
+    assert num_in == sum(len(parts_in(each.swap_in)) for each in copies) > 0
     metrics = EngineMetrics()
     for event in core.log.events:
         metrics.emit(event)
-    assert metrics.stats.num_offloaded_window_blocks == num_out
-    assert metrics.stats.host_cache_hit_window_blocks == num_in
+    assert metrics.stats.num_offloaded_parts == {1: num_out}
+    assert metrics.stats.host_cache_hit_parts == {1: num_in}
 
 
 def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_windowed):
@@ -580,14 +590,14 @@ def test_what_loses_its_window_part_is_copied_to_host_memory_with_it_once(make_w
     core.run()
     core.add("b", 16, max_tokens=1)
     copies = [core.step().copies for _ in range(2)]
-    whole = [(block, host) for each in copies for block, host in each.swap_out]
-    parts = [(part, host) for each in copies for part, host in each.window_swap_out]
+    whole = [pair for each in copies for pair in blocks_in(each.swap_out)]
+    parts = [(part, host) for each in copies for part, host in parts_in(each.swap_out)]
     assert [block for block, _ in whole] == [0, 1, 3]
     assert [host for _, host in whole] == [host for _, host in parts]
     manager = core.scheduler.kv_cache_manager
     for block_id in range(4):
         manager.pool.evict(manager.pool.blocks[block_id])
-    assert [block for block, _ in manager.take_copies().swap_out] == [2]
+    assert [block for block, _ in blocks_in(manager.take_copies().swap_out)] == [2]
     check(core)
 
 
@@ -598,7 +608,7 @@ def test_a_source_whose_window_part_is_taken_for_the_copy_needs_no_copy_of_it(ma
     second = core.add("b", list(range(8)), max_tokens=1)
     copies = core.step().copies
     assert second.sequence.num_cached_tokens == 7
-    assert (len(copies.block_copies), copies.window_copies) == (1, [])
+    assert (len(copies.block_copies), parts_in(copies.block_copies)) == (1, [])
     core.run()
     check(core)
 
@@ -611,7 +621,7 @@ def test_what_has_lost_its_window_part_is_the_last_to_leave_host_memory_where_it
     manager = core.scheduler.kv_cache_manager
     _, last, other = blocks = manager.pool.blocks[:3]
     for block in blocks:
-        manager.windows.block_forgotten(block)
+        manager.bounded[0].block_forgotten(block)
         manager.host.keep(block)
     names = [block.name for block in (last, other)]
     assert manager.host.cached_blocks()[-1].name == names[1]
@@ -626,16 +636,18 @@ def test_what_has_lost_its_window_part_is_kept_where_what_follows_is(make_window
     manager = core.scheduler.kv_cache_manager
     blocks = manager.pool.blocks
     for block in blocks[:4]:
-        manager.windows.block_forgotten(block)
+        manager.bounded[0].block_forgotten(block)
     manager.pool.evict(blocks[3])
     assert manager.take_copies().swap_out == []
-    kept = [manager.host.keep(block, has_window_part=index == 2) for index, block in enumerate(blocks[1:3], 1)]
+    kept = [
+        manager.host.keep(block, frozenset({0, 1} if index == 2 else {0})) for index, block in enumerate(blocks[1:3], 1)
+    ]
     manager.host.drop(kept[0])
     names = [block.name for block in blocks[1:3]]
     manager.pool.evict(blocks[2])  # it is there with its window part
     manager.pool.evict(blocks[1])
-    assert [block for block, _ in manager.take_copies().swap_out] == [1]
-    by_name = {block.name: block.has_window_part for block in manager.host.cached_blocks()}
+    assert [block for _, block, _ in manager.take_copies().swap_out] == [1]
+    by_name = {block.name: block.groups == {0, 1} for block in manager.host.cached_blocks()}
     assert by_name == {names[0]: False, names[1]: True}
     assert manager.host.cached_blocks()[-1].name == names[0]
 
@@ -648,7 +660,7 @@ def test_what_is_not_reachable_is_not_copied_with_its_window(make_windowed):
     manager.pool.quarantine(manager.pool.blocks[0])
     core.add("b", 16, max_tokens=1)
     copies = [core.step().copies for _ in range(2)]
-    assert [block for each in copies for block, _ in each.swap_out] == [3]
+    assert [block for each in copies for block, _ in blocks_in(each.swap_out)] == [3]
 
 
 def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
@@ -662,13 +674,13 @@ def full_hit(core, num_tokens, *, lost, in_host, bare=(), evicted=()):
     manager = core.scheduler.kv_cache_manager
     blocks = manager.pool.blocks
     for index in bare:
-        manager.windows.block_forgotten(blocks[index])
+        manager.bounded[0].block_forgotten(blocks[index])
     for index in (*in_host, *bare):
-        assert manager.host.keep(blocks[index], has_window_part=index in in_host) is not None
+        assert manager.host.keep(blocks[index], frozenset({0, 1} if index in in_host else {0})) is not None
     for index in evicted:
         manager.pool.evict(blocks[index])
     for index in lost:
-        manager.windows.block_forgotten(blocks[index])
+        manager.bounded[0].block_forgotten(blocks[index])
     request = core.add("b", list(range(num_tokens)))
     full = manager.prefix_cache.find_full_blocks(request)
     computed = manager.prefix_cache.computed_blocks(request, full)
@@ -710,6 +722,6 @@ def test_a_block_that_is_filled_in_part_is_copied_where_all_is_there_that_the_la
     core.add("a", list(range(14)), max_tokens=2)
     core.step()
     manager = core.scheduler.kv_cache_manager
-    manager.windows.block_forgotten(manager.pool.blocks[1])
+    manager.bounded[0].block_forgotten(manager.pool.blocks[1])
     found = manager.get_computed_blocks(core.add("b", list(range(14))))
     assert (found.num_tokens, found.source is None) == (num_found, window == 7)

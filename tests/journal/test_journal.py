@@ -31,7 +31,7 @@ from octavo.journal.trace import chrome_trace
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
 )
-WINDOW_COPIES = ("window_swap_out", "window_copies", "window_swap_in")
+COPIES = ("swap_out", "block_copies", "swap_in")
 OPTIONS = [
     {},
     {"policy": "priority"},
@@ -218,13 +218,15 @@ def test_a_step_is_another_one_where_its_window_blocks_are(make_core):
     core.add("a", 40)
     scheduled = core.step()
     [new], copies = scheduled.scheduled_new_reqs, scheduled.copies
-    scheduled.kv_transfers.append(KVTransfer(0, TransferDirection.SAVE, [b""], [0], None, [0]))
+    scheduled.kv_transfers.append(KVTransfer(0, TransferDirection.SAVE, [b""], [[0], [0]]))
     [transfer] = scheduled.kv_transfers
     others = [
-        replace(scheduled, scheduled_new_reqs=[replace(new, window_block_ids=[*new.window_block_ids[:-1], 59])]),
-        replace(scheduled, scheduled_cached_reqs=replace(scheduled.scheduled_cached_reqs, new_window_block_ids=[[3]])),
-        *(replace(scheduled, copies=replace(copies, **{name: [(0, 1)]})) for name in WINDOW_COPIES),
-        replace(scheduled, kv_transfers=[replace(transfer, window_block_ids=[1])]),
+        replace(
+            scheduled, scheduled_new_reqs=[replace(new, block_ids=[new.block_ids[0], [*new.block_ids[1][:-1], 59]])]
+        ),
+        replace(scheduled, scheduled_cached_reqs=replace(scheduled.scheduled_cached_reqs, new_block_ids=[[], [[3]]])),
+        *(replace(scheduled, copies=replace(copies, **{name: [(1, 0, 1)]})) for name in COPIES),
+        replace(scheduled, kv_transfers=[replace(transfer, block_ids=[[0], [1]])]),
     ]
     assert len({checksum(each) for each in [scheduled, *others]}) == 7
 

@@ -59,7 +59,7 @@ def rounded_caches(*caches, dtype=torch.int8):
     num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
     made = PagedKVCache(
         KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
-        num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=caches[0].device,
+        num_blocks=[num_blocks], block_size=block_size, dtype=dtype, device=caches[0].device,
     )  # fmt: skip
     made.blocks.view(torch.int8).random_(-128, 128)
     layer = made.layer(1)

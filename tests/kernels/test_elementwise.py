@@ -275,7 +275,7 @@ def test_turned_rows_do_not_depend_on_their_neighbours(compiled, generator, kv_d
         part = replace(batch, positions=batch.positions[rows], slot_mapping=batch.slot_mapping[rows])
         q, k, v = projection[rows].clone().split([4, 2, 2], 1)
         cache = PagedKVCache(
-            KVLayout((KVShape(2, 80),)), num_blocks=8, block_size=16, dtype=kv_dtype, device=torch.device("cpu")
+            KVLayout((KVShape(2, 80),)), num_blocks=[8], block_size=16, dtype=kv_dtype, device=torch.device("cpu")
         ).layer(0)
         compiled.rope_and_write_kv(q, k, v, cos_sin, part, *cache, interleaved=True, query_scale=scale)
         block, offset = part.slot_mapping // 16, part.slot_mapping % 16

@@ -296,7 +296,7 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
     cpu, weights = torch.device("cpu"), FolderWeights(path)
     model = load_model(weights, architecture, compiled, dtype="bfloat16", device=cpu, max_model_len=1200)
     cache = PagedKVCache(
-        architecture.kv_layout, num_blocks=120, block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
+        architecture.kv_layout, num_blocks=[120], block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
     )  # fmt: skip
     long, shared = 1150, 160  # tokens of the first, and those that the others begin with as well
     tables = torch.zeros(4, 75, dtype=torch.int32)

@@ -11,7 +11,6 @@ from kv_transfer.disk_blocks import BLOCK_BYTES, keys_from, save
 from octavo.kv_transfer.connector import _Lookup
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.disk_index import BlockFile, DiskIndex
-from octavo.kv_transfer.window_parts import first_seen
 
 A, B, C = b"a", b"b", b"c"
 
@@ -100,13 +99,6 @@ def test_a_directory_is_looked_at_again_after_a_pause_unless_it_is_gone(tmp_path
     shutil.rmtree(tmp_path / "kv")
     directory.look()
     assert len(lists) == 2
-
-
-@pytest.mark.parametrize(
-    ("num_computed", "num_tokens", "expected"), [(0, 10, 0), (7, 100, 0), (8, 100, 0), (11, 100, 1), (99, 16, 2)]
-)
-def test_the_first_block_that_a_window_sees(num_computed, num_tokens, expected):
-    assert first_seen(num_computed, num_tokens, block_size=4, window=8) == expected
 
 
 def test_a_lookup_ends_when_nothing_more_comes_or_nobody_asks():

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from octavo.data.kv_groups import SlidingWindow
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer.group_parts import key_of_first_group, load, look_up, num_usable, save
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore, TierTally
-from octavo.kv_transfer.window_parts import key_without_window, load, look_up, num_usable, save
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 BLOCK_BYTES, PART_BYTES = 24, 8  # of a block, and of it without its window part
@@ -28,7 +29,7 @@ def content_of(number, num_bytes=BLOCK_BYTES):
 def put(store, whole=(), in_part=(), part_bytes=PART_BYTES):
     """Have a store keep blocks of both kinds."""
     store.save([KEYS[number] for number in whole], [content_of(number) for number in whole])
-    parts = [key_without_window(KEYS[number]) for number in in_part]
+    parts = [key_of_first_group(KEYS[number]) for number in in_part]
     if parts:
         store.save(parts, [content_of(number, part_bytes) for number in in_part])
 
@@ -71,7 +72,7 @@ def test_what_the_next_row_sees_has_to_be_whole():
             seen = {position // size for position in range(max(0, row - window + 1), row + 1)} - set(range(first))
             if all(is_whole[block - first] for block in seen if block < first + count):
                 usable.append(count)
-        assert num_usable(is_whole, first, num_tokens, size, window) == usable[-1]
+        assert num_usable(is_whole, first, num_tokens, size, [SlidingWindow(window)]) == usable[-1]
 
 
 @pytest.mark.parametrize(
@@ -92,17 +93,17 @@ def test_what_the_next_row_sees_has_to_be_whole():
 )
 def test_lookups_take_blocks_of_both_kinds(kinds, expected):
     store = TieredStore([memory(**kinds)])
-    assert look_up(store, KEYS, 0, 100, SIZE, WINDOW) == expected
+    assert look_up(store, KEYS, 0, 100, SIZE, [SlidingWindow(WINDOW)]) == expected
     store.close()
 
 
 def test_blocks_before_the_first_are_the_callers():
     store = TieredStore([memory(in_part=(0, 1, 2), whole=(3,))])
-    assert look_up(store, KEYS, 4, 100, SIZE, WINDOW) == 0
-    assert look_up(store, KEYS[3:], 3, 100, SIZE, WINDOW) == 1
-    assert look_up(store, KEYS[2:], 2, 16, SIZE, 4) == 2, "the last token is computed, and sees 12"
-    assert look_up(store, KEYS[2:], 2, 16, SIZE, 5) == 0, "or 11"
-    assert look_up(store, KEYS[2:], 2, 17, SIZE, 5) == 2
+    assert look_up(store, KEYS, 4, 100, SIZE, [SlidingWindow(WINDOW)]) == 0
+    assert look_up(store, KEYS[3:], 3, 100, SIZE, [SlidingWindow(WINDOW)]) == 1
+    assert look_up(store, KEYS[2:], 2, 16, SIZE, [SlidingWindow(4)]) == 2, "the last token is computed, and sees 12"
+    assert look_up(store, KEYS[2:], 2, 16, SIZE, [SlidingWindow(5)]) == 0, "or 11"
+    assert look_up(store, KEYS[2:], 2, 17, SIZE, [SlidingWindow(5)]) == 2
 
 
 def test_a_lookup_of_the_scheduler_knows_the_window():
@@ -111,12 +112,12 @@ def test_a_lookup_of_the_scheduler_knows_the_window():
     found = []
     for window in (WINDOW, WINDOW + 1, 0):
         answered = threading.Event()
-        connector = StoreConnector(store, SIZE, answered.set, window=window)
+        connector = StoreConnector(store, SIZE, answered.set, kinds=[SlidingWindow(window)])
         assert connector.get_num_new_matched_tokens(request, 0) is None or answered.is_set()
         assert answered.wait(10)
         found.append(connector.get_num_new_matched_tokens(request, 0))
         assert connector.keys_to_save(KEYS) == {*KEYS[:4], *KEYS[6:]}
-        assert connector.keys_to_save(KEYS, without_window=True) == set(KEYS[6:])
+        assert connector.keys_to_save(KEYS, only_first_group=True) == set(KEYS[6:])
         connector.close()
     assert found == [24, 0, 0]
 
@@ -126,7 +127,7 @@ def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offer
     store = TieredStore([memory(whole=(1, 2, 4, 5), in_part=(0, 3))])
     request = SimpleNamespace(request_id="r", block_hashes=KEYS[:6], num_tokens=50, expects_kv=False)
     answered = threading.Semaphore(0)
-    connector = StoreConnector(store, SIZE, answered.release, window=WINDOW)
+    connector = StoreConnector(store, SIZE, answered.release, kinds=[SlidingWindow(WINDOW)])
 
     def found():
         if (count := connector.get_num_new_matched_tokens(request, 0)) is None:
@@ -175,9 +176,9 @@ def test_a_block_is_asked_for_once_each_way(kinds, needs_window, asked):
     store, seen = TieredStore([memory(**kinds)]), []
     load_from = store.load
 
-    def note(keys, blocks, tally, *, without_window):
-        seen.append(("in part" if without_window else "whole", KEYS.index(keys[0])))
-        return load_from(keys, blocks, tally, without_window=without_window)
+    def note(keys, blocks, tally, *, only_first_group):
+        seen.append(("in part" if only_first_group else "whole", KEYS.index(keys[0])))
+        return load_from(keys, blocks, tally, only_first_group=only_first_group)
 
     store.load = note
     loaded(store, needs_window)
@@ -222,7 +223,7 @@ def test_each_block_is_saved_as_it_is():
     store, tally = memory(), TierTally()
     assert saved(TieredStore([store]), "w..ww.", tally) == 6
     records = store.pool._nodes["a"]
-    assert set(records) == {*(KEYS[i] for i in (0, 3, 4)), *(key_without_window(KEYS[i]) for i in (1, 2, 5))}
+    assert set(records) == {*(KEYS[i] for i in (0, 3, 4)), *(key_of_first_group(KEYS[i]) for i in (1, 2, 5))}
     assert [len(record.kv_data) - 32 for record in records.values()] == [24, 8, 8, 24, 24, 8]
     [move] = tally.moves()
     assert move[:3] == ("memory", 6, 3 * BLOCK_BYTES + 3 * PART_BYTES)
@@ -240,18 +241,18 @@ def test_a_store_that_has_the_block_in_any_way_is_given_none_without_its_window_
     first, second, third = memory(whole=(0,)), memory(in_part=(0,)), memory()
     store = TieredStore([first, second, third])
     assert store.lacks(KEYS[:2]) == set(KEYS[:2])
-    assert store.lacks(KEYS[:2], without_window=True) == set(KEYS[:2])
+    assert store.lacks(KEYS[:2], only_first_group=True) == set(KEYS[:2])
     assert saved(store, ".") == 1
     assert [len(each.pool._nodes["a"]) for each in (first, second, third)] == [1, 1, 1]
-    assert store.lacks(KEYS[:1], without_window=True) == set()
+    assert store.lacks(KEYS[:1], only_first_group=True) == set()
 
 
 def test_a_store_that_keeps_whole_blocks_alone_is_passed_over():
     store, other = memory(whole=(0,)), memory()
     guarded = GuardedStore.of(store, keeps_parts=False)
     alone = TieredStore([guarded])
-    assert alone.lacks(KEYS, without_window=True) == set()
-    assert alone.num_matched(KEYS[1:], without_window=True) == 0
+    assert alone.lacks(KEYS, only_first_group=True) == set()
+    assert alone.num_matched(KEYS[1:], only_first_group=True) == 0
     assert saved(alone, ".") == 0
     assert loaded(alone, "..") == [whole(0)]
     assert saved(TieredStore([guarded, other]), "..") == 2

@@ -56,7 +56,7 @@ def test_layers_that_differ(kernels, prompt_logits, tmp_path):
     )  # fmt: skip
     ours, expected = prompt_logits(model, IDS, step=7), plain_logits(MIXED)
     assert (ours - expected).norm() < 1e-5 * expected.norm()
-    sizes = {"num_blocks": 3, "num_window_blocks": 3, "block_size": 16}
+    sizes = {"num_blocks": [3, 3], "block_size": 16}
     paged = PagedKVCache(MIXED.kv_layout, **sizes, dtype=torch.float32, device=CPU)
     assert torch.equal(prompt_logits(model, IDS, step=7, cache=paged), ours)
 

@@ -4,8 +4,8 @@ The content of slot i hashes the content of slot i - 1, read through the block t
 of the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
 sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
 
-With a window each slot has a second content, in a window block. The first one also hashes the second ones of the last
-`window` slots, its own included, read through the table of window blocks when it is computed.
+With a second KV group each slot has a second content, in a block of that group. The first content also hashes the second
+ones of the slots that the group's kind says its row reads, through the group's block table when it is computed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from octavo.data.model_output import ModelOutput
 if TYPE_CHECKING:
     import random
 
+    from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE = 1 << 16
@@ -31,42 +32,42 @@ def slot_content(previous: int, token: int, position: int, identity: int) -> int
     return hash((previous, token, position, identity)) & _MASK
 
 
-def seen_content(contents: list[int], position: int) -> int:
-    """Mix what the row at a position sees through its window: its own second content last."""
+def read_content(contents: list[int], position: int) -> int:
+    """Mix what the row at a position reads in the second group: its own content last."""
     return hash((position, *contents)) & _MASK
 
 
 class Oracle:
-    """The tokens a request has to get, whatever the schedule. window: 0 where the model has none."""
+    """The tokens a request has to get, whatever the schedule. kind: of the second KV group; None without one."""
 
-    def __init__(self, prompt: list[int], identity: int, window: int = 0) -> None:
+    def __init__(self, prompt: list[int], identity: int, kind: KVGroupKind | None = None) -> None:
         self.identity = identity
-        self.window = window
+        self.kind = kind
         self._content = 0
         self._sum = 0
         self.length = 0
         self.contents: list[int] = []
-        self.window_contents: list[int] = []
+        self.second_contents: list[int] = []
         for token in prompt:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        self._content = self._next_content(self._content, token, self.length, self.window_contents)
+        self._content = self._next_content(self._content, token, self.length, self.second_contents)
         self._sum += self._content * _WEIGHTS[self.length]
         self.length += 1
         self.contents.append(self._content)
 
-    def _next_content(self, content: int, token: int, position: int, window_contents: list[int]) -> int:
+    def _next_content(self, content: int, token: int, position: int, second_contents: list[int]) -> int:
         """Return the content of the next slot, and append its second one."""
-        if self.window:
-            window_contents.append(slot_content(content, token, position, ~self.identity))
-            content ^= seen_content(window_contents[-self.window :], position)
+        if self.kind is not None:
+            second_contents.append(slot_content(content, token, position, ~self.identity))
+            content ^= read_content(second_contents[self.kind.first_position(position) :], position)
         return slot_content(content, token, position, self.identity)
 
     def block_contents(self, size: int) -> list[list[int]]:
         """Return what a store has of each full block: first contents, then second ones."""
         starts = range(0, self.length // size * size, size)
-        return [self.contents[i : i + size] + self.window_contents[i : i + size] for i in starts]
+        return [self.contents[i : i + size] + self.second_contents[i : i + size] for i in starts]
 
     def next_token(self) -> int:
         """Return the token that follows."""
@@ -79,14 +80,14 @@ class Oracle:
     def guess(self, count: int, error_rate: float, rng: random.Random) -> list[int]:
         """Return the next tokens as a draft model would: each wrong with probability `error_rate`."""
         content, total, length = self._content, self._sum, self.length
-        window_contents = self.window_contents[-self.window :] if self.window else []
+        second_contents = self.second_contents[:]
         tokens = []
         for _ in range(count):
             token = total % VOCAB_SIZE
             if rng.random() < error_rate:
                 token ^= 1
             tokens.append(token)
-            content = self._next_content(content, token, length, window_contents)
+            content = self._next_content(content, token, length, second_contents)
             total += content * _WEIGHTS[length]
             length += 1
         return tokens
@@ -97,24 +98,24 @@ class Row:
     """What the worker knows of a request."""
 
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
     computed: int
     identity: int
-    window_table: list[int]
 
 
 class HashWorker:
-    """Keeps blocks, tables and tokens exactly as told by the scheduler's outputs."""
+    """Keeps blocks, tables and tokens exactly as told by the scheduler's outputs.
+
+    memory, host: contents by KV group, block and slot, on the device and in host memory. kind: of the second group.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_host_blocks: int, num_window_blocks: int = 0, window: int = 0
+        self, num_blocks: list[int], block_size: int, num_host_blocks: int, kind: KVGroupKind | None = None
     ) -> None:
         self.block_size = block_size
-        self.window = window
-        self.window_blocks = [[POISON] * block_size for _ in range(num_window_blocks)]
-        self.window_host = [[POISON] * block_size for _ in range(num_host_blocks)]
-        self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
-        self.host = [[POISON] * block_size for _ in range(num_host_blocks)]
+        self.kind = kind
+        self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]
+        self.host = [[[POISON] * block_size for _ in range(num_host_blocks)] for _ in num_blocks]
         self.rows: dict[str, Row] = {}
         self.identities: dict[str, int] = {}
 
@@ -136,19 +137,13 @@ class HashWorker:
         del self.rows[request_id].tokens[-count:]
 
     def _copy(self, scheduled: SchedulerOutput) -> None:
-        copies = scheduled.copies
-        for part, host in copies.window_swap_out:
-            self.window_host[host] = self.window_blocks[part][:]
-        for block, host in copies.swap_out:
-            self.host[host] = self.blocks[block][:]
-        for source, target in copies.window_copies:
-            self.window_blocks[target] = self.window_blocks[source][:]
-        for host, part in copies.window_swap_in:
-            self.window_blocks[part] = self.window_host[host][:]
-        for source, target in copies.block_copies:
-            self.blocks[target] = self.blocks[source][:]
-        for host, block in copies.swap_in:
-            self.blocks[block] = self.host[host][:]
+        copies, memory = scheduled.copies, self.memory
+        for group, block, host in copies.swap_out:
+            self.host[group][host] = memory[group][block][:]
+        for group, source, target in copies.block_copies:
+            memory[group][target] = memory[group][source][:]
+        for group, host, block in copies.swap_in:
+            memory[group][block] = self.host[group][host][:]
 
     def _update(self, scheduled: SchedulerOutput) -> None:
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
@@ -157,32 +152,23 @@ class HashWorker:
             if data.request_id in self.rows:
                 raise LookupError(f"{data.request_id} is sent whole, and is known")
             identity = self.identities[data.request_id]
-            self.rows[data.request_id] = Row(
-                list(data.token_ids),
-                list(data.block_ids),
-                data.num_computed_tokens,
-                identity,
-                list(data.window_block_ids),
-            )
+            tables = [list(block_ids) for block_ids in data.block_ids]
+            self.rows[data.request_id] = Row(list(data.token_ids), tables, data.num_computed_tokens, identity)
         cached = scheduled.scheduled_cached_reqs
-        for request_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.rows[request_id]
-            row.table += block_ids
-            row.computed = computed
-        if self.window:
-            for request_id, parts in zip(cached.req_ids, cached.new_window_block_ids, strict=True):
-                self.rows[request_id].window_table += parts
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self.rows[request_id].computed = computed
+        for group, new_block_ids in enumerate(cached.new_block_ids):
+            for request_id, block_ids in zip(cached.req_ids, new_block_ids, strict=True):
+                self.rows[request_id].tables[group] += block_ids
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
         """Write `count` slots; return the model's own choices, as far as they confirm the drafts, and one more."""
-        size, blocks, table, identity = self.block_size, self.blocks, row.table, row.identity
+        size, blocks, table, identity = self.block_size, self.memory[0], row.tables[0], row.identity
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
         for position in range(start, start + count):
-            if self.window:
-                content ^= self._see(row, content, tokens[position], position)
+            if self.kind is not None:
+                content ^= self._read(row, content, tokens[position], position)
             content = slot_content(content, tokens[position], position, identity)
             blocks[table[position // size]][position % size] = content
         num_known = len(row.tokens)
@@ -200,22 +186,24 @@ class HashWorker:
             sampled.append(total % VOCAB_SIZE)
         return sampled
 
-    def _see(self, row: Row, content: int, token: int, position: int) -> int:
-        """Write a slot's second content; mix those that its row sees, read through the table of window blocks."""
-        size, blocks, table = self.block_size, self.window_blocks, row.window_table
+    def _read(self, row: Row, content: int, token: int, position: int) -> int:
+        """Write a slot's second content; mix those that its row reads, through the second group's table."""
+        size, blocks, table = self.block_size, self.memory[1], row.tables[1]
         if table[position // size] < 0:
-            raise IndexError(f"position {position} has no window block in {table}")
+            raise IndexError(f"position {position} has no block in {table}")
         blocks[table[position // size]][position % size] = slot_content(content, token, position, ~row.identity)
-        seen = range(max(0, position - self.window + 1), position + 1)
-        return seen_content([blocks[table[i // size]][i % size] for i in seen], position)
+        kind = self.kind
+        if kind is None:
+            raise TypeError("there is no second group")
+        read = range(kind.first_position(position), position + 1)
+        return read_content([blocks[table[i // size]][i % size] for i in read], position)
 
-    def poison(self, block_ids: list[int], host_block_ids: list[int], window_block_ids: list[int]) -> None:
-        """Overwrite blocks that nobody holds, on the device and in host memory."""
-        size = self.block_size
-        for block_id in block_ids:
-            self.blocks[block_id] = [POISON] * size
-        for block_id in host_block_ids:
-            self.host[block_id] = [POISON] * size
-            self.window_host[block_id] = [POISON] * size
-        for block_id in window_block_ids:
-            self.window_blocks[block_id] = [POISON] * size
+    def poison(self, block_ids: list[list[int]], host_block_ids: list[int]) -> None:
+        """Overwrite blocks that nothing holds, on the device by KV group, and in host memory."""
+        blank = [POISON] * self.block_size
+        for memory, ids in zip(self.memory, block_ids, strict=True):
+            for block_id in ids:
+                memory[block_id] = blank[:]
+        for memory in self.host:
+            for block_id in host_block_ids:
+                memory[block_id] = blank[:]

@@ -25,7 +25,7 @@ EXPECTED_TOKEN = -7
 
 @dataclass(slots=True)
 class Submitted:
-    """A step. free: blocks, host blocks and window blocks that nobody held before it was decided.
+    """A step. free: blocks of each KV group, and host blocks, that nothing held before it was decided.
 
     requests: who is computed in it, and how often each had been preempted.
     """
@@ -33,7 +33,7 @@ class Submitted:
     scheduled: SchedulerOutput
     start: float
     sharing: Sharing
-    free: tuple[list[int], list[int], list[int]]
+    free: tuple[list[list[int]], list[int]]
     requests: dict[str, tuple[Request, int]]
     result: ModelOutput | None = None
 

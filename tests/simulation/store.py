@@ -2,7 +2,7 @@
 
 Bytes move slot by slot over several steps, so a block that is given to others meanwhile is saved with their content.
 Each record carries a checksum over its key and content, which is looked at when it is loaded, as is its length. What
-has lost its window part is saved without it, under a key of its own, as real stores do.
+has lost its part in the second KV group is saved without it, under a key of its own, as real stores do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.data.scheduler_output import TransferDirection
-from octavo.kv_transfer.window_parts import key_without_window, num_usable
+from octavo.kv_transfer.group_parts import key_of_first_group, num_usable
 
 if TYPE_CHECKING:
     import random
@@ -26,7 +26,7 @@ _UNREAD = -2
 _LEASE_STEPS = 3  # for so long a donor keeps blocks for a load that it does not hear of
 _MAX_ASKED = 40  # so often a lookup waits for what another engine saves
 RECORD_FAULTS = ("tampered", "truncated", "stale", "of another block", "lost")
-_HALVED = "halved, with a checksum"  # of models with windows: what is left is right
+_HALVED = "halved, with a checksum"  # of models with two groups: what is left is right
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class SimulatedStore:
         self.known: dict[str, int] = {}  # requests, and how often each was added
         self.ordered: set[int] = set()
         self.num_handed_over = 0
-        self.num_parts = Counter[str]()  # blocks without window parts that were saved, and loaded
+        self.num_parts = Counter[str]()  # blocks with the first group only that were saved, and loaded
         self.breaches: list[str] = []
 
     def hand_over(self, name: str, keys: list[bytes], contents: list[list[int]]) -> None:
@@ -155,10 +155,10 @@ class SimulatedStore:
                 moving.donor.leased_until = step + _LEASE_STEPS
 
     def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
-        """Take in what another engine saved, block by block, of some without their window parts."""
+        """Take in what another engine saved, block by block, of some the first group only."""
         for key, block in zip(keys, contents, strict=True):
-            if self.worker.window and self.rng.random() < 0.3:
-                name = key_without_window(key)
+            if self.worker.kind is not None and self.rng.random() < 0.3:
+                name = key_of_first_group(key)
                 self.records[name] = Record.of(name, block[: self.worker.block_size])
             else:
                 self.records[key] = Record.of(key, block)
@@ -190,15 +190,15 @@ class SimulatedStore:
         """Return how many of a sequence's blocks from the `first` on are there, as far as one can go on behind them."""
         worker, is_whole = self.worker, list[bool]()
         for key in keys:
-            if key not in self.records and not (worker.window and key_without_window(key) in self.records):
+            if key not in self.records and not (worker.kind is not None and key_of_first_group(key) in self.records):
                 break
             is_whole.append(key in self.records)
         if False not in is_whole:
             return len(is_whole)
         if self.faulty and self.rng.random() < 0.2:
-            self._count("a store that takes blocks without window parts for whole ones")
+            self._count("a store that takes blocks of the first group for whole ones")
             return len(is_whole)
-        return num_usable(is_whole, first, num_tokens, worker.block_size, worker.window)
+        return num_usable(is_whole, first, num_tokens, worker.block_size, [worker.kind] if worker.kind else [])
 
     def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
         """Offer what a donor computes; what goes through the store is waited for."""
@@ -218,13 +218,13 @@ class SimulatedStore:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""
 
-    def keys_to_save(self, keys: Sequence[bytes], *, without_window: bool = False) -> set[bytes]:
+    def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
         """Want what it has not, of most of them."""
         if not self.rate:
             return set()
         lacking = (key for key in keys if key not in self.records)
-        if without_window:
-            lacking = (key for key in lacking if key_without_window(key) not in self.records)
+        if only_first_group:
+            lacking = (key for key in lacking if key_of_first_group(key) not in self.records)
         return {key for key in lacking if self.rng.random() < 0.8}
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
@@ -239,7 +239,7 @@ class SimulatedStore:
         if transfer.direction is TransferDirection.LOAD and num_blocks is not None:
             for key in transfer.keys[num_blocks:]:
                 self.records.pop(key, None)
-                self.records.pop(key_without_window(key), None)
+                self.records.pop(key_of_first_group(key), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
         """Keep nothing of it."""
@@ -284,7 +284,7 @@ class SimulatedStore:
         if self.faulty and self.rng.random() < 0.2:
             outcome = self.rng.choice(["failed", "lost"])
             self._count(f"{outcome} {order.direction.value}")
-        blank = [[_UNREAD] * self.worker.block_size * (1 + bool(self.worker.window)) for _ in order.keys]
+        blank = [[_UNREAD] * self.worker.block_size * len(self.worker.memory) for _ in order.keys]
         moving = Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
         donor = self.donors.get(order.request_id or "")
         if donor is not None and donor.is_direct and order.keys[-1] in donor.keys:
@@ -325,7 +325,7 @@ class SimulatedStore:
                 if read[slot] == _UNREAD and (is_whole or self.rng.random() < 0.3):
                     read[slot] = content
             if is_whole:
-                name = key if places[-1][0] is not None else key_without_window(key)
+                name = key if places[-1][0] is not None else key_of_first_group(key)
                 contents = read if name == key else read[: self.worker.block_size]
                 self.records[name] = Record.of(name, contents[:])
                 self.num_parts["saved"] += name != key
@@ -336,7 +336,7 @@ class SimulatedStore:
         for index, key in enumerate(moving.order.keys):
             records = self.records if moving.records is None else moving.records
             places = self._places(moving.order, index)
-            name = self._name(key, records, needs_window=places[-1][0] is not None)
+            name = self._name(key, records, needs_all=places[-1][0] is not None)
             record, length = records.get(name), len(places) if name == key else self.worker.block_size
             if record is not None:
                 for (block, slot), content in zip(places, record.contents, strict=False):  # it may be cut short
@@ -353,25 +353,23 @@ class SimulatedStore:
             self.num_handed_over += 1
         return len(moving.order.keys) if is_whole else 0
 
-    def _name(self, key: bytes, records: dict[bytes, Record], *, needs_window: bool) -> bytes:
-        """Return under which key a block is looked for: without its window part only where nobody sees that."""
-        if needs_window or key in records:
+    def _name(self, key: bytes, records: dict[bytes, Record], *, needs_all: bool) -> bytes:
+        """Return under which key a block is looked for: with the first group only if no row reads the other."""
+        if needs_all or key in records:
             return key
-        return key_without_window(key)
+        return key_of_first_group(key)
 
     def _places(self, order: KVTransfer, index: int) -> list[tuple[list[int] | None, int]]:
-        """Return where the contents of a transfer's block are: slots of its block, then of its window block, if any."""
-        worker, slots = self.worker, range(self.worker.block_size)
-        blocks: list[list[int] | None] = [worker.blocks[order.block_ids[index]]]
-        if worker.window:
-            part = order.window_block_ids[index]
-            blocks.append(None if part < 0 else worker.window_blocks[part])
+        """Return where the contents of a transfer's block are: slots of its block in each KV group, or None."""
+        slots = range(self.worker.block_size)
+        ids = [block_ids[index] for block_ids in order.block_ids]
+        blocks = [None if each < 0 else memory[each] for memory, each in zip(self.worker.memory, ids, strict=True)]
         return [(block, slot) for block in blocks for slot in slots]
 
     def _spoil(self) -> None:
         """Do something to one of the records that are stored."""
         key = self.rng.choice(list(self.records))
-        faults = (*RECORD_FAULTS, _HALVED) if self.worker.window else RECORD_FAULTS
+        faults = (*RECORD_FAULTS, _HALVED) if self.worker.kind is not None else RECORD_FAULTS
         record, fault = self.records[key], self.rng.choice(faults)
         self._count(f"a record that is {fault}")
         other = self.rng.choice(list(self.records.values()))

@@ -37,7 +37,7 @@ def find_more(agrees):
 
         def trusting(self, request, found):
             def find(block_hash, token_ids, parent, extra_keys):
-                wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None, has_window_part=False)
+                wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None, frozenset({0}))
                 return next((each for each in self._host._index.values() if agrees(each, wanted)), None)
 
             with pytest.MonkeyPatch.context() as during:
@@ -86,8 +86,8 @@ def copy_what_was_given_away(patch: pytest.MonkeyPatch) -> None:
     def late(self):
         copies = take_copies(self)
         saved = {block_id for blocks in self.saved_blocks().values() for block_id in blocks}
-        self._copies.swap_out.extend(each for each in copies.swap_out if each[1] not in saved)
-        copies.swap_out[:] = [each for each in copies.swap_out if each[1] in saved]
+        self._copies.swap_out.extend(each for each in copies.swap_out if each[2] not in saved)
+        copies.swap_out[:] = [each for each in copies.swap_out if each[2] in saved]
         return copies
 
     patch.setattr(KVCacheManager, "take_copies", late)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from octavo.core.kv.block_chains import BlockChains
+from octavo.core.kv.groups import BoundedGroup
 from octavo.core.kv_transfers import KVTransfers
-from octavo.core.kv.groups.bounded import WindowBlocks
 from simulation.store import SimulatedStore
 from simulation.world import SimulationError, World, draw_config, draw_stored, run_world
 
@@ -183,23 +183,23 @@ def run_windows() -> int:
 def load_parts_into_windows(patch: pytest.MonkeyPatch) -> None:
     """A block without its window part is good enough for who sees that."""
     name = SimulatedStore._name
-    patch.setattr(SimulatedStore, "_name", lambda self, key, records, **_: name(self, key, records, needs_window=False))
+    patch.setattr(SimulatedStore, "_name", lambda self, key, records, **_: name(self, key, records, needs_all=False))
 
 
 def save_other_window_parts(patch: pytest.MonkeyPatch) -> None:
     """What has lost its window part is saved with whatever stands in another one."""
-    part_at = WindowBlocks.part_at
+    id_at = BoundedGroup.id_at
 
     def guess(self, sequence, index):
-        part = part_at(self, sequence, index)
-        return next(iter(self.cached_blocks()), part) if part is None else part
+        part = id_at(self, sequence, index)
+        return next(iter(self.cached_ids()), part) if part is None else part
 
-    patch.setattr(WindowBlocks, "part_at", guess)
+    patch.setattr(BoundedGroup, "id_at", guess)
 
 
 def go_on_without_windows(patch: pytest.MonkeyPatch) -> None:
     """A load that ended early is believed, whatever the next row sees."""
-    patch.setattr(WindowBlocks, "are_enough", lambda *_: True)
+    patch.setattr(BoundedGroup, "has_read_blocks", lambda *_: True)
 
 
 def test_blocks_come_without_window_parts_and_nothing_is_wrong():

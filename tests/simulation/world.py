@@ -13,13 +13,13 @@ from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import Block
 from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
-from octavo.core.kv.groups.bounded import NO_PART
 from octavo.data import events
 from octavo.data.events import WaitReason
+from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, kind_named, num_blocks_read
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
-from octavo.data.scheduler_output import TransferDirection
+from octavo.data.scheduler_output import TransferDirection, are_whole
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle
@@ -63,6 +63,7 @@ class WorldConfig:
     num_host_blocks: int = 8
     window: int = 0
     num_spare_window_blocks: int = 0
+    kind_name: str = "sliding_window"
     policy: str = "fcfs"
     admission: str = "optimistic"
     batching: str = "mixed"
@@ -115,6 +116,11 @@ class WorldConfig:
     mixed_step_ms: float | None = None
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
+
+    @property
+    def kind(self) -> KVGroupKind | None:
+        """The kind of the second KV group; None without one."""
+        return kind_named(self.kind_name)(self.window) if self.window else None
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -318,7 +324,10 @@ class World:
         self.epoch = 0
         self.num_added = 0
         self.worker = HashWorker(
-            config.num_blocks, config.block_size, config.num_host_blocks, self.num_window_blocks, config.window
+            [config.num_blocks, *(group.num_blocks for group in self.bounded_groups)],
+            config.block_size,
+            config.num_host_blocks,
+            config.kind,
         )
         # Keys that collide are no keys: what a store has under one is not compared token by token.
         rate = config.remote_rate if config.hash_bits is None else 0.0
@@ -326,7 +335,8 @@ class World:
         self.sample_rng = random.Random(seed + "samples")
         self.async_rng = random.Random(seed + "async")
         self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
-        self.free: tuple[list[int], list[int], list[int]] = [], [], []
+        self.nothing_free: tuple[list[list[int]], list[int]] = [[] for _ in self.worker.memory], []
+        self.free = self.nothing_free
         self.is_giving_back = False
         self.ending: set[str] = set()
         self.forced: set[str] = set()
@@ -342,13 +352,13 @@ class World:
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
 
     @property
-    def num_window_blocks(self) -> int:
-        """At least as many as one request needs that is alone, and no more than there are blocks."""
-        config, size = self.config, self.config.block_size
-        if not config.window:
-            return 0
-        num_held = -(-(config.window - 1) // size) + 1 + -(-(config.max_num_batched_tokens - 1) // size)
-        return min(config.num_blocks, num_held + config.num_spare_window_blocks)
+    def bounded_groups(self) -> list[KVGroupSpec]:
+        """The second KV group: at least as many blocks as a single request needs, and no more than the first has."""
+        config, size, kind = self.config, self.config.block_size, self.config.kind
+        if kind is None:
+            return []
+        num_held = num_blocks_read(kind, size) + -(-(config.max_num_batched_tokens - 1) // size)
+        return [KVGroupSpec(kind, min(config.num_blocks, num_held + config.num_spare_window_blocks))]
 
     def _make_scheduler(self) -> Scheduler:
         c = self.config
@@ -367,8 +377,7 @@ class World:
             ),
             num_blocks=c.num_blocks,
             num_host_blocks=c.num_host_blocks,
-            num_window_blocks=self.num_window_blocks,
-            window=c.window,
+            bounded_groups=self.bounded_groups,
             max_model_len=4000,
             clock=lambda: self.now,
             sink=self,
@@ -428,15 +437,19 @@ class World:
                     break
                 block = cached[key]
                 is_on_device = isinstance(block, Block)
-                has_part.append(manager.windows.part(block) is not None if is_on_device else block.has_window_part)
+                ids = [group.id_of(block) for group in manager.bounded] if is_on_device else []
+                has_part.append(None not in ids if is_on_device else len(block.groups) == len(manager.groups))
                 name, start = block.name, start + size
         ends = [min(end, len(token_ids) - 1) for end in range(0, start + 1, size)]
         return max(end for end in ends if self._has_all_seen(end, has_part))
 
     def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
         """Whether the row behind so many tokens would find all that it sees."""
-        seen = range(max(0, num_tokens - self.config.window + 1), num_tokens)
-        return not self.config.window or all(has_part[position // self.config.block_size] for position in seen)
+        kind = self.config.kind
+        if kind is None:
+            return True
+        seen = range(kind.first_position(num_tokens), num_tokens)
+        return all(has_part[position // self.config.block_size] for position in seen)
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -486,19 +499,15 @@ class World:
             raise SimulationError(f"{len(steps)} steps are in flight, and the core has {self.scheduler.in_flight}")
         self.free = self._find_free()
 
-    def _find_free(self) -> tuple[list[int], list[int], list[int]]:
-        """Return blocks, host blocks and window blocks that nobody holds, and that nothing is to be copied from.
+    def _find_free(self) -> tuple[list[list[int]], list[int]]:
+        """Return the blocks of each group and the host blocks that nothing holds and nothing is to be copied from.
 
         What was forced out while a step was computed is copied with the next one.
         """
         manager = self.scheduler.kv_cache_manager
-        copied = {block for block, _ in manager._copies.swap_out}
-        parts = {part for part, _ in manager._copies.window_swap_out}
-        return (
-            [block for block in manager.pool.free_list() if block not in copied],
-            manager.host.free_block_ids(),
-            [part for part in manager.windows.free_blocks() if part not in parts],
-        )
+        copied = {(group, block) for group, block, _ in manager._copies.swap_out}
+        free = [[each for each in group.free_ids() if (group.index, each) not in copied] for group in manager.groups]
+        return free, manager.host.free_block_ids()
 
     def _decide(self) -> None:
         """Have a step decided, look at it, and hand it over if there is anything to do."""
@@ -515,7 +524,7 @@ class World:
         requests = {name: scheduler.requests[name] for name in scheduled.num_scheduled_tokens}
         preempted = {name: (request, request.num_preemptions) for name, request in requests.items()}
         step = Submitted(scheduled, start, NOTHING_SHARED, self.free, preempted)
-        self.free = [], [], []  # what the next one finds free was not, or was poisoned
+        self.free = self.nothing_free  # what the next one finds free was not, or was poisoned
         steps.append(step)
         with self.pipeline.expected() as self.ending:
             self._check_output(scheduled)
@@ -523,7 +532,7 @@ class World:
             step.sharing = self._look_at_sharing(scheduled)
         steps.pop()
         self.forced.clear()
-        self.totals.copies += len(scheduled.copies.block_copies)
+        self.totals.copies += sum(group == 0 for group, _, _ in scheduled.copies.block_copies)
         self.totals.ahead_with_newcomers += is_ahead and bool(scheduled.scheduled_new_reqs)
         self._count_windows(scheduled)
         if scheduled.num_scheduled_tokens:
@@ -534,16 +543,16 @@ class World:
     def _count_windows(self, scheduled: SchedulerOutput) -> None:
         """Count what is done with window blocks, and the requests of a step that have let any go."""
         totals, copies = self.totals, scheduled.copies
-        totals.window_copies += len(copies.window_copies)
-        totals.window_swaps_out += len(copies.window_swap_out)
-        totals.window_swaps_in += len(copies.window_swap_in)
+        totals.window_copies += sum(group > 0 for group, _, _ in copies.block_copies)
+        totals.window_swaps_out += sum(group > 0 for group, _, _ in copies.swap_out)
+        totals.window_swaps_in += sum(group > 0 for group, _, _ in copies.swap_in)
         for order in scheduled.kv_transfers:
-            count = sum(part >= 0 for part in order.window_block_ids)
+            count = sum(block_id != NO_BLOCK for ids in order.block_ids[1:] for block_id in ids)
             if order.direction is TransferDirection.LOAD:
                 totals.window_loads += count
             else:
                 totals.window_saves += count
-        totals.behind_window += sum(request.sequence.num_behind_window > 0 for request in self.scheduler.running)
+        totals.behind_window += sum(any(request.sequence.first_held) for request in self.scheduler.running)
 
     def _collect(self, step: Submitted) -> None:
         """Take in the result of the oldest step, or hear that it failed."""
@@ -792,7 +801,7 @@ class World:
             max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
-        oracle, size = Oracle(prompt, identity, config.window), config.block_size
+        oracle, size = Oracle(prompt, identity, config.kind), config.block_size
         stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
         scored = 1 if rng.random() < config.scored_rate else None
         awaits = config.async_scheduling and self.async_rng.random() < config.awaiting_rate
@@ -818,10 +827,10 @@ class World:
         self.worker.identities[name] = identity
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.window).block_contents(size))
+            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kind).block_contents(size))
         if request.expects_kv and self.store.rate:
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            computed = Oracle(prompt, identity, config.window).block_contents(size)
+            computed = Oracle(prompt, identity, config.kind).block_contents(size)
             self.store.hand_over(name, request.block_hashes[:], computed)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
@@ -939,7 +948,7 @@ class World:
         transfers = self.scheduler.transfers
         orders = [each.order for each in transfers._pending.values() if each.request is None]
         num_pinned = sum(len(order.keys) for order in orders)
-        num_in_full = num_pinned - sum(order.window_block_ids.count(NO_PART) for order in orders)
+        num_in_full = num_pinned - sum(are_whole(order.block_ids).count(False) for order in orders)
         is_full = num_pinned >= transfers._most_pinned or num_in_full >= transfers.most_saved_blocks
         if event.num_blocks < 1 or not is_full:
             raise SimulationError(f"{event}, though only {num_pinned} blocks are being saved")

@@ -123,7 +123,7 @@ def test_a_block_that_comes_back_broken_is_found(check, monkeypatch):
 
     def broken(self, copies):
         moves = copy(self, copies)
-        for _, block in copies.swap_in:
+        for _, _, block in copies.swap_in:
             self.blocks[block].mul_(-5)
         return moves
 

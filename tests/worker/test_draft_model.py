@@ -168,7 +168,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     watched.step()
     watched.engine.core.scheduler.preempt_requests(["a"])
     watched.step()
-    watched.drafts.kv.cache.blocks.fill_(torch.nan)  # nothing is left of it but on the host
+    watched.drafts.kv.cache.groups[0].blocks.fill_(torch.nan)  # nothing is left of it but on the host
     watched.drafts.kv._filled[:] = 0
     assert watched.step()[0] <= BLOCK
     assert watched.finish() == {"a": right}
@@ -310,9 +310,9 @@ def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, 
     def poison(indices):
         cache, rows = watched.drafts.kv.cache, watched.drafts._rows
         if speculative is SMALLER:
-            cache.blocks.fill_(torch.nan)
+            cache.groups[0].blocks.fill_(torch.nan)
         else:
-            cache.blocks[cache.num_blocks :].fill_(torch.nan)
+            cache.groups[0].blocks[cache.num_blocks :].fill_(torch.nan)
             for row, known in zip(rows, watched.drafts._num_known, strict=True):
                 block = watched.runner.batch.block_tables[row, (known - 1) // BLOCK]
                 for index in range(len(watched.runner.model.layers)):

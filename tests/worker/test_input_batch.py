@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -16,15 +14,18 @@ def new_data(
     block_ids: list[int],
     num_computed: int = 0,
     params: SamplingParams | None = None,
+    more_block_ids: tuple[list[int], ...] = (),
 ) -> NewRequestData:
     params = params or SamplingParams()
-    return NewRequestData(request_id, token_ids, len(token_ids), params, 0, 0, frozenset(), block_ids, num_computed)
+    return NewRequestData(
+        request_id, token_ids, len(token_ids), params, 0, 0, frozenset(), [block_ids, *more_block_ids], num_computed
+    )
 
 
-def told(batch, req_ids, sampled, new_block_ids, num_computed, *new_window_block_ids):
+def told(batch, req_ids, sampled, new_block_ids, num_computed, *more_block_ids):
     """What is new of requests once the batch knows what was sampled of them."""
     batch.append_sampled(dict(zip(req_ids, sampled, strict=True)))
-    return CachedRequestData(req_ids, new_block_ids, num_computed, *new_window_block_ids)
+    return CachedRequestData(req_ids, [new_block_ids, *more_block_ids], num_computed)
 
 
 def make_output(new=(), cached=None, counts=None, finished=(), preempted=()) -> SchedulerOutput:
@@ -52,7 +53,7 @@ def batch():
 def test_input_batch_creation(batch):
     assert batch.requests == {}
     assert batch.token_ids.shape == (4, 65)
-    assert batch.block_tables.shape == (4, 16)
+    assert batch.block_tables[0].shape == (4, 16)
 
 
 def test_prepare_inputs_new_requests(batch):
@@ -175,15 +176,15 @@ def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
 def windowed():
     return InputBatch(
         max_num_seqs=4, max_model_len=64, block_size=4, num_scratch_blocks=1,
-        has_windows=True,
+        num_groups=2,
     )  # fmt: skip
 
 
 def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
     batch = windowed
     new = [
-        replace(new_data("a", list(range(10, 20)), [3, 5, 6], num_computed=8), window_block_ids=[-1, 2, 7]),
-        replace(new_data("b", [20, 21, 22], [0]), window_block_ids=[4]),
+        new_data("a", list(range(10, 20)), [3, 5, 6], num_computed=8, more_block_ids=([-1, 2, 7],)),
+        new_data("b", [20, 21, 22], [0], more_block_ids=([4],)),
     ]
     scheduled = make_output(new, counts={"a": 2, "b": 2})
     batch.update(scheduled)
@@ -204,23 +205,23 @@ def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
 
 def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
     batch = windowed
-    batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
+    batch.update(make_output([new_data("a", [10, 11, 12], [2, 9], more_block_ids=([1],))], counts={"a": 3}))
     cached = told(batch, ["a"], [[13, 14]], [[]], [3], [[5]])
     scheduled = make_output(cached=cached, counts={"a": 2})
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
     assert attention.slot_mapping.tolist() == [11, 36]
     assert attention.windowed.slot_mapping.tolist() == [7, 20]
-    batch.update(make_output([replace(new_data("a", [9, 8], [4]), window_block_ids=[6])], finished=["a"]))
+    batch.update(make_output([new_data("a", [9, 8], [4], more_block_ids=([6],))], finished=["a"]))
     row = batch.requests["a"].row
-    assert batch.num_window_blocks[row] == batch.num_blocks[row] == 1
-    assert batch.window_tables[row, 0] == 6
+    assert batch.num_blocks[:, row].tolist() == [1, 1]
+    assert batch.block_tables[1][row, 0] == 6
 
 
 def test_window_blocks_of_too_few_requests_are_an_error(windowed):
     """A table that stayed as it was would be read as if it were right."""
     batch = windowed
-    new = [replace(new_data(name, [10, 11, 12], [2 + row]), window_block_ids=[row]) for row, name in enumerate("ab")]
+    new = [new_data(name, [10, 11, 12], [2 + row], more_block_ids=([row],)) for row, name in enumerate("ab")]
     batch.update(make_output(new, counts={"a": 3, "b": 3}))
     cached = told(batch, ["a", "b"], [[13], [14]], [[], []], [3, 3], [[5]])
     with pytest.raises(ValueError, match="zip"):
@@ -238,17 +239,17 @@ def test_without_windows_there_is_one_table(batch):
 def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
     """A cache of a draft model's own has no window blocks; one that is shared has them of nobody, too."""
     batch = windowed
-    batch.update(make_output([replace(new_data("a", [10, 11, 12], [2, 9]), window_block_ids=[1])], counts={"a": 3}))
+    batch.update(make_output([new_data("a", [10, 11, 12], [2, 9], more_block_ids=([1],))], counts={"a": 3}))
     rows = np.array([batch.requests["a"].row])
-    batch.write_scratch_blocks(rows, np.array([[50]]), np.array([[60]]))
+    batch.write_scratch_blocks(rows, [np.array([[50]]), np.array([[60]])])
     guesses = np.array([3]), np.array([2]), np.array([0, 1])
-    _, attention, _ = batch.gather(rows, *guesses, has_windows=True)
+    _, attention, _ = batch.gather(rows, *guesses, num_groups=2)
     assert attention.slot_mapping.tolist() == [11, 36]
     assert attention.windowed.slot_mapping.tolist() == [7, 240]
-    _, attention, _ = batch.gather(rows, *guesses, has_windows=False)
+    _, attention, _ = batch.gather(rows, *guesses, num_groups=1)
     assert attention.slot_mapping.tolist() == [11, 36]
     assert attention.windowed is attention.outputs.attention.windowed is None
-    _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([0, 1]), has_windows=False)
+    _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([0, 1]), num_groups=1)
     assert attention.slot_mapping.tolist() == [200]
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from octavo.config import CacheConfig
+from octavo.data.kv_groups import FullAttention, SlidingWindow
 from octavo.data.scheduler_output import BlockCopies
 from octavo.errors import ConfigError
 from octavo.kernels.quantization import kv_scales
-from octavo.models.kv_layout import KVLayout, KVShape
+from octavo.models.kv_layout import KVLayout, KVShape, LayerGroup
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.worker.kv_cache import PagedKVCache
@@ -22,13 +23,13 @@ CPU = torch.device("cpu")
 def cache():
     cache = PagedKVCache(
         KVLayout((KVShape(num_kv_heads=1, head_dim=8),) * 2),
-        num_blocks=6,
+        num_blocks=[6],
         block_size=4,
         dtype=torch.bfloat16,
         device=CPU,
         num_host_blocks=3,
     )
-    cache.blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # NaNs and all
+    cache.groups[0].blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # NaNs and all
     return cache
 
 
@@ -37,7 +38,7 @@ def windowed():
     """Two layers in blocks of 256 bytes, one in window blocks of 384."""
     shapes = (KVShape(1, 8), KVShape(3, 8, window=6), KVShape(1, 8))
     cache = PagedKVCache(
-        KVLayout(shapes), num_blocks=6, num_window_blocks=4, block_size=4, dtype=torch.bfloat16, device=CPU,
+        KVLayout(shapes), num_blocks=[6, 4], block_size=4, dtype=torch.bfloat16, device=CPU,
         num_host_blocks=3,
     )  # fmt: skip
     for each in cache.memory:
@@ -50,96 +51,99 @@ def bits(block):
 
 
 def test_a_block_comes_back_from_host_memory_bit_for_bit(cache):
-    before = bits(cache.blocks[2])
-    cache.copy(BlockCopies(swap_out=[(2, 1)]))
-    cache.blocks[2].zero_()
-    cache.copy(BlockCopies(swap_in=[(1, 5)]))
-    assert torch.equal(bits(cache.blocks[5]), before)
+    before = bits(cache.groups[0].blocks[2])
+    cache.copy(BlockCopies(swap_out=[(0, 2, 1)]))
+    cache.groups[0].blocks[2].zero_()
+    cache.copy(BlockCopies(swap_in=[(0, 1, 5)]))
+    assert torch.equal(bits(cache.groups[0].blocks[5]), before)
 
 
 def test_what_went_to_host_memory_and_what_came_back_is_told_with_its_time(cache):
-    saved, loaded = cache.copy(BlockCopies(swap_out=[(2, 1), (0, 0)], block_copies=[(3, 2)], swap_in=[(1, 5)]))
+    saved, loaded = cache.copy(
+        BlockCopies(swap_out=[(0, 2, 1), (0, 0, 0)], block_copies=[(0, 3, 2)], swap_in=[(0, 1, 5)])
+    )
     assert (saved.tier, saved.num_blocks, saved.num_bytes) == ("host", 2, 2 * cache.block_bytes)
     assert (loaded.tier, loaded.num_blocks, loaded.num_bytes) == ("host", 1, cache.block_bytes)
     assert min(saved.seconds, loaded.seconds) > 0
-    saved, loaded = cache.copy(BlockCopies(swap_in=[(1, 5)]))
+    saved, loaded = cache.copy(BlockCopies(swap_in=[(0, 1, 5)]))
     assert saved == ("host", 0, 0, 0.0)
     assert loaded.num_blocks == 1
-    assert cache.copy(BlockCopies(swap_out=[(2, 1)]))[1] == ("host", 0, 0, 0.0)
-    assert cache.copy(BlockCopies(block_copies=[(3, 2)])) == cache.copy(BlockCopies()) == ()
+    assert cache.copy(BlockCopies(swap_out=[(0, 2, 1)]))[1] == ("host", 0, 0, 0.0)
+    assert cache.copy(BlockCopies(block_copies=[(0, 3, 2)])) == cache.copy(BlockCopies()) == ()
 
 
 def test_window_blocks_are_copied_beside_blocks_and_in_their_order(windowed):
     cache = windowed
     assert [each.shape for each in cache.memory] == [(6, 128), (4, 192)]
-    assert (cache.block_bytes, cache.window_block_bytes, cache.stored_block_bytes) == (256, 384, 640)
-    out, copied, other, untouched = (bits(cache.window_blocks[index]) for index in range(4))
-    block, kept = bits(cache.blocks[1]), bits(cache.blocks[2])
+    assert (cache.block_bytes, cache.groups[1].block_bytes, cache.stored_block_bytes) == (256, 384, 640)
+    out, copied, other, untouched = (bits(cache.groups[1].blocks[index]) for index in range(4))
+    block, kept = bits(cache.groups[0].blocks[1]), bits(cache.groups[0].blocks[2])
     saved, loaded = cache.copy(
         BlockCopies(
-            swap_out=[(1, 2)], swap_in=[(2, 5)],
-            window_swap_out=[(0, 0)], window_copies=[(1, 0), (2, 1)], window_swap_in=[(0, 2)],
+            swap_out=[(0, 1, 2), (1, 0, 0)],
+            block_copies=[(1, 1, 0), (1, 2, 1)],
+            swap_in=[(0, 2, 5), (1, 0, 2)],
         )
     )  # fmt: skip
-    assert torch.equal(bits(cache.window_blocks[0]), copied)
-    assert torch.equal(bits(cache.window_blocks[1]), other)
-    assert torch.equal(bits(cache.window_blocks[2]), out)
-    assert torch.equal(bits(cache.window_blocks[3]), untouched)
-    assert torch.equal(bits(cache.blocks[5]), block)
-    assert torch.equal(bits(cache.blocks[2]), kept)
+    assert torch.equal(bits(cache.groups[1].blocks[0]), copied)
+    assert torch.equal(bits(cache.groups[1].blocks[1]), other)
+    assert torch.equal(bits(cache.groups[1].blocks[2]), out)
+    assert torch.equal(bits(cache.groups[1].blocks[3]), untouched)
+    assert torch.equal(bits(cache.groups[0].blocks[5]), block)
+    assert torch.equal(bits(cache.groups[0].blocks[2]), kept)
     assert (saved.num_blocks, saved.num_bytes) == (loaded.num_blocks, loaded.num_bytes) == (1, 640)
-    saved, loaded = cache.copy(BlockCopies(window_swap_out=[(3, 1)]))  # without its block
+    saved, loaded = cache.copy(BlockCopies(swap_out=[(1, 3, 1)]))  # without its block
     assert (saved.num_blocks, saved.num_bytes, loaded.num_bytes) == (0, 384, 0)
     assert saved.seconds > 0
-    cache.copy(BlockCopies(window_swap_in=[(1, 0)]))
-    assert torch.equal(bits(cache.window_blocks[0]), untouched)
-    assert cache.copy(BlockCopies(window_copies=[(1, 0)])) == ()
+    cache.copy(BlockCopies(swap_in=[(1, 1, 0)]))
+    assert torch.equal(bits(cache.groups[1].blocks[0]), untouched)
+    assert cache.copy(BlockCopies(block_copies=[(1, 1, 0)])) == ()
 
 
 def test_layers_that_all_have_windows_leave_nothing_for_blocks():
     layout = KVLayout((KVShape(1, 8, window=6),) * 2)
-    sizes = {"num_blocks": 1000, "num_window_blocks": 2, "block_size": 4}
+    sizes = {"num_blocks": [1000, 2], "block_size": 4}
     cache = PagedKVCache(layout, **sizes, dtype=torch.bfloat16, device=CPU, num_host_blocks=2)
-    assert (cache.block_bytes, cache.num_bytes) == (0, 2 * cache.window_block_bytes)
+    assert (cache.block_bytes, cache.num_bytes) == (0, 2 * cache.groups[1].block_bytes)
     cache.layer(1)[0].fill_(3)
-    copies = BlockCopies(swap_out=[(999, 1)], swap_in=[(1, 0)], window_swap_out=[(0, 1)], window_swap_in=[(1, 1)])
-    assert cache.copy(copies)[1].num_bytes == cache.window_block_bytes
+    copies = BlockCopies(swap_out=[(0, 999, 1), (1, 0, 1)], swap_in=[(0, 1, 0), (1, 1, 1)])
+    assert cache.copy(copies)[1].num_bytes == cache.groups[1].block_bytes
     assert bool((cache.layer(1)[0][1] == 3).all())
 
 
 def test_a_copied_block_is_a_block_of_its_own(cache):
-    before = bits(cache.blocks[0])
-    cache.copy(BlockCopies(block_copies=[(0, 3)]))
-    cache.blocks[3].zero_()
-    assert torch.equal(bits(cache.blocks[0]), before)
+    before = bits(cache.groups[0].blocks[0])
+    cache.copy(BlockCopies(block_copies=[(0, 0, 3)]))
+    cache.groups[0].blocks[3].zero_()
+    assert torch.equal(bits(cache.groups[0].blocks[0]), before)
 
 
 def test_out_comes_before_copies_before_in(cache):
-    out, copied, other = (bits(cache.blocks[index]) for index in range(3))
-    cache.copy(BlockCopies(swap_out=[(0, 0)], block_copies=[(1, 0), (2, 1), (0, 3)], swap_in=[(0, 2)]))
-    assert torch.equal(bits(cache.blocks[0]), copied)
-    assert torch.equal(bits(cache.blocks[1]), other)
-    assert torch.equal(bits(cache.blocks[2]), out)
-    assert torch.equal(bits(cache.blocks[3]), copied)
+    out, copied, other = (bits(cache.groups[0].blocks[index]) for index in range(3))
+    cache.copy(BlockCopies(swap_out=[(0, 0, 0)], block_copies=[(0, 1, 0), (0, 2, 1), (0, 0, 3)], swap_in=[(0, 0, 2)]))
+    assert torch.equal(bits(cache.groups[0].blocks[0]), copied)
+    assert torch.equal(bits(cache.groups[0].blocks[1]), other)
+    assert torch.equal(bits(cache.groups[0].blocks[2]), out)
+    assert torch.equal(bits(cache.groups[0].blocks[3]), copied)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_rounded_block_is_one_object_with_its_scales(tmp_path, dtype):
     architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=3)))
     cache = PagedKVCache(
-        architecture.kv_layout, num_blocks=5, block_size=4,
+        architecture.kv_layout, num_blocks=[5], block_size=4,
         dtype=dtype, device=torch.device("cpu"), num_host_blocks=2,
     )  # fmt: skip
     assert cache.num_bytes == 5 * block_bytes(architecture, 4, str(dtype).removeprefix("torch."))
-    assert cache.blocks[3].is_contiguous()
+    assert cache.groups[0].blocks[3].is_contiguous()
     keys, values = cache.layer(2)
     kv_scales(keys).fill_(0.25)
     kv_scales(values).fill_(0.5)
     keys.fill_(3)
     values.fill_(-7)
-    cache.copy(BlockCopies(swap_out=[(3, 1)]))
-    cache.blocks.zero_()
-    cache.copy(BlockCopies(swap_in=[(1, 4)]))
+    cache.copy(BlockCopies(swap_out=[(0, 3, 1)]))
+    cache.groups[0].blocks.zero_()
+    cache.copy(BlockCopies(swap_in=[(0, 1, 4)]))
     for rows, scale, value in ((keys, 0.25, 3), (values, 0.5, -7)):
         assert torch.equal(kv_scales(rows)[4], torch.full_like(kv_scales(rows)[4], scale))
         assert bool((rows[4].float() == value).all())
@@ -151,13 +155,13 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
     """Each layer has a part of a block of its own, and together they are all of it."""
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
     layout, kind = KVLayout(shapes), str(dtype).removeprefix("torch.")
-    assert layout.groups == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
-    assert (layout.window, layout.in_blocks, layout.in_window_blocks) == (37, (1, 3), (0, 2))
-    sizes = {"num_blocks": 3, "num_window_blocks": 2, "block_size": 4, "num_host_blocks": 1}
+    assert layout.shapes == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
+    assert layout.kv_groups == (LayerGroup(FullAttention(), (1, 3)), LayerGroup(SlidingWindow(37), (0, 2)))
+    sizes = {"num_blocks": [3, 2], "block_size": 4, "num_host_blocks": 1}
     cache = PagedKVCache(layout, **sizes, dtype=dtype, device=CPU)
-    assert cache.block_bytes == cache.host_blocks[0].nbytes == layout.block_bytes(4, kind)
-    assert cache.window_block_bytes == cache.host_window_blocks[0].nbytes == layout.window_block_bytes(4, kind)
-    assert cache.stored_block_bytes == layout.without_windows.block_bytes(4, kind)
+    assert cache.block_bytes == cache.groups[0].host_blocks[0].nbytes == layout.block_bytes(4, kind)[0]
+    assert cache.groups[1].block_bytes == cache.groups[1].host_blocks[0].nbytes == layout.block_bytes(4, kind)[1]
+    assert cache.stored_block_bytes == layout.without_windows.block_bytes(4, kind)[0]
     for each in cache.memory:
         each.view(torch.uint8).fill_(99)
     for index, shape in enumerate(shapes):
@@ -176,9 +180,9 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
 def test_layers_alike_stand_where_stores_expect_them():
     """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep under keys with this version."""
     layout = KVLayout((KVShape(3, 8),) * 2)
-    cache = PagedKVCache(layout, num_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
+    cache = PagedKVCache(layout, num_blocks=[2], block_size=4, dtype=torch.float32, device=CPU)
     assert cache.layout_version == 1
-    as_ever = cache.blocks.view(2, 2, 2, 3, 4, 8)
+    as_ever = cache.groups[0].blocks.view(2, 2, 2, 3, 4, 8)
     for index in range(2):
         for number, rows in enumerate(cache.layer(index)):
             assert rows.data_ptr() == as_ever[:, index, number].data_ptr()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+from octavo.data.kv_groups import SlidingWindow
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_source import FolderWeights
@@ -18,79 +19,78 @@ from octavo.worker.worker import Worker
 GIB = 1 << 30
 # Gemma 3 270M: 3 of 18 layers see all, the others 512 tokens; one head of 256 in bfloat16.
 GEMMA3_270M = KVPlan(
-    block_bytes=3 * 16 * 1024, window_block_bytes=15 * 16 * 1024, max_num_seqs=64,
-    window_blocks_of_sequence=34, window_blocks_of_step=32,
+    block_bytes=(3 * 16 * 1024, 15 * 16 * 1024), max_num_seqs=64, blocks_of_sequence=(34,), blocks_of_step=32,
 )  # fmt: skip
 
 
 def test_a_published_model_keeps_three_times_as_many_tokens_behind_its_window():
     size = GEMMA3_270M.within(4 * GIB, 10**9)
-    assert 16 * (4 * GIB // GEMMA3_270M.bytes_of_both) == 233_008, "if all layers kept all"
+    assert 16 * (4 * GIB // GEMMA3_270M.bytes_of_all) == 233_008, "if all layers kept all"
     assert 16 * size.num_blocks == 762_656
-    assert size.num_window_blocks == 7943
-    assert 0 <= 4 * GIB - GEMMA3_270M.num_bytes(size) < GEMMA3_270M.bytes_of_both
+    assert size.blocks_of_groups[1] == 7943
+    assert 0 <= 4 * GIB - GEMMA3_270M.num_bytes(size) < GEMMA3_270M.bytes_of_all
     # Short sequences, of which all is seen: the best for them alone are 233,008 tokens. Long ones: 4 GiB of blocks.
-    assert size.num_window_blocks / (233_008 / 16) == pytest.approx(762_656 / (16 * 4 * GIB / (3 * 16 * 1024)), 1e-3)
+    assert size.blocks_of_groups[1] / (233_008 / 16) == pytest.approx(762_656 / (16 * 4 * GIB / (3 * 16 * 1024)), 1e-3)
 
 
-def draw_plan(rng):
-    window = rng.choice([5, 37, 512, 4096])
+def draw_plan(rng, num_bounded):
     block_size = rng.choice([1, 16, 64])
+    windows = [rng.choice([5, 37, 512, 4096]) for _ in range(num_bounded)]
+    multiples = [rng.choice([0, 1, 3, 5]), *(rng.choice([1, 3, 15]) for _ in windows)]
     return KVPlan(
-        block_bytes=rng.choice([0, 1, 3, 5]) * block_size * 512,
-        window_block_bytes=rng.choice([1, 3, 15]) * block_size * 512,
+        block_bytes=tuple(each * block_size * 512 for each in multiples),
         max_num_seqs=rng.choice([1, 4, 64]),
-        window_blocks_of_sequence=-(-window // block_size) + 2,
-        window_blocks_of_step=-(-rng.choice([64, 512]) // block_size),
+        blocks_of_sequence=tuple(-(-window // block_size) + 2 for window in windows),
+        blocks_of_step=-(-rng.choice([64, 512]) // block_size),
     )
 
 
-def test_plans():
+@pytest.mark.parametrize("num_bounded", [1, 2])
+def test_plans(num_bounded):
     rng = random.Random(3)
     for _ in range(3000):
-        plan, num_bytes = draw_plan(rng), rng.choice([10**4, 10**6, 10**8, 10**10])
-        most = rng.choice([3, 500, 10**5]) if plan.block_bytes else rng.choice([500, 10**5])
+        plan, num_bytes = draw_plan(rng, num_bounded), rng.choice([10**4, 10**6, 10**8, 10**10])
+        most = rng.choice([3, 500, 10**5]) if plan.block_bytes[0] else rng.choice([500, 10**5])
         size = plan.within(num_bytes, most)
         told = (plan, num_bytes, most, size)
+        num_blocks, *bounded = size.blocks_of_groups
         assert plan.num_bytes(size) <= num_bytes, told
-        assert size.num_window_blocks <= size.num_blocks <= most, told
-        assert size.num_blocks >= min(most, num_bytes // plan.bytes_of_both) or not plan.block_bytes, told
-        of_one = plan.window_blocks_of_sequence + plan.window_blocks_of_step
-        assert size.num_window_blocks >= min(size.num_blocks, of_one), told
+        assert max(bounded) <= num_blocks <= most, told
+        assert num_blocks >= min(most, num_bytes // plan.bytes_of_all) or not plan.block_bytes[0], told
+        for count, of_sequence in zip(bounded, plan.blocks_of_sequence, strict=True):
+            assert count >= min(num_blocks, of_sequence + plan.blocks_of_step), told
+            all_that_run = plan.max_num_seqs * of_sequence + plan.blocks_of_step
+            assert count >= min(all_that_run, num_blocks, num_bytes // plan.bytes_of_all), told
+            asked = plan.with_blocks(num_blocks).blocks_of_groups
+            assert asked[0] == num_blocks
+            assert min(all_that_run, asked[0]) <= max(asked[1:]) <= asked[0]
         left = num_bytes - plan.num_bytes(size)
-        assert left < plan.bytes_of_both or size.num_window_blocks == size.num_blocks == most, told
-        all_that_run = plan.max_num_seqs * plan.window_blocks_of_sequence + plan.window_blocks_of_step
-        assert size.num_window_blocks >= min(all_that_run, size.num_blocks, num_bytes // plan.bytes_of_both), told
-        asked = plan.with_blocks(size.num_blocks)
-        assert asked.num_blocks == size.num_blocks
-        assert min(all_that_run, asked.num_blocks) <= asked.num_window_blocks <= asked.num_blocks
+        assert left < plan.bytes_of_all or min(bounded) == num_blocks or num_bounded > 1, told
+        assert num_bounded > 1 or left < plan.bytes_of_all or num_blocks == most, told
 
 
 def test_without_windows_there_are_blocks_alone():
-    plan = KVPlan(
-        block_bytes=100, window_block_bytes=0, max_num_seqs=4, window_blocks_of_sequence=2, window_blocks_of_step=9
-    )
-    assert plan.within(1099, 1000) == plan.with_blocks(10) == KVSize(10)
-    assert plan.within(1099, 7) == KVSize(7)
+    plan = KVPlan(block_bytes=(100,), max_num_seqs=4, blocks_of_sequence=(), blocks_of_step=9)
+    assert plan.within(1099, 1000) == plan.with_blocks(10) == KVSize((10,))
+    assert plan.within(1099, 7) == KVSize((7,))
 
 
 def test_blocks_of_no_bytes_are_as_many_as_sequences_can_use():
     """Mistral 7B v0.1 in bfloat16: all 32 layers see 4096 tokens, a window block takes 2 MiB."""
     plan = KVPlan(
-        block_bytes=0, window_block_bytes=2 << 20, max_num_seqs=64, window_blocks_of_sequence=258,
-        window_blocks_of_step=32,
+        block_bytes=(0, 2 << 20), max_num_seqs=64, blocks_of_sequence=(258,), blocks_of_step=32,
     )  # fmt: skip
     of_32k = 2048
 
     def size(num_bytes):
         return plan.within(num_bytes, plan.num_usable_blocks(num_bytes, of_32k))
 
-    assert size(4 * GIB) == KVSize(7 * of_32k, 2048), "windows of seven and a step"
-    assert size((7 * 258 + 31) * plan.window_block_bytes) == KVSize(6 * of_32k, 7 * 258 + 31), "the step lacks one"
-    assert size(GIB) == KVSize(of_32k + 512, 512), "the window of one, and what is kept of others"
-    assert size(31 * plan.window_block_bytes) == KVSize(31, 31)
+    assert size(4 * GIB) == KVSize((7 * of_32k, 2048)), "windows of seven and a step"
+    assert size((7 * 258 + 31) * plan.block_bytes[1]) == KVSize((6 * of_32k, 7 * 258 + 31)), "the step lacks one"
+    assert size(GIB) == KVSize((of_32k + 512, 512)), "the window of one, and what is kept of others"
+    assert size(31 * plan.block_bytes[1]) == KVSize((31, 31))
     assert size(1024 * GIB).num_blocks == 64 * of_32k, "all that may run"
-    assert replace(plan, block_bytes=1).num_usable_blocks(GIB, of_32k) == 64 * of_32k
+    assert replace(plan, block_bytes=(1, 2 << 20)).num_usable_blocks(GIB, of_32k) == 64 * of_32k
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +113,22 @@ def test_a_worker_reserves_what_is_planned(path):
     of_layer = 2 * 2 * 16 * 16 * 4
     worker = make_worker(path, kv_cache_memory_bytes=4 << 20, swap_space_bytes=1 << 20)
     cache = worker.kv_cache
-    assert (cache.block_bytes, cache.window_block_bytes, cache.window) == (of_layer, 3 * of_layer, 37)
+    assert [group.block_bytes for group in cache.groups] == [of_layer, 3 * of_layer]
+    assert cache.groups[1].kind == SlidingWindow(37)
     assert 0 <= (4 << 20) - cache.num_bytes < 4 * of_layer
-    assert cache.num_window_blocks == (4 << 20) // (7 * of_layer)
+    assert cache.groups[1].num_blocks == (4 << 20) // (7 * of_layer)
     assert cache.num_host_blocks == (1 << 20) // (4 * of_layer)
-    assert cache.host_blocks.nbytes + cache.host_window_blocks.nbytes == cache.num_host_blocks * 4 * of_layer
+    assert (
+        cache.groups[0].host_blocks.nbytes + cache.groups[1].host_blocks.nbytes == cache.num_host_blocks * 4 * of_layer
+    )
     worker = make_worker(path, num_gpu_blocks=100)
-    assert (worker.kv_cache.num_blocks, worker.kv_cache.num_window_blocks) == (100, 4 * 5 + 2 * 4)
+    assert (worker.kv_cache.num_blocks, worker.kv_cache.groups[1].num_blocks) == (100, 4 * 5 + 2 * 4)
 
 
 def test_a_window_that_holds_the_longest_sequence_is_none(path):
     cache = make_worker(path, max_model_len=37, num_gpu_blocks=10).kv_cache
-    assert (cache.window, cache.num_window_blocks, cache.block_bytes) == (None, 0, 4 * 2 * 2 * 16 * 16 * 4)
-    assert make_worker(path, max_model_len=38, num_gpu_blocks=10).kv_cache.window == 37
+    assert (len(cache.groups), cache.block_bytes) == (1, 4 * 2 * 2 * 16 * 16 * 4)
+    assert make_worker(path, max_model_len=38, num_gpu_blocks=10).kv_cache.groups[1].kind == SlidingWindow(37)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -139,9 +142,9 @@ def test_a_model_of_windows_alone_has_the_blocks_that_its_memory_can_use(tmp_pat
         SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64), dtype="float32", kv_dtype="float32",
         max_model_len=32768, device=torch.device("cpu"),
     )  # fmt: skip
-    num_window_blocks = (1 << 20) // architecture.kv_layout.window_block_bytes(16, "float32")
-    assert architecture.kv_layout.block_bytes(16, "float32") == 0
-    assert size == KVSize((num_window_blocks - 4) // 5 * 2048, num_window_blocks)
+    num_window_blocks = (1 << 20) // architecture.kv_layout.block_bytes(16, "float32")[1]
+    assert architecture.kv_layout.block_bytes(16, "float32")[0] == 0
+    assert size == KVSize(((num_window_blocks - 4) // 5 * 2048, num_window_blocks))
     assert size.num_blocks < 64 * 2048
 
 
@@ -161,6 +164,6 @@ def test_steps_leave_room_for_the_window_blocks_that_they_take(path, monkeypatch
     def needs(num_tokens):
         size = decide_kv_size(architecture, cache, scheduler(num_tokens), **formats, max_model_len=2048)
         step = memory.activation_bytes(architecture, num_tokens, 4, "float32") + 100 * num_tokens
-        return size.num_blocks * 4096 + size.num_window_blocks * 3 * 4096 + step
+        return size.num_blocks * 4096 + size.blocks_of_groups[1] * 3 * 4096 + step
 
     assert needs(found) <= 40 << 20 < needs(found + 1)

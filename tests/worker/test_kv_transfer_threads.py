@@ -31,13 +31,13 @@ class Moved:
     def __init__(self, make_store, dtype=torch.bfloat16, num_blocks=NUM_BLOCKS, num_threads=2):
         self.cache = PagedKVCache(
             KVLayout((KVShape(num_kv_heads=1, head_dim=8),) * 2),
-            num_blocks=num_blocks,
+            num_blocks=[num_blocks],
             block_size=4,
             dtype=dtype,
             device=torch.device("cpu"),
             num_scratch_blocks=3,
         )
-        self.bytes = self.cache.blocks.view(torch.uint8).view(num_blocks + 3, -1)
+        self.bytes = self.cache.groups[0].blocks.view(torch.uint8).view(num_blocks + 3, -1)
         self.store = make_store(self.cache.block_bytes)
         self.ended = queue.SimpleQueue()
         self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=num_threads)

@@ -59,7 +59,7 @@ def make_runner(model, kernels, monkeypatch):
         queue = LateQueue()
         monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, queue))
         cache = PagedKVCache(
-            model.architecture.kv_layout, num_blocks=9, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
+            model.architecture.kv_layout, num_blocks=[9], block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
         )
         runner = ModelRunner(
             model, kernels, cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64,
@@ -224,7 +224,7 @@ def test_which_steps_wait(make_runner):
     assert not runner.needs_sampled_tokens(step)
     for changes in (
         {"preempted_req_ids": {"a"}},
-        {"copies": BlockCopies(block_copies=[(1, 2)])},
+        {"copies": BlockCopies(block_copies=[(0, 1, 2)])},
         {"kv_cancels": [1]},
         {"kv_transfers": [SAVE]},
     ):

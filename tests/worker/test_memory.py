@@ -147,7 +147,7 @@ def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, mo
             architecture, cache, scheduler, dtype="float32", kv_dtype="float32", max_model_len=100_000,
             device=torch.device("cpu"),
         )  # fmt: skip
-        assert size.num_window_blocks == 0
+        assert len(size.blocks_of_groups) == 1
         return size.num_blocks
 
     step = activation_bytes(architecture, 1024, 1024, "float32")
@@ -255,7 +255,9 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
     left = without.kv_cache.num_blocks * of_target - scratch - passes - logits
     assert abs(worker.kv_cache.num_blocks - left / (of_target + own)) <= 1
     assert worker.kv_cache.num_host_blocks == (1 << 20) // (of_target + own)
-    assert worker.runner.draft_runner.kv.cache.blocks.nbytes == worker.kv_cache.num_blocks * of_draft + scratch
+    assert (
+        worker.runner.draft_runner.kv.cache.groups[0].blocks.nbytes == worker.kv_cache.num_blocks * of_draft + scratch
+    )
     told = next(message for message in caplog.messages if "drafts with" in message)
     assert f"{drafter.num_parameters:,} parameters" in told
     assert f"{drafter.weight_bytes('float32', quantization=worker.draft.checkpoint.quantization):,} bytes" in told

@@ -54,8 +54,7 @@ class Steps:
         num_window_blocks = 14 if frees_blocks else 60
         self.cache = PagedKVCache(
             layout,
-            num_blocks=60,
-            num_window_blocks=num_window_blocks,
+            num_blocks=[60, num_window_blocks],
             block_size=BLOCK_SIZE,
             dtype=kv_dtype,
             device=CPU,
@@ -85,7 +84,7 @@ class Steps:
 
     def step(self, new=(), **counts):
         """Compute so many tokens of each; return hidden states and what is sampled."""
-        cached = CachedRequestData.make_empty()
+        cached = CachedRequestData([], [[], []], [])
         for name, count in counts.items():
             request = self.requests[name]
             num_missing = -(-(request.num_computed + count) // BLOCK_SIZE) - len(request.window_ids)
@@ -93,8 +92,8 @@ class Steps:
             request.window_ids += taken
             if name not in new:
                 cached.req_ids.append(name)
-                cached.new_block_ids.append([])
-                cached.new_window_block_ids.append(taken)
+                cached.new_block_ids[0].append([])
+                cached.new_block_ids[1].append(taken)
                 cached.num_computed_tokens.append(request.num_computed)
         scheduled = SchedulerOutput(
             self.num_steps, [self.new_data(name) for name in new], cached, counts, sum(counts.values())
@@ -116,7 +115,7 @@ class Steps:
         request = self.requests[name]
         return NewRequestData(
             name, request.tokens, len(request.tokens), SamplingParams(temperature=0.0), 0, 0, frozenset(),
-            request.block_ids, request.num_computed, window_block_ids=request.window_ids,
+            [request.block_ids, request.window_ids], request.num_computed,
         )  # fmt: skip
 
     def free_behind_windows(self, held):
@@ -124,10 +123,10 @@ class Steps:
             behind = self.first_seen(request.num_computed)
             request.window_ids[:behind] = [-1] * behind
             row = self.runner.batch.requests[name].row
-            self.runner.batch.window_tables[row, : max(behind - 1, 0)] = NOWHERE  # the last of them stays as it was
+            self.runner.batch.block_tables[1][row, : max(behind - 1, 0)] = NOWHERE  # the last of them stays as it was
         held -= {index for request in self.requests.values() for index in request.window_ids}
         for index in held:
-            self.cache.window_blocks[index].view(torch.uint8).fill_(0xFF)
+            self.cache.groups[1].blocks[index].view(torch.uint8).fill_(0xFF)
             self.free.append(index)
 
 

@@ -24,7 +24,7 @@ class Moved:
     def __init__(self, monkeypatch, shapes, dtype):
         monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
         self.cache = PagedKVCache(
-            KVLayout(shapes), num_blocks=12, num_window_blocks=9, block_size=4, dtype=dtype, device=torch.device("cpu")
+            KVLayout(shapes), num_blocks=[12, 9], block_size=4, dtype=dtype, device=torch.device("cpu")
         )
         self.pool, self.ended = GlobalKVPool(1000), queue.SimpleQueue()
         self.store = MemoryStore(self.pool, "a", self.cache.stored_block_bytes)
@@ -35,8 +35,8 @@ class Moved:
         for each in self.cache.memory:
             each.fill_(-1)
 
-    def move(self, direction, keys, block_ids, window_block_ids):
-        order = KVTransfer(1, direction, keys, block_ids, window_block_ids=window_block_ids)
+    def move(self, direction, keys, *block_ids):
+        order = KVTransfer(1, direction, keys, list(block_ids))
         empty = CachedRequestData.make_empty()
         self.threads.begin(SchedulerOutput(1, [], empty, {}, 0, kv_transfers=[order]))
         return self.ended.get(timeout=10).num_blocks
@@ -49,18 +49,18 @@ class Moved:
 
     @property
     def pieces(self):
-        return self.cache.blocks, self.cache.window_blocks
+        return self.cache.groups[0].blocks, self.cache.groups[1].blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtype):
     moved = Moved(monkeypatch, (NEAR, FULL, NEAR), dtype)
     for number, (block, window_block) in enumerate([(7, 2), (1, 8), (0, 0), (11, 3), (5, 5)]):
-        moved.cache.blocks[block] = number
-        moved.cache.window_blocks[window_block] = 10 + number
+        moved.cache.groups[0].blocks[block] = number
+        moved.cache.groups[1].blocks[window_block] = 10 + number
     assert moved.move(SAVE, KEYS, [7, 1, 0, 11, 5], [2, 8, 0, 3, 5]) == 5
     kept = moved.pool._nodes["a"][KEYS[1]].kv_data[32:]
-    assert len(kept) == moved.cache.block_bytes + moved.cache.window_block_bytes
+    assert len(kept) == moved.cache.block_bytes + moved.cache.groups[1].block_bytes
     moved.clear()
     assert moved.move(LOAD, KEYS, [0, 1, 2, 3, 4], [-1, -1, -1, 6, 1]) == 5  # the last two are within the window
     assert moved.numbers() == [[0, 1, 2, 3, 4, *[-1] * 7], [-1, 14, -1, -1, -1, -1, 13, -1, -1]]
@@ -69,9 +69,9 @@ def test_both_parts_go_out_and_those_that_are_wanted_come_back(monkeypatch, dtyp
 def test_a_block_without_its_window_part_goes_out_and_comes_back_so(monkeypatch):
     moved = Moved(monkeypatch, (NEAR, FULL, NEAR), torch.bfloat16)
     for number in range(5):
-        moved.cache.blocks[number] = number
-        moved.cache.window_blocks[number] = 10 + number
-    moved.cache.window_blocks[8] = 50  # where -1 would be
+        moved.cache.groups[0].blocks[number] = number
+        moved.cache.groups[1].blocks[number] = 10 + number
+    moved.cache.groups[1].blocks[8] = 50  # where -1 would be
     assert moved.move(SAVE, KEYS, [0, 1, 2, 3, 4], [-1, 1, -1, -1, 4]) == 5
     sizes = [len(each.kv_data) - 32 for each in moved.pool._nodes["a"].values()]
     assert sorted(sizes) == [moved.cache.block_bytes] * 3 + [moved.cache.stored_block_bytes] * 2
@@ -85,8 +85,8 @@ def test_a_block_without_its_window_part_goes_out_and_comes_back_so(monkeypatch)
 def test_a_load_that_ends_early_leaves_both_parts_of_the_rest_alone(monkeypatch):
     moved = Moved(monkeypatch, (FULL, NEAR), torch.bfloat16)
     for number in range(5):
-        moved.cache.blocks[number] = number
-        moved.cache.window_blocks[number] = 10 + number
+        moved.cache.groups[0].blocks[number] = number
+        moved.cache.groups[1].blocks[number] = 10 + number
     moved.move(SAVE, KEYS, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     moved.pool._nodes["a"][KEYS[2]].kv_data = b"spoilt"
     moved.clear()
@@ -98,8 +98,8 @@ def test_layers_that_all_have_windows(monkeypatch):
     """A block is then a number and nothing more."""
     moved = Moved(monkeypatch, (NEAR, NEAR), torch.bfloat16)
     assert moved.cache.block_bytes == 0
-    moved.cache.window_blocks[3] = 13
-    moved.cache.window_blocks[4] = 14
+    moved.cache.groups[1].blocks[3] = 13
+    moved.cache.groups[1].blocks[4] = 14
     assert moved.move(SAVE, KEYS[:2], [9, 10], [3, 4]) == 2
     moved.clear()
     assert moved.move(LOAD, KEYS[:2], [0, 1], [-1, 5]) == 2

@@ -61,8 +61,7 @@ def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
     every, index = range(group.num_blocks), group.index
     holders = Counter(scheduler.kv_cache_manager.pinned_ids(index))
     for request in scheduler.requests.values():
-        tables = request.sequence.block_tables[index : index + 1]  # a request that never ran has none
-        holders.update(block_id for table in tables for block_id in table if block_id != NO_BLOCK)
+        holders.update(block_id for block_id in request.sequence.block_tables[index] if block_id != NO_BLOCK)
     usable = [block_id for block_id in every if block_id not in group.quarantined]
     held = filter(group.num_holders, usable)
     places = Counter([*group.free_ids(), *group.cached_ids(), *held, *group.quarantined])
@@ -114,8 +113,7 @@ def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach
         group.cached_ids(),
     )
     for request in scheduler.requests.values():
-        if len(request.sequence.block_tables) > group.index:
-            yield from _check_bounded_table(scheduler, group, request)
+        yield from _check_bounded_table(scheduler, group, request)
     block_of = {each: first_id for each in every if (first_id := group.block_of(each)) is not None}
     unsaid = set(block_of.items()) ^ {(each, first_id) for first_id, each in group.parts().items()}
     named = {each for each, _ in unsaid}

@@ -63,6 +63,7 @@ class RequestLifecycle:
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
+        self._manager.add_tables(request)
         if request.deadline is not None:
             self._note_deadline(request, request.deadline)
         num_ahead = len(self.room)

@@ -47,6 +47,11 @@ def register(kind: _Kind) -> _Kind:
     return kind
 
 
+def kind_named(name: str) -> type[KVGroupKind]:
+    """Return the kind of group with a name. Raises KeyError for an unknown one."""
+    return _KINDS[name]
+
+
 @register
 @dataclass(frozen=True, slots=True)
 class FullAttention:
@@ -104,7 +109,7 @@ class KVGroupSpec:
     def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
         """Return the group that `to_json` wrote. Raises KeyError for an unknown kind."""
         options = dict(fields)
-        kind, num_blocks = _KINDS[options.pop("kind")], options.pop("num_blocks")
+        kind, num_blocks = kind_named(options.pop("kind")), options.pop("num_blocks")
         return cls(kind(**options), num_blocks)
 
 

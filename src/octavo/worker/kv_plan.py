@@ -126,6 +126,7 @@ class KVPlan:
         least = [count + self.blocks_of_step for count in self.blocks_of_sequence]
         if any(map(operator.lt, bounded, least)):
             num_blocks = min(bounded)  # so that a single sequence always finds enough blocks of every group
+            bounded = [num_blocks] * len(bounded)
         return KVSize((num_blocks, *bounded))
 
 

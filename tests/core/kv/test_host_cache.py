@@ -62,8 +62,12 @@ def test_evicted_blocks_are_copied_before_their_step_and_told_of():
     )
     assert not compute(manager, "first", PROMPT)
     copies = compute(manager, "other", range(16))
-    assert copies.swap_out == [(2, 0), (1, 1), (0, 2)]  # tail first
-    assert told == [event for pair in copies.swap_out for event in (("evicted", pair[0]), ("offloaded", *pair))]
+    assert copies.swap_out == [(0, 2, 0), (0, 1, 1), (0, 0, 2)]  # tail first
+    assert told == [
+        event
+        for _, block_id, host_block_id in copies.swap_out
+        for event in (("evicted", block_id), ("offloaded", block_id, host_block_id))
+    ]
     assert not manager.take_copies()
 
 
@@ -125,7 +129,7 @@ def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
     compute(manager, "first", PROMPT)
     for name in hashes(PROMPT):
         manager.pool.evict(manager.pool.indexed(name))
-    assert [block for block, _ in manager.take_copies().swap_out] == [0, 1, 2]
+    assert [block for _, block, _ in manager.take_copies().swap_out] == [0, 1, 2]
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
 
 
@@ -161,10 +165,10 @@ def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
     assert (found.num_tokens, len(found.blocks), found.num_blocks) == (12, num_on_device, 3)
     assert found.host_blocks == on_host[num_on_device:]
     assert manager.num_host_tokens(found) == 12 - 4 * num_on_device
-    assert manager.num_host_window_blocks(request, found) == 0
+    assert manager.num_swapped_in(request, found) == [3 - num_on_device]
     assert request.sequence.num_cached_tokens == 12
     table = request.sequence.block_table
-    assert manager.take_copies().swap_in == list(zip(found.host_blocks, table[num_on_device:3], strict=True))
+    assert manager.take_copies().swap_in == list(zip([0] * 3, found.host_blocks, table[num_on_device:3], strict=False))
     request.num_computed_tokens = 13
     manager.commit(request)
     manager.free(request)
@@ -307,7 +311,7 @@ def test_a_block_in_quarantine_goes_nowhere():
     manager.pool.quarantine(head)
     assert not manager.pool.has_name((head.block_id, head.generation))
     manager.allocate_slots(make_request("other", range(12)), 12)
-    assert [block for block, _ in manager.take_copies().swap_out] == [2]  # the one before it could still be reached
+    assert [block for _, block, _ in manager.take_copies().swap_out] == [2]  # the one before it could still be reached
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
 
 
@@ -336,11 +340,11 @@ def test_steps_tell_what_goes_out_what_is_found_and_what_makes_room(make_core):
     scheduled = core.step()
     [found] = core.log.of_type(events.HostBlocksFound)
     assert (found.request_id, found.num_blocks, found.num_tokens) == ("again", 3, 12)
-    assert [host for host, _ in scheduled.copies.swap_in] == [2, 1, 0]
+    assert [host for _, host, _ in scheduled.copies.swap_in] == [2, 1, 0]
     assert [event.num_hit_tokens for event in core.log.of_type(events.PrefixCacheQueried)] == [0, 0, 12]
     assert core.log.of_type(events.RequestAdmitted)[-1].num_cached_tokens == 12
     told = [event.host_block_id for event in core.log.of_type(events.HostBlockEvicted)]
-    assert told == [host for _, host in scheduled.copies.swap_out[1:]]  # one block was free
+    assert told == [host for _, _, host in scheduled.copies.swap_out[1:]]  # one block was free
 
 
 def test_a_step_that_only_copies_is_not_empty(make_core):
@@ -393,8 +397,8 @@ def test_a_store_goes_on_where_host_memory_ends(make_core):
     [order] = scheduled.kv_transfers
     table = core.scheduler.requests["loads"].sequence.block_table
     assert ("asked", "loads", 12) in store.told
-    assert [block for _, block in scheduled.copies.swap_in] == table[:3]
-    assert order.block_ids == table[3:5]
+    assert [block for _, _, block in scheduled.copies.swap_in] == table[:3]
+    assert order.block_ids == [table[3:5]]
     assert order.keys == core.scheduler.requests["loads"].block_hashes[3:5]
     [event] = core.log.of_type(events.HostBlocksFound)
     assert event.num_tokens == 12

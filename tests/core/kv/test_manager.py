@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.kv.manager import KVCacheManager
+from octavo.data.kv_groups import KVGroupSpec, SlidingWindow
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -69,7 +70,8 @@ def test_what_is_cached_comes_before_what_is_saved_if_it_is_not_more(cached, num
     assert found.host_blocks == host_blocks[3 - num_host_blocks :]
     table = compute(manager, request)
     copies = manager.take_copies()
-    assert copies.swap_in == list(zip(found.host_blocks, table[num_blocks : num_blocks + num_host_blocks], strict=True))
+    targets = table[num_blocks : num_blocks + num_host_blocks]
+    assert copies.swap_in == [(0, *pair) for pair in zip(found.host_blocks, targets, strict=True)]
     assert "swapped" not in manager.saved_blocks()
     assert manager.host.num_free_blocks == 4
     assert request.sequence.num_cached_tokens == 0  # it found of itself, not of its prompt
@@ -125,8 +127,8 @@ def test_pins_hold_blocks_and_are_let_go_of_once():
     manager = KVCacheManager(4, 4)
     request = make_request("a", list(range(8)))
     table = list(compute(manager, request))
-    manager.pin(7, table)
-    assert (manager.num_transfers, [block.block_id for block in manager.pinned_blocks()]) == (1, table)
+    manager.pin(7, [table])
+    assert (manager.num_transfers, manager.pinned_ids()) == (1, table)
     manager.free(request)
     assert manager.pool.num_free_blocks == 2
     assert manager.unpin(7) is True
@@ -136,15 +138,17 @@ def test_pins_hold_blocks_and_are_let_go_of_once():
 
 
 def test_window_parts_are_let_go_of_tail_first_too():
-    manager = KVCacheManager(4, 4, num_window_blocks=4, window=6, max_step_tokens=8)
+    manager = KVCacheManager(4, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 4)], max_step_tokens=8)
     request = make_request("a", list(range(8)))
+    manager.add_tables(request)
     table = list(compute(manager, request))
-    parts = list(request.sequence.window_table)
-    manager.pin(7, table, parts)
+    parts = list(request.sequence.block_tables[1])
+    manager.pin(7, [table, parts])
+    assert manager.pinned_ids(1) == parts
     manager.free(request)
-    assert manager.windows.cached_blocks() == []
+    assert manager.bounded[0].cached_ids() == []
     assert manager.unpin(7) is True
-    assert manager.windows.cached_blocks() == parts[::-1]
+    assert manager.bounded[0].cached_ids() == parts[::-1]
 
 
 def test_new_weights_forget_all_and_wait_for_holders():
@@ -184,7 +188,8 @@ def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
     assert manager.host.num_free_blocks == 2
     request.num_computed_tokens = num_computed
     assert manager.swap_out(request) is True
-    assert manager.take_copies().swap_out == list(zip(range(num_blocks), manager.saved_blocks()["a"], strict=True))
+    pairs = zip(range(num_blocks), manager.saved_blocks()["a"], strict=True)
+    assert manager.take_copies().swap_out == [(0, *pair) for pair in pairs]
     assert len(manager.saved_blocks()["a"]) == num_blocks
     manager.release(request)
     manager.drop_saved("a")
@@ -201,7 +206,7 @@ def test_a_copy_goes_into_the_first_of_the_new_blocks():
     again = make_request("b", [1, 2, 3])
     new = manager.allocate_slots(again, 1, manager.get_computed_blocks(again), num_reserved_tokens=12)
     assert len(new) == 3
-    assert manager.take_copies().block_copies == [(table[0], new[0])]
+    assert manager.take_copies().block_copies == [(0, table[0], new[0])]
 
 
 def test_a_source_that_became_its_copy_is_not_copied():
@@ -219,7 +224,7 @@ def test_a_source_that_became_its_copy_is_not_copied():
 
 def test_a_source_that_became_another_of_the_new_blocks_is_copied_before_it_is_written():
     manager = KVCacheManager(2, 4)
-    for name, expected, copies in (("a", [0, 1], []), ("b", [1, 0], [(0, 1)])):
+    for name, expected, copies in (("a", [0, 1], []), ("b", [1, 0], [(0, 0, 1)])):
         request = make_request(name, [1, 2, 3, 4])
         found = manager.get_computed_blocks(request)
         assert manager.allocate_slots(request, 4 - found.num_tokens, found, num_reserved_tokens=8) == expected

@@ -84,7 +84,7 @@ def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
     table = admit(manager, again)
     assert table[0] == 0
     assert table[1] not in {0, 1}
-    assert manager.take_copies().block_copies == [(1, table[1])]
+    assert manager.take_copies().block_copies == [(0, 1, table[1])]
     assert not manager.take_copies()
     assert again.sequence.num_cached_tokens == 7
     assert manager.pool.blocks[table[1]].hash is None  # the block that was copied goes on standing for its content
@@ -102,7 +102,7 @@ def test_what_is_copied_is_not_evicted_for_its_copy():
         manager.free(request)
     table = admit(manager, make_request("again", list(range(8))))  # of the least recently used blocks
     assert evicted == [3]  # b's tail
-    assert manager.take_copies().block_copies == [(1, table[1])] == [(1, 3)]
+    assert manager.take_copies().block_copies == [(0, 1, table[1])] == [(0, 1, 3)]
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
 
 
@@ -414,7 +414,7 @@ def test_a_full_hit_counts_all_its_tokens_but_one(make_core):
     scheduled = core.step()
     assert scheduled.num_scheduled_tokens == {"b": 1}
     assert scheduled.scheduled_new_reqs[0].num_computed_tokens == again.sequence.num_cached_tokens == 47
-    assert scheduled.copies.block_copies == [(2, scheduled.scheduled_new_reqs[0].block_ids[2])]
+    assert scheduled.copies.block_copies == [(0, 2, scheduled.scheduled_new_reqs[0].block_ids[0][2])]
     assert core.scheduler.get_stats().cache_hit_rate == 47 / 96
 
 
@@ -425,8 +425,8 @@ def test_requests_with_one_prompt_wait_for_its_last_block_and_copy_it(make_core)
     assert core.step().num_scheduled_tokens == {"r0": 8}
     scheduled = core.step()
     assert scheduled.num_scheduled_tokens == {f"r{index}": 1 for index in range(8)}
-    targets = [data.block_ids[1] for data in scheduled.scheduled_new_reqs]
-    assert scheduled.copies.block_copies == [(1, target) for target in targets]
+    targets = [data.block_ids[0][1] for data in scheduled.scheduled_new_reqs]
+    assert scheduled.copies.block_copies == [(0, 1, target) for target in targets]
     assert len({1, *targets}) == 8
     core.run()
     assert set(core.finished.values()) == {"length"}

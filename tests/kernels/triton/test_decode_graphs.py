@@ -47,7 +47,7 @@ class Model:
         layout = self.model.architecture.kv_layout
         self.has_windows = layout.window is not None
         self.cache = PagedKVCache(
-            layout, num_blocks=NUM_BLOCKS, num_window_blocks=NUM_BLOCKS if self.has_windows else 0,
+            layout, num_blocks=[NUM_BLOCKS] * len(layout.kv_groups),
             block_size=BLOCK_SIZE, dtype=kv_dtype or torch.bfloat16, device=device,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)

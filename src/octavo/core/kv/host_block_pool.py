@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from octavo.core.kv.block_pool import Block, BlockLink
 
 
+_ONLY_FIRST_GROUP = frozenset({0})
+
+
 @dataclass(frozen=True, slots=True)
 class HostBlock:
     """The content of a host block that can be found: what `Block` says of it on the device.
@@ -109,7 +112,7 @@ class HostBlockPool:
         """Return what stands under a hash, for tests and invariants."""
         return self._index.get(block_hash)
 
-    def keep(self, block: Block, groups: frozenset[int]) -> int | None:
+    def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return a host block to which the content of a device's block is to be copied, or None.
 
         groups: KV groups of which the device has it. None if all of that is here already (it counts as used), or if

@@ -151,6 +151,12 @@ class KVCacheManager:
         """Name all full blocks of a request's known tokens in `request.block_hashes`."""
         self.prefix_cache.chains.extended(request)
 
+    def add_tables(self, request: Request) -> None:
+        """Give a new request an empty block table for each KV group."""
+        sequence = request.sequence
+        sequence.block_tables = [[] for _ in self.groups]
+        sequence.first_held = [0] * len(self.groups)
+
     # --- allocate -----------------------------------------------------------------------------------------------------
 
     def allocate_slots(
@@ -175,9 +181,6 @@ class KVCacheManager:
         num_tokens = num_computed + num_new_tokens
         if 0 < sequence.num_slots >= num_tokens:
             return []
-        while len(sequence.block_tables) < len(self.groups):
-            sequence.block_tables.append([])
-            sequence.first_held.append(0)
         num_read = min(num_tokens, len(sequence.token_ids) - 1) if is_loaded else num_computed
         num_step_blocks, num_held = self.num_blocks_for(num_tokens), len(sequence.block_table)
         num_all_blocks = max(num_step_blocks, self.num_blocks_for(num_reserved_tokens), num_held)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.kv.block_pool import BlockPool
+from octavo.core.kv.groups import BoundedGroup
 from octavo.core.kv.host_block_pool import HostBlock
-from octavo.core.kv.groups.bounded import NO_PART, WindowBlocks
+from octavo.data.kv_groups import NO_BLOCK, KVGroupSpec, SlidingWindow
 from octavo.data.request import Sequence
 
 
 class Windows:
-    """Window blocks beside 12 blocks of 4 tokens, and sequences that hold some."""
+    """A group with a sliding window beside 16 blocks of 4 tokens, and sequences that hold some of both."""
 
     def __init__(self, num_blocks=8, window=6, max_step_tokens=8):
         self.pool = BlockPool(16)
-        self.windows = WindowBlocks(num_blocks, window, 4, max_step_tokens, self.pool.blocks)
+        spec = KVGroupSpec(SlidingWindow(window), num_blocks)
+        self.windows = BoundedGroup(1, spec, block_size=4, max_step_tokens=max_step_tokens, blocks=self.pool.blocks)
 
     def start(self, num_blocks, *, num_all_blocks=0):
         """Let a request compute so many blocks, with room for more."""
-        sequence = Sequence([0] * 4 * num_blocks, 1)
-        sequence.block_table += [block.block_id for block in self.pool.take(max(num_blocks, num_all_blocks))]
+        sequence = make_sequence([0] * 4 * num_blocks, 1)
+        sequence.block_tables[0] += [block.block_id for block in self.pool.take(max(num_blocks, num_all_blocks))]
         self.grow(sequence, num_blocks)
         return sequence
 
@@ -38,18 +40,17 @@ class Windows:
         return [self.pool.blocks[block_id] for block_id in sequence.block_table]
 
 
+def make_sequence(token_ids, num_prompt_tokens):
+    return Sequence(token_ids, num_prompt_tokens, block_tables=[[], []], first_held=[0, 0])
+
+
+def hits(windows, blocks, host_blocks, num_tokens):
+    return windows.longest_hit(blocks, host_blocks, num_tokens, len(blocks) + len(host_blocks))
+
+
 @pytest.fixture
 def made():
     return Windows()
-
-
-def test_without_windows_nothing_is_asked_for_or_let_go():
-    windows = WindowBlocks(0, 0, 4, 8, [])
-    sequence = Sequence([1], 1, block_table=[3])
-    windows.leave(sequence, 100)
-    windows.clear(sequence)
-    assert (windows.most_needed([], 0, 9), windows.share(9), windows.can_reserve(0), windows.usage) == (0, 0, True, 0.0)
-    assert (sequence.window_table, sequence.num_behind_window) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -57,23 +58,23 @@ def test_without_windows_nothing_is_asked_for_or_let_go():
 )
 def test_the_next_row_sees_as_many_positions_as_the_window_has_its_own_included(window, first):
     windows = Windows(window=window).windows
-    assert [windows.first_block(num_tokens) for num_tokens in range(10)] == first
+    assert [windows.first_read(num_tokens) for num_tokens in range(10)] == first
 
 
 def test_blocks_are_taken_as_steps_reach_them_and_let_go_behind_the_window(made):
     sequence = made.start(2, num_all_blocks=2)
-    assert (sequence.window_table, made.windows.num_free_blocks, made.windows.usage) == ([0, 1], 6, 0.25)
-    made.windows.leave(sequence, 8)
-    assert sequence.num_behind_window == 0  # position 8 sees 3 to 8
-    sequence.block_table += [block.block_id for block in made.pool.take(1)]
+    assert (sequence.block_tables[1], made.windows.num_free_blocks, made.windows.usage) == ([0, 1], 6, 0.25)
+    made.windows.let_go(sequence, 8)
+    assert sequence.first_held[1] == 0  # position 8 sees 3 to 8
+    sequence.block_tables[0] += [block.block_id for block in made.pool.take(1)]
     assert made.grow(sequence, 3).num_unheld == 1
-    made.windows.leave(sequence, 9)
-    assert (sequence.window_table, sequence.num_behind_window) == ([NO_PART, 1, 2], 1)
+    made.windows.let_go(sequence, 9)
+    assert (sequence.block_tables[1], sequence.first_held[1]) == ([NO_BLOCK, 1, 2], 1)
     assert made.windows.num_free_blocks == 6
-    made.windows.leave(sequence, 8)
-    assert sequence.num_behind_window == 1
+    made.windows.let_go(sequence, 8)
+    assert sequence.first_held[1] == 1
     made.windows.clear(sequence)
-    assert (sequence.window_table, sequence.num_behind_window, made.windows.num_free_blocks) == ([], 0, 8)
+    assert (sequence.block_tables[1], sequence.first_held[1], made.windows.num_free_blocks) == ([], 0, 8)
     assert made.windows.parts() == {}
 
 
@@ -82,48 +83,47 @@ def test_what_can_be_found_is_cached_and_the_least_recently_used_is_taken_first(
     made.cache(first)
     made.windows.clear(second)
     made.windows.clear(first)
-    assert (made.windows.cached_blocks(), sorted(made.windows.free_blocks())) == ([1, 0], [2, 3, 4, 5, 6, 7])
-    assert [made.windows.part(block) for block in made.blocks(first)] == [0, 1]
-    assert [made.windows.part(block) for block in made.blocks(second)] == [None, None]
-    made.windows.renew(1)
-    made.windows.renew(7)
-    made.windows.renew(None)
-    assert made.windows.cached_blocks() == [0, 1]
+    assert (made.windows.cached_ids(), sorted(made.windows.free_ids())) == ([1, 0], [2, 3, 4, 5, 6, 7])
+    assert [made.windows.id_of(block) for block in made.blocks(first)] == [0, 1]
+    assert [made.windows.id_of(block) for block in made.blocks(second)] == [None, None]
+    made.windows.renew(made.blocks(first)[1])
+    made.windows.renew(made.pool.blocks[15])
+    assert made.windows.cached_ids() == [0, 1]
     made.start(7)
-    assert [made.windows.part(block) for block in made.blocks(first)] == [None, 1]
+    assert [made.windows.id_of(block) for block in made.blocks(first)] == [None, 1]
     assert made.windows.num_free_blocks == 1
     assert made.windows.usage == 0.875
 
 
 def test_what_is_found_is_held_once_more_and_counts_as_free_only_where_nobody_holds_it(made):
-    first, other = made.start(3), Sequence([0] * 16, 16)
+    first, other = made.start(3), make_sequence([0] * 16, 16)
     made.cache(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
     assert (claim.first, claim.found, claim.num_new, claim.num_unheld) == (1, [1, 2], 1, 1)
-    assert made.windows.most_needed(made.blocks(first), 12, 4) == 1
+    assert made.windows.num_needed(made.blocks(first), 12, 4) == 1
     made.windows.clear(first)
     claim = made.windows.claim(other, made.blocks(first), 12, 4, 4)
     assert (claim.num_new, claim.num_unheld, claim.is_own, claim.is_found_own) == (1, 3, False, False)
-    assert made.windows.most_needed(made.blocks(first), 12, 4) == 3
-    made.windows.hold(claim.found)
-    other.block_table += [*first.block_table, 11]
+    assert made.windows.num_needed(made.blocks(first), 12, 4) == 3
+    made.windows.hold(claim)
+    other.block_tables[0] += [*first.block_table, 11]
     made.windows.extend(other, claim)
-    assert (other.window_table, other.num_behind_window) == ([NO_PART, 1, 2, 3], 1)
-    made.windows.hold([1])
+    assert (other.block_tables[1], other.first_held[1]) == ([NO_BLOCK, 1, 2, 3], 1)
+    made.windows.pin([1])
     made.windows.clear(other)
     assert [made.windows.num_holders(part) for part in range(4)] == [0, 1, 0, 0]
-    assert made.windows.release([1]) == 0
-    assert made.windows.cached_blocks() == [0, 2, 1]
-    with pytest.raises(AssertionError, match="double free of window block 1"):
-        made.windows.release([1])
+    assert made.windows._release([1]) == 0
+    assert made.windows.cached_ids() == [0, 2, 1]
+    with pytest.raises(AssertionError, match="double free of block 1 of group 1"):
+        made.windows._release([1])
 
 
 def test_where_more_is_found_than_a_window_sees_nothing_of_it_is_held(made):
-    first, other = made.start(2), Sequence([0] * 40, 40)
+    first, other = made.start(2), make_sequence([0] * 40, 40)
     made.cache(first)
     claim = made.windows.claim(other, made.blocks(first), 32, 9, 9)  # loaded: position 32 sees 27 to 32
     assert (claim.first, claim.found, claim.num_new) == (6, [], 3)
-    assert made.windows.most_needed(made.blocks(first), 32, 9) == 3
+    assert made.windows.num_needed(made.blocks(first), 32, 9) == 3
 
 
 @pytest.mark.parametrize(
@@ -145,22 +145,21 @@ def test_a_hit_is_believed_as_far_as_all_is_there_that_its_next_row_sees(made, h
     for block, is_there in zip(blocks, has_part, strict=True):
         if not is_there:
             made.windows.block_forgotten(block)
-    assert made.windows.num_usable(blocks, [], num_tokens) == usable
-    host_blocks = [HostBlock(0, b"", (), (), None, (0, 0), bool(is_there)) for is_there in has_part[1:]]
-    assert made.windows.num_usable(blocks[:1], host_blocks, num_tokens) == usable
-    assert WindowBlocks(0, 0, 4, 8, []).num_usable(blocks[:1], host_blocks, num_tokens) == len(has_part)
+    assert hits(made.windows, blocks, [], num_tokens) == usable
+    host_blocks = [
+        HostBlock(0, b"", (), (), None, (0, 0), frozenset({0, 1} if is_there else {0})) for is_there in has_part[1:]
+    ]
+    assert hits(made.windows, blocks[:1], host_blocks, num_tokens) == usable
 
 
 def test_what_covers_the_tokens_is_their_window(made):
     sequence = made.start(3)
     blocks = made.blocks(sequence)
     assert made.windows.num_covered(blocks, 12) == 3
-    made.windows.leave(sequence, 9)
+    made.windows.let_go(sequence, 9)
     assert [made.windows.num_covered(blocks, count) for count in (4, 8, 9, 12)] == [0, 0, 3, 3]
-    assert [made.windows.part_at(sequence, index) for index in range(3)] == [None, 1, 2]
-    assert [made.windows.are_enough(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
-    none = WindowBlocks(0, 0, 4, 8, [])
-    assert (none.num_covered(blocks, 4), none.are_enough(Sequence([1], 1), 4)) == (3, True)
+    assert [made.windows.id_at(sequence, index) for index in range(3)] == [None, 1, 2]
+    assert [made.windows.has_read_blocks(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
 
 
 def test_a_block_with_new_content_has_no_window_part(made):
@@ -168,12 +167,12 @@ def test_a_block_with_new_content_has_no_window_part(made):
     made.cache(first)
     one, two = made.blocks(first)
     made.windows.block_forgotten(one)  # as if it were taken while its part is held
-    assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(0)) == (None, 1, None)
+    assert (made.windows.id_of(one), made.windows.id_of(two), made.windows.block_of(0)) == (None, 1, None)
     made.windows.clear(first)
-    assert made.windows.free_blocks()[-1] == 0
+    assert made.windows.free_ids()[-1] == 0
     made.windows.block_forgotten(two)
     made.windows.block_forgotten(two)
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([], 8)
+    assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([], 8)
     assert made.windows.block_of(1) is None
 
 
@@ -181,77 +180,77 @@ def test_what_is_computed_once_more_is_the_part_of_what_is_found_in_its_stead(ma
     first, second = made.start(1), made.start(1)
     [one], [two] = made.blocks(first), made.blocks(second)
     made.windows.block_doubled(two, one)
-    assert (made.windows.part(one), made.windows.part(two)) == (0, 1)
+    assert (made.windows.id_of(one), made.windows.id_of(two)) == (0, 1)
     made.windows.clear(first)
     made.cache(first)
     made.windows.block_doubled(one, one)
     made.windows.block_doubled(two, two)
-    assert made.windows.part(two) == 1
+    assert made.windows.id_of(two) == 1
     made.windows.block_doubled(two, one)
-    assert (made.windows.part(one), made.windows.part(two), made.windows.block_of(1)) == (1, None, one.block_id)
+    assert (made.windows.id_of(one), made.windows.id_of(two), made.windows.block_of(1)) == (1, None, one.block_id)
     made.windows.clear(second)
-    assert made.windows.cached_blocks() == [1]
+    assert made.windows.cached_ids() == [1]
 
 
 def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_it():
     made = Windows(num_blocks=6)
     sequence = made.start(2, num_all_blocks=9)  # a row sees 3 blocks at most, and a step reaches 2 more
     made.cache(sequence)
-    assert sequence.window_table == [0, 1, 2, 3, 4]
-    assert [made.windows.part(block) for block in made.blocks(sequence)] == [None] * 9  # nobody else finds them
-    made.windows.leave(sequence, 13)
-    assert (sequence.window_table, sequence.num_behind_window) == ([NO_PART, NO_PART, 2, 3, 4, 5, 0], 2)
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([1], 1)
-    made.windows.leave(sequence, 36)
-    assert (len(sequence.window_table), made.windows.num_free_blocks) == (9, 4)
-    assert made.windows.part(made.blocks(sequence)[8]) is None
+    assert sequence.block_tables[1] == [0, 1, 2, 3, 4]
+    assert [made.windows.id_of(block) for block in made.blocks(sequence)] == [None] * 9  # nobody else finds them
+    made.windows.let_go(sequence, 13)
+    assert (sequence.block_tables[1], sequence.first_held[1]) == ([NO_BLOCK, NO_BLOCK, 2, 3, 4, 5, 0], 2)
+    assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([1], 1)
+    made.windows.let_go(sequence, 36)
+    assert (len(sequence.block_tables[1]), made.windows.num_free_blocks) == (9, 4)
+    assert made.windows.id_of(made.blocks(sequence)[8]) is None
     made.windows.clear(sequence)
     assert made.windows.num_free_blocks == 6
-    assert made.windows.part(made.blocks(sequence)[8]) is not None
+    assert made.windows.id_of(made.blocks(sequence)[8]) is not None
 
 
 def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_beside_it():
     made = Windows(num_blocks=6)
-    first, other = made.start(3), Sequence([0] * 40, 40)
+    first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
     blocks = made.blocks(first)
     shared = made.windows.claim(other, blocks, 12, 4, 9)
     assert (shared.num_new, shared.num_unheld, shared.is_own) == (5, 5, True)
-    assert made.windows.most_needed(blocks, 12, 9) == 5
+    assert made.windows.num_needed(blocks, 12, 9) == 5
     made.windows.clear(first)
     alone = made.windows.claim(other, blocks, 12, 4, 9)
     assert (alone.num_new, alone.num_unheld, alone.is_own) == (3, 5, True)
-    assert made.windows.most_needed(blocks, 12, 9) == 5
+    assert made.windows.num_needed(blocks, 12, 9) == 5
     assert made.windows.claim(other, blocks, 12, 4, 5).num_new == 2
-    made.windows.hold(alone.found, is_own=alone.is_found_own)
-    assert [made.windows.part(block) for block in blocks] == [0, None, None]
-    other.block_table += [*first.block_table, *range(6, 12)]
+    made.windows.hold(alone)
+    assert [made.windows.id_of(block) for block in blocks] == [0, None, None]
+    other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, alone)
-    assert other.window_table == [NO_PART, 1, 2, 3, 4, 5]
-    made.windows.leave(other, 16)
-    assert len(other.window_table) == 7
+    assert other.block_tables[1] == [NO_BLOCK, 1, 2, 3, 4, 5]
+    made.windows.let_go(other, 16)
+    assert len(other.block_tables[1]) == 7
     more = made.windows.claim(other, [], 16, 8, 9)
     assert (more.num_new, more.num_unheld, more.is_own) == (1, 1, True)
     assert made.windows.claim(other, [], 16, 5, 9).num_new == 0
 
 
 def test_reservations_are_of_what_a_row_sees_and_of_what_a_step_takes(made):
-    assert [made.windows.share(count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
-    assert [made.windows.can_reserve(count) for count in (5, 6, 7)] == [True, True, False]
+    assert [made.windows.num_reserved(count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
+    assert [made.windows.can_reserve(count, 0, is_only=False) for count in (5, 6, 7)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("window", "num_seen"), [(2, 2), (5, 2), (6, 3), (9, 3), (10, 4)])
 def test_as_many_blocks_are_seen_as_a_window_may_touch(window, num_seen):
-    assert Windows(window=window).windows.share(99) == num_seen + 1
+    assert Windows(window=window).windows.num_reserved(99) == num_seen + 1
     made = Windows(num_blocks=12, window=window, max_step_tokens=1)
-    assert len(made.start(1, num_all_blocks=12).window_table) == num_seen
+    assert len(made.start(1, num_all_blocks=12).block_tables[1]) == num_seen
 
 
 @pytest.mark.parametrize(("max_step_tokens", "num_held"), [(1, 3), (2, 4), (5, 4), (6, 5), (9, 5)])
 def test_a_step_reaches_as_many_blocks_more_as_its_tokens_may_touch(max_step_tokens, num_held):
     made = Windows(num_blocks=12, max_step_tokens=max_step_tokens)
-    assert len(made.start(1, num_all_blocks=12).window_table) == num_held
-    assert [made.windows.can_reserve(12 - count) for count in (0, 1, 2)] == [
+    assert len(made.start(1, num_all_blocks=12).block_tables[1]) == num_held
+    assert [made.windows.can_reserve(12 - count, 0, is_only=False) for count in (0, 1, 2)] == [
         max_step_tokens // 4 <= count for count in (0, 1, 2)
     ]
 
@@ -261,12 +260,12 @@ def test_a_hit_of_all_tokens_has_what_the_last_one_sees(window, num_tokens, usab
     made = Windows(window=window)
     blocks = made.blocks(made.start(2))
     made.windows.block_forgotten(blocks[0])
-    assert made.windows.num_usable(blocks, [], num_tokens) == usable
+    assert hits(made.windows, blocks, [], num_tokens) == usable
 
 
 def test_what_is_its_own_is_told_to_who_saves_for_it(made):
     sequence = made.start(2, num_all_blocks=9)
-    assert [made.windows.part_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]
+    assert [made.windows.id_at(sequence, index) for index in (0, 4, 5)] == [0, 4, None]
 
 
 @pytest.mark.parametrize("place", ["free", "cached", "held"])
@@ -279,12 +278,12 @@ def test_a_window_block_in_quarantine_is_nowhere_else_and_never_comes_back(place
     part = 1 if place == "free" else 0
     made.windows.quarantine(part)
     assert made.windows.quarantined == {part}
-    assert part not in {*made.windows.free_blocks(), *made.windows.cached_blocks(), *made.windows.parts().values()}
+    assert part not in {*made.windows.free_ids(), *made.windows.cached_ids(), *made.windows.parts().values()}
     assert made.windows.block_of(part) is None
     made.windows.clear(sequence)
     assert made.windows.num_free_blocks == 3
-    assert [made.windows.can_reserve(count) for count in (1, 2)] == [True, False]
-    assert part not in made.start(3).window_table
+    assert [made.windows.can_reserve(count, 0, is_only=False) for count in (1, 2)] == [True, False]
+    assert part not in made.start(3).block_tables[1]
 
 
 def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
@@ -292,7 +291,7 @@ def test_what_was_its_own_and_is_in_quarantine_is_replaced_by_nothing():
     made.start(1, num_all_blocks=9)
     made.windows.quarantine(0)
     assert made.windows._own == {1, 2, 3, 4}
-    assert made.windows.release([0]) == 0
+    assert made.windows._release([0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -316,31 +315,31 @@ def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back
     made.cache(ended)
     made.windows.clear(ended)
     sequence.num_cached_tokens = num_found_tokens
-    made.windows.leave(sequence, num_tokens)
-    assert made.windows.cached_blocks() == cached
+    made.windows.let_go(sequence, num_tokens)
+    assert made.windows.cached_ids() == cached
 
 
 def test_what_falls_behind_one_window_and_not_another_is_not_taken():
     made = Windows(num_blocks=9)
     sequence = made.start(5)
     made.cache(sequence)
-    made.windows.leave(sequence, 12)
-    made.windows.hold([2])
-    made.windows.leave(sequence, 20)
-    assert made.windows.cached_blocks() == [0, 1]
-    made.windows.release([2])
-    made.windows.leave(sequence, 24)
-    assert made.windows.cached_blocks() == [0, 1, 3, 2]
+    made.windows.let_go(sequence, 12)
+    made.windows.pin([2])
+    made.windows.let_go(sequence, 20)
+    assert made.windows.cached_ids() == [0, 1]
+    made.windows._release([2])
+    made.windows.let_go(sequence, 24)
+    assert made.windows.cached_ids() == [0, 1, 3, 2]
 
 
 def test_the_window_block_that_is_taken_is_told_with_the_block_that_loses_it():
     made, told = Windows(num_blocks=2), []
-    made.windows._on_evict = lambda block, part: told.append((block.block_id, part, made.windows.part(block)))
+    made.windows._on_evict = lambda block: told.append((block.block_id, made.windows.id_of(block)))
     sequence = made.start(2)
     made.cache(sequence)
     made.windows.clear(sequence)
     made.start(1)
-    assert told == [(sequence.block_table[1], 1, 1)]
+    assert told == [(sequence.block_table[1], 1)]
     made.windows.block_forgotten(made.blocks(sequence)[0])
     made.start(1)
     assert len(told) == 1
@@ -351,28 +350,28 @@ def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_muc
     num_window_blocks, is_found_own, num_new
 ):
     made = Windows(num_blocks=num_window_blocks)
-    first, other = made.start(3), Sequence([0] * 40, 40)
+    first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
     blocks = made.blocks(first)
     made.windows.clear(first)
     claim = made.windows.claim(other, blocks, 12, 4, 9)
     assert (claim.is_own, claim.is_found_own) == (True, is_found_own)
     assert (claim.num_new, claim.num_unheld) == (num_new, num_new + 2)
-    assert made.windows.most_needed(blocks, 12, 9) == 5  # it is admitted with the lesser of both
-    made.windows.hold(claim.found, is_own=claim.is_found_own)
-    other.block_table += [*first.block_table, *range(6, 12)]
+    assert made.windows.num_needed(blocks, 12, 9) == 5  # it is admitted with the lesser of both
+    made.windows.hold(claim)
+    other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, claim)
-    assert (made.windows.part(blocks[1]) is None) is is_found_own
-    made.windows.leave(other, 20)  # all that it found
-    assert len(other.window_table) == 8
+    assert (made.windows.id_of(blocks[1]) is None) is is_found_own
+    made.windows.let_go(other, 20)  # all that it found
+    assert len(other.block_tables[1]) == 8
     for num_tokens in range(21, 37):
-        made.windows.leave(other, num_tokens)
-    assert len(other.window_table) == 9
+        made.windows.let_go(other, num_tokens)
+    assert len(other.block_tables[1]) == 9
 
 
 def test_of_what_it_takes_for_the_end_of_its_blocks_there_is_no_more_than_they_need():
     made = Windows(num_blocks=12)
-    first, other = made.start(3), Sequence([0] * 40, 40)
+    first, other = made.start(3), make_sequence([0] * 40, 40)
     made.cache(first)
     assert made.windows.claim(other, made.blocks(first), 12, 4, 5).num_new == 2
 
@@ -381,22 +380,22 @@ def test_found_blocks_without_their_window_part_are_a_bug(made):
     first = made.start(3)
     blocks = made.blocks(first)
     made.windows.block_forgotten(blocks[1])
-    with pytest.raises(AssertionError, match=r"found blocks without window part: \{1\}"):
-        made.windows.claim(Sequence([0] * 40, 40), blocks, 12, 4, 4)
+    with pytest.raises(AssertionError, match=r"found blocks without a part: \{1\}"):
+        made.windows.claim(make_sequence([0] * 40, 40), blocks, 12, 4, 4)
 
 
 def test_what_fell_behind_a_window_is_held_renewed_forgotten_and_quarantined_like_all_that_is_cached():
     made = Windows(num_blocks=9)
     sequence = made.start(9)
     made.cache(sequence)
-    made.windows.leave(sequence, 32)
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([0, 1, 2, 3, 4, 5], 6)
-    made.windows.hold([4])
-    made.windows.release([4])
-    made.windows.renew(0)
-    assert made.windows.cached_blocks() == [1, 2, 3, 5, 4, 0]
+    made.windows.let_go(sequence, 32)
+    assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([0, 1, 2, 3, 4, 5], 6)
+    made.windows.pin([4])
+    made.windows._release([4])
+    made.windows.renew(made.blocks(sequence)[0])
+    assert made.windows.cached_ids() == [1, 2, 3, 5, 4, 0]
     made.windows.block_forgotten(made.blocks(sequence)[3])
-    assert (made.windows.free_blocks(), made.windows.num_free_blocks) == ([3], 6)
+    assert (made.windows.free_ids(), made.windows.num_free_blocks) == ([3], 6)
     made.windows.quarantine(2)
-    assert (made.windows.cached_blocks(), made.windows.num_free_blocks) == ([1, 5, 4, 0], 5)
-    assert made.start(3).window_table == [3, 1, 5]
+    assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([1, 5, 4, 0], 5)
+    assert made.start(3).block_tables[1] == [3, 1, 5]

@@ -150,10 +150,14 @@ class BoundedGroup:
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
         """Return whether a new request finds the blocks that it may hold at once, and so many blocks stay free."""
+        num_needed = self.num_needed(found, num_read, num_all_blocks)
+        return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
+
+    def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
+        """Return how many free blocks a new request of `num_all_blocks` blocks may take at once."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
-        num_needed = num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
-        return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
+        return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
         """Return the number of blocks that a row reads, and one more for the next position.
