@@ -63,6 +63,8 @@ class KVTransfers:
     most_saved_blocks: as many are pinned for saves at once with their window parts, where layers have windows, beside
     what is handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
+    reports_dropped_saves: whether the store is asked, when a request ends, for an event about blocks that are not saved.
+    A replay sets it to False for journals of versions that did not ask.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class KVTransfers:
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
         self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves, as whole as a store wants them
         self._saving_in_part: set[BlockHash] = set()  # and of those without their window parts
+        self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -433,7 +436,8 @@ class KVTransfers:
         """
         if self.has_store:
             self._offer_all(request)
-            self._tell_dropped(request)
+            if self.reports_dropped_saves:
+                self._tell_dropped(request)
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)

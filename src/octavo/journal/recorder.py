@@ -13,8 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from octavo.data.request import RequestStatus
 from octavo.journal.format import (
+    FULL_ATTENTION,
     REQUEST_DEFAULTS,
     REQUEST_OPTIONS,
+    SLIDING_WINDOW,
     VERSION,
     Pseudonyms,
     checksum,
@@ -128,6 +130,7 @@ class RecordingScheduler:
         """End requests from outside."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
+        self._note_answers()
         if outputs:
             numbers = [self._unfinished[output.request_id].number for output in outputs]
             self._write(["f", self._elapsed(), numbers, status.name])
@@ -188,6 +191,7 @@ class RecordingScheduler:
         if not is_taken:
             return outputs
         start = time.thread_time()
+        self._note_answers()
         self._write(["x", self._elapsed(), message])
         self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
@@ -239,7 +243,7 @@ class RecordingScheduler:
             self._write(["g", ended.number, ended.generated()])
 
     def _note_answers(self) -> None:
-        """Write what the store answered, before what it was asked for."""
+        """Write the store's answers since the last call, before the line of the call that asked for them."""
         if self._store is not None and (answers := self._store.take_answers()):
             self._write(["k", answers])
 
@@ -286,11 +290,12 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
     """Return a journal's header: everything a scheduler like this one is made from."""
     manager = scheduler.kv_cache_manager
-    if windows := manager.windows.num_blocks:
-        more |= {"num_window_blocks": windows, "window": manager.windows.window}
+    groups: list[dict[str, Any]] = [{"kind": FULL_ATTENTION, "num_blocks": manager.pool.num_blocks}]
+    if num_blocks := manager.windows.num_blocks:
+        groups.append({"kind": SLIDING_WINDOW, "num_blocks": num_blocks, "window": manager.windows.window})
     return {
         "scheduler": dataclasses.asdict(scheduler.config),
-        "num_blocks": manager.pool.num_blocks,
+        "kv_groups": groups,
         "num_host_blocks": manager.host.num_blocks,
         "block_size": manager.block_size,
         "enable_prefix_caching": manager.prefix_cache.is_enabled,

@@ -13,7 +13,15 @@ from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
-from octavo.journal.format import checksum, decode_tokens, decode_transfer, read_journal
+from octavo.journal.format import (
+    FULL_ATTENTION,
+    SLIDING_WINDOW,
+    VERSION,
+    checksum,
+    decode_tokens,
+    decode_transfer,
+    read_journal,
+)
 from octavo.journal.stores import ReplayedConnector
 from octavo.sampling_params import SamplingParams
 
@@ -35,17 +43,24 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of a replay: its events on the recorded clock, and the steps that differ."""
+    """The outcome of a replay: its events on the recorded clock, and the steps that differ.
+
+    num_unchecked: steps that could not be compared, because the journal has no checksum of them.
+    """
 
     log: EventLog
     num_steps: int
     num_requests: int
     mismatches: list[Mismatch]
     end_time: float
+    num_unchecked: int = 0
 
 
-class _Player:
-    """The core, and what the journal says of its requests."""
+class Player:
+    """Drive a new `scheduler` through the lines of a journal, one after another. Its events go to `log`.
+
+    Raises `ConfigError` if the header has an option or a KV group that this version does not know.
+    """
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
         self.microseconds = int(header["start"])
@@ -53,7 +68,7 @@ class _Player:
         self.outputs = {line[1]: decode_tokens(line[2]) for line in lines if line[0] == "g"}
         self.names: dict[int, str] = {}
         self.mismatches: list[Mismatch] = []
-        self.num_steps = 0
+        self.num_steps = self.num_unchecked = 0
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
             raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
@@ -64,18 +79,17 @@ class _Player:
                 enable_prefix_caching=header["enable_prefix_caching"],
                 cache_decoded_blocks=header["cache_decoded_blocks"],
             ),
-            num_blocks=header["num_blocks"],
             num_host_blocks=header["num_host_blocks"],
-            num_window_blocks=header.get("num_window_blocks", 0),
-            window=header.get("window", 0),
+            **_cache_size(header["kv_groups"]),
             max_model_len=header["max_model_len"],
             clock=lambda: self.microseconds / 1e6,
             sink=self.log,
             connector=self.store,
         )
+        self.scheduler.transfers.reports_dropped_saves = header.get("converted_from", VERSION) >= 3
 
     def play(self, line: list[Any]) -> None:
-        """Do what a line says."""
+        """Do what the next line of the journal says."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -97,10 +111,12 @@ class _Player:
     def _play_f(self, numbers: list[int], status: str) -> None:
         self.scheduler.finish_requests([self.names[number] for number in numbers], RequestStatus[status])
 
-    def _play_s(self, recorded: int) -> None:
+    def _play_s(self, recorded: int | None) -> None:
         scheduled = self.scheduler.schedule()
         self.num_steps += 1
-        if checksum(scheduled) != recorded:
+        if recorded is None:
+            self.num_unchecked += 1
+        elif checksum(scheduled) != recorded:
             self.mismatches.append(Mismatch(scheduled.step, scheduled.num_scheduled_tokens))
 
     def _play_u(
@@ -173,10 +189,28 @@ class _Player:
         """Read before."""
 
 
+def _cache_size(groups: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the arguments of a scheduler for the KV groups of a header. Raises `ConfigError` for unknown groups."""
+    kinds = [group["kind"] for group in groups]
+    if kinds not in ([FULL_ATTENTION], [FULL_ATTENTION, SLIDING_WINDOW]):
+        raise ConfigError(f"the journal is of another version of octavo: its KV groups {kinds} are unknown")
+    size: dict[str, int] = {"num_blocks": groups[0]["num_blocks"]}
+    for group in groups[1:]:
+        size |= {"num_window_blocks": group["num_blocks"], "window": group["window"]}
+    return size
+
+
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` when it is none."""
+    """Replay a journal. Raises `ConfigError` if the file is no journal of this version."""
     header, lines = read_journal(path)
-    player = _Player(header, lines)
+    player = Player(header, lines)
     for line in lines:
         player.play(line)
-    return Replay(player.log, player.num_steps, len(player.names), player.mismatches, player.microseconds / 1e6)
+    return Replay(
+        player.log,
+        player.num_steps,
+        len(player.names),
+        player.mismatches,
+        player.microseconds / 1e6,
+        player.num_unchecked,
+    )
