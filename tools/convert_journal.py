@@ -73,7 +73,7 @@ UPGRADES: dict[int, Callable[[Header, Lines], tuple[Header, Lines]]] = {2: to_ve
 def upgraded(header: Header, lines: Lines) -> tuple[Header, Lines]:
     """Return header and lines in the present version. Raises `ConfigError` for a version that is not known."""
     version = recorded = header["journal"]
-    if version != VERSION and version not in UPGRADES:
+    if not isinstance(version, int) or version not in {*UPGRADES, VERSION}:
         known = ", ".join(map(str, [*sorted(UPGRADES), VERSION]))
         raise ConfigError(f"the journal has version {version!r}, and only versions {known} can be read")
     while version != VERSION:

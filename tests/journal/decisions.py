@@ -113,6 +113,11 @@ class WatchedScheduler:
         return {name: value for name, value in news.items() if value}
 
 
+def as_stored(rows: list[Row]) -> list[Row]:
+    """Return rows as they come back from a file: lists for tuples."""
+    return json.loads(json.dumps(rows))
+
+
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write rows as lines of JSON, compressed; equal rows make equal files."""
     lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)

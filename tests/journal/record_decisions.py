@@ -84,11 +84,11 @@ class Run:
 
     def __init__(self, scenario: Scenario, path: Path) -> None:
         self.scenario = scenario
-        self.rng = random.Random(scenario.name)
+        self.rng = random.Random(scenario.name + scenario.seed)
         self.now = 0.0
         self.count: Counter[str] = Counter()
         self.log = EventLog()
-        self.store = Store(random.Random(scenario.name + " store")) if scenario.has_store else None
+        self.store = Store(random.Random(scenario.name + scenario.seed + " store")) if scenario.has_store else None
         recorded = None if self.store is None else RecordedConnector(self.store)
         clock = RecordedClock(lambda: self.now)
         scheduler = make_scheduler(scenario, clock, self.log, recorded)

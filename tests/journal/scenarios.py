@@ -29,6 +29,7 @@ class Scenario:
     token_s: float = 0.004
     num_steps: int = 300
     most_open: int = 9
+    seed: str = ""
     shows: dict[str, int] = field(default_factory=dict)
 
 
@@ -43,8 +44,20 @@ SCENARIOS = [
     Scenario("fair", {"policy": "fair"}, shows=OFTEN),
     Scenario(
         "reservation",
-        {"admission": "reservation", "waiting_served_ratio": 0.5, "max_waiting_tokens": 3},
-        shows=OFTEN | {"preempted": 2},  # only those that are told
+        {
+            "admission": "reservation",
+            "max_batch_total_tokens": 78,
+            "waiting_served_ratio": 1.2,
+            "max_waiting_tokens": 6,
+        },
+        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # preempted: as told
+    ),
+    Scenario(
+        "reservation_windows",
+        {"admission": "reservation", "policy": "priority"},
+        **WINDOWS,
+        num_blocks=40,
+        shows=OFTEN | {"preempted": 2, "blocked: too few tokens left to reserve": 10},
     ),
     Scenario("prefill_first", {"batching": "prefill_first", "enable_chunked_prefill": False}, shows={"preempted": 10}),
     Scenario("mixed_step", {"mixed_step_ms": 60.0, "attention_cost_tokens": 60.0}, shows=OFTEN),
@@ -61,10 +74,10 @@ SCENARIOS = [
     Scenario("swap", {"preemption": "swap"}, num_host_blocks=12, shows=OFTEN | SWAPS),
     Scenario(
         "swap_windows",
-        {"preemption": "auto", "swap_block_cost_tokens": 1.0},
+        {"preemption": "auto", "swap_block_cost_tokens": 3.8},
         **WINDOWS,
         num_host_blocks=12,
-        shows=OFTEN | SWAPS | {"window swapped out": 10, "window swapped in": 10},
+        shows=OFTEN | SWAPS | {"copied": 1, "swapped": 2, "window swapped out": 10, "window swapped in": 10},
     ),
     Scenario("store", has_store=True, num_blocks=28, shows=OFTEN | SAVES),
     Scenario(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from journal.decisions import WatchedScheduler, differences, read_rows
+from journal.decisions import Row, WatchedScheduler, as_stored, differences, read_rows
 from journal.record_decisions import RecordingError, record
 from journal.scenarios import SCENARIOS, Scenario
 
 from octavo.core import policy, scheduler
+from octavo.errors import OctavoError
 from octavo.journal.format import read_journal
 from octavo.journal.replay import Player, replay
 
@@ -22,21 +23,30 @@ RECORDED = Path(__file__).parent / "recorded"
 NAMES = [each.name for each in SCENARIOS]
 
 
-def decide_again(path: Path) -> list[dict]:
-    """Replay a journal of the present format; return the decisions as they would have been recorded."""
-    player = Player(*(read := read_journal(path)))
+def decide_again(path: Path) -> tuple[list[Row], str]:
+    """Replay a journal of the present format; return its decisions, and the error that ended the replay or "".
+
+    A replay that takes another way than the recorded run may ask for what the journal does not have.
+    """
+    header, lines = read_journal(path)
+    player = Player(header, lines)
     player.scheduler = watched = WatchedScheduler(player.scheduler, player.log)
-    for line in read[1]:
-        player.play(line)
-    watched.end()
-    return json.loads(json.dumps(watched.rows))
+    try:
+        for line in lines:
+            player.play(line)
+        watched.end()
+    except (ArithmeticError, AssertionError, LookupError, OctavoError, TypeError, ValueError) as error:
+        return as_stored(watched.rows), f"after step {len(watched.rows)} the replay failed: {error!r}"
+    return as_stored(watched.rows), ""
 
 
-def first_difference(name: str, folder: Path) -> str | None:
-    """Convert a recorded journal and replay it; say which decision is the first that differs, None if none does."""
+def first_difference(name: str, folder: Path) -> str:
+    """Convert a recorded journal and replay it; say which decision is the first that differs, "" if none does."""
     path = folder / f"{name}.journal"
     convert(RECORDED / f"{name}.journal.gz", path)
-    return next(differences(read_rows(RECORDED / f"{name}.decisions.gz"), decide_again(path)), None)
+    recorded = read_rows(RECORDED / f"{name}.decisions.gz")
+    decided, error = decide_again(path)
+    return next(differences(recorded[: len(decided)] if error else recorded, decided), error)
 
 
 def test_there_is_a_journal_for_each_scenario():
@@ -48,7 +58,7 @@ def test_there_is_a_journal_for_each_scenario():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_converted_journal_replays_with_the_recorded_decisions(name, tmp_path):
-    assert (different := first_difference(name, tmp_path)) is None, different
+    assert first_difference(name, tmp_path) == ""
 
 
 def test_a_converted_journal_is_replayed_without_comparing_steps(tmp_path):
@@ -67,8 +77,7 @@ def test_another_victim_is_noticed(tmp_path, monkeypatch):
     assert policy.choose_victim is scheduler.choose_victim
     monkeypatch.setattr(scheduler, "choose_victim", most_important)
     different = first_difference("fcfs", tmp_path)
-    assert different is not None
-    assert different.startswith("step ")
+    assert re.match(r"(after )?step \d+", different)
 
 
 def test_a_decision_that_was_left_out_is_noticed(tmp_path):
@@ -89,7 +98,9 @@ def test_what_is_recorded_now_replays_with_its_decisions(tmp_path):
     assert replay(path).mismatches == []
     assert replay(path).num_unchecked == 0
     rows = read_rows(tmp_path / "everything.decisions.gz")
-    assert next(differences(rows, decide_again(path)), None) is None
+    decided, error = decide_again(path)
+    assert error == ""
+    assert list(differences(rows, decided)) == []
 
 
 def test_a_scenario_without_its_events_is_refused(tmp_path):

@@ -63,7 +63,7 @@ class KVTransfers:
     most_saved_blocks: as many are pinned for saves at once with their window parts, where layers have windows, beside
     what is handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
-    reports_dropped_saves: whether the store is asked, when a request ends, for an event about blocks that are not saved.
+    reports_dropped_saves: whether the store is asked about blocks that are not saved when a request ends, for an event.
     A replay sets it to False for journals of versions that did not ask.
     """
 

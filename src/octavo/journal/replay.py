@@ -189,12 +189,12 @@ class Player:
         """Read before."""
 
 
-def _cache_size(groups: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _cache_size(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the arguments of a scheduler for the KV groups of a header. Raises `ConfigError` for unknown groups."""
     kinds = [group["kind"] for group in groups]
     if kinds not in ([FULL_ATTENTION], [FULL_ATTENTION, SLIDING_WINDOW]):
         raise ConfigError(f"the journal is of another version of octavo: its KV groups {kinds} are unknown")
-    size: dict[str, int] = {"num_blocks": groups[0]["num_blocks"]}
+    size = {"num_blocks": groups[0]["num_blocks"]}
     for group in groups[1:]:
         size |= {"num_window_blocks": group["num_blocks"], "window": group["window"]}
     return size
