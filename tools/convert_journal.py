@@ -48,8 +48,8 @@ def with_early_answers(lines: Lines) -> Lines:
     """Put the answers of a store before all lines that asked for them.
 
     Version 2 writes the answers to an abort ("f") or a failed step ("x") with the next step or result, together with
-    the answers to that one. After the last of these it writes none. There nothing is decided any more, so the store is
-    said to want none of the blocks that are offered.
+    the answers to that one. It writes none after the last step or result. No step is decided after that, so there the
+    answers say that the store wants none of the blocks.
     """
     moved: Lines = []
     start = 0  # of the lines that may have asked since the last step or result
@@ -66,7 +66,7 @@ def with_early_answers(lines: Lines) -> Lines:
     return moved
 
 
-# The next version of the format adds one function here: each brings a journal from the version before to its own.
+# The next version of the format adds one function here: each converts from the version before it.
 UPGRADES: dict[int, Callable[[Header, Lines], tuple[Header, Lines]]] = {2: to_version_3}
 
 

@@ -1,6 +1,6 @@
 """The decisions of a scheduler, step by step, as rows that can be stored as JSON and compared with `==`.
 
-Rows hold no block ids, because these may change from version to version. They hold what a decision is apart from them.
+Rows hold no block ids, because these may change from version to version.
 `held` and `moved` are the only functions that read how the KV cache is laid out.
 """
 
@@ -37,7 +37,7 @@ def held(scheduler: Scheduler) -> list[int]:
 def moved(scheduled: SchedulerOutput) -> Row:
     """Return how many blocks a step moves.
 
-    copies: one list [swapped out, copied, swapped in] per KV group; last groups that copy nothing are left out.
+    copies: one list [swapped out, copied, swapped in] per KV group; last groups that copy nothing are omitted.
     transfers: one list [id, direction, request, number of blocks per KV group] per transfer.
     """
     copies = scheduled.copies
@@ -57,7 +57,7 @@ def moved(scheduled: SchedulerOutput) -> Row:
 
 
 def decision(scheduled: SchedulerOutput) -> Row:
-    """Return what a step computes, for whom, and what it moves. All that is empty is left out."""
+    """Return the tokens of a step by request, its endings, drafts and moves. Empty columns are omitted."""
     new = [[each.request_id, each.num_computed_tokens] for each in scheduled.scheduled_new_reqs]
     row = {
         "step": scheduled.step,
@@ -130,7 +130,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def differences(recorded: list[Row], decided: list[Row]) -> Iterator[str]:
-    """Say of each step that differs what was recorded and what is decided now, the first step first."""
+    """Yield a message for each column that differs, the first step first."""
     for index, (old, new) in enumerate(zip(recorded, decided, strict=False)):
         for name in [*old, *(each for each in new if each not in old)]:
             if old.get(name) != new.get(name):

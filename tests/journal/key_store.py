@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from journal.scenarios import BLOCK_SIZE
+
 from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.data.request import Request
 from octavo.data.scheduler_output import TransferDirection
-
-BLOCK_SIZE = 4
 
 
 class Store:
@@ -65,7 +65,7 @@ class Store:
         return usable * BLOCK_SIZE
 
     def keys_to_save(self, keys: Any, *, without_window: bool = False) -> set[bytes]:
-        """Want most of what it has not, or has without its window part."""
+        """Choose most of the blocks that it lacks, or has without their window parts."""
         lacking = [key for key in keys if key not in self.keys or not (without_window or self.keys[key])]
         return {key for key in lacking if self.rng.random() < 0.8}
 
@@ -75,9 +75,7 @@ class Store:
             self.moving.pop(transfer_id, None)
         for order in scheduled.kv_transfers:
             is_save = order.direction is TransferDirection.SAVE
-            delay = (
-                0 if is_save else 400 if self.rng.random() < 0.05 else self.rng.choice([0, 0, 1, 2])
-            )  # 400: never told
+            delay = 0 if is_save else self._delay_of_load()
             self.moving[order.transfer_id] = order, scheduled.step + delay
         ended = []
         for transfer_id, (order, due) in list(self.moving.items()):
@@ -85,6 +83,10 @@ class Store:
                 del self.moving[transfer_id]
                 ended.append(self._end(order))
         return ended
+
+    def _delay_of_load(self) -> int:
+        """Return after how many steps a load ends; a few are given up before."""
+        return 400 if self.rng.random() < 0.05 else self.rng.choice([0, 0, 1, 2])
 
     def _end(self, order: Any) -> EndedTransfer:
         count = len(order.keys)

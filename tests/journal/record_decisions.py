@@ -28,6 +28,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.data.kv_tiers import EndedTransfer, TierMove
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import RequestError
@@ -53,7 +54,7 @@ COUNTED = {  # events by name: an older octavo may lack some
 
 
 class RecordingError(Exception):
-    """A scenario that does not show what it is for."""
+    """A scenario in which something happened too seldom."""
 
 
 def make_scheduler(scenario: Scenario, clock: RecordedClock, log: EventLog, store: Any) -> Scheduler:
@@ -84,11 +85,11 @@ class Run:
 
     def __init__(self, scenario: Scenario, path: Path) -> None:
         self.scenario = scenario
-        self.rng = random.Random(scenario.name + scenario.seed)
+        self.rng = random.Random(scenario.name)
         self.now = 0.0
         self.count: Counter[str] = Counter()
         self.log = EventLog()
-        self.store = Store(random.Random(scenario.name + scenario.seed + " store")) if scenario.has_store else None
+        self.store = Store(random.Random(scenario.name + " store")) if scenario.has_store else None
         recorded = None if self.store is None else RecordedConnector(self.store)
         clock = RecordedClock(lambda: self.now)
         scheduler = make_scheduler(scenario, clock, self.log, recorded)
@@ -118,7 +119,7 @@ class Run:
         if seldom := {name: counts for name, counts in seldom.items() if counts[0] < counts[1]}:
             raise RecordingError(f"{self.scenario.name}: too seldom (times, least): {seldom}; all: {dict(+self.count)}")
 
-    # --- what comes from outside --------------------------------------------------------------------------------------
+    # --- requests from outside ----------------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         rng, scheduler = self.rng, self.scheduler
@@ -156,10 +157,15 @@ class Run:
         rng = self.rng
         name = f"r{self.num_added}"
         self.num_added += 1
+        max_tokens, pair = rng.choice([1, rng.randint(2, 12), rng.randint(10, 50)]), None
+        if self.scenario.pair_rate and rng.random() < self.scenario.pair_rate:
+            self.count["pairs"] += 1
+            pair = KVTransferParams(name, is_prefill=rng.random() < 0.5)
+            max_tokens = 1 if pair.is_prefill else max_tokens
         request = Request(
             name,
             list(prompt),
-            SamplingParams(temperature=0.0, max_tokens=rng.choice([1, rng.randint(2, 12), rng.randint(10, 50)])),
+            SamplingParams(temperature=0.0, max_tokens=max_tokens),
             stop_token_ids=frozenset({STOP_TOKEN}),
             arrival_time=self.now - rng.random() * 0.01,
             priority=rng.randrange(3),
@@ -168,6 +174,7 @@ class Run:
             tenant=rng.choice("xyz"),
             tenant_weight=rng.choice([1.0, 1.0, 2.0]),
             deadline=self.now + rng.uniform(0.1, 5.0) if rng.random() < 0.2 else None,
+            kv_transfer_params=pair,
         )
         try:
             self.scheduler.add_request(request)
@@ -261,7 +268,7 @@ class Run:
                 drafts[request.request_id] = [rng.randrange(10, 1000) for _ in range(count)]
         self.scheduler.update_draft_token_ids(drafts)
 
-    # --- what it shows ------------------------------------------------------------------------------------------------
+    # --- counts -------------------------------------------------------------------------------------------------------
 
     def _count_events(self) -> None:
         """Count what happened, by the event stream."""

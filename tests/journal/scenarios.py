@@ -1,4 +1,4 @@
-"""What journals are recorded of: schedulers of all kinds, so short of memory that requests are preempted."""
+"""The schedulers whose journals are recorded. All are so short of memory that requests are preempted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ OFTEN = {"preempted": 6, "evicted": 100, "hits": 16, "copied": 2, "chunks": 10, 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is recorded. Rates are per step.
+    """A scheduler, and the requests that it gets.
 
-    shows: the least number of times that each of these must happen, by the names under which `Run` counts.
+    draft_rate: share of steps after which drafts are proposed. pair_rate: share of requests of which another engine
+    computes the prompt, or the answer. token_s: seconds that a step takes per token. shows: the least number of times
+    that each of these must happen, by the names under which `Run` counts.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Scenario:
     token_s: float = 0.004
     num_steps: int = 300
     most_open: int = 9
-    seed: str = ""
+    pair_rate: float = 0.0
     shows: dict[str, int] = field(default_factory=dict)
 
 
@@ -50,7 +52,7 @@ SCENARIOS = [
             "waiting_served_ratio": 1.2,
             "max_waiting_tokens": 6,
         },
-        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # preempted: as told
+        shows=OFTEN | {"preempted": 2, "blocked: it waits for others to start with": 5},  # only by force
     ),
     Scenario(
         "reservation_windows",
@@ -88,15 +90,22 @@ SCENARIOS = [
         shows=OFTEN | SAVES | {"window loads": 5, "window saves": 10, "in part": 1},
     ),
     Scenario(
-        "speculation", draft_rate=0.9, token_s=0.0005, shows=OFTEN | {"accepted": 50, "rejected": 50, "bounded": 20}
+        "pairs_windows",
+        **WINDOWS,
+        has_store=True,
+        pair_rate=0.7,
+        num_blocks=28,
+        num_steps=180,
+        shows={"pairs": 20, "loads": 8, "saves": 20, "window saves": 10, "evicted": 100, "preempted": 2},
     ),
+    Scenario("speculation", draft_rate=0.9, token_s=0.0005, shows=OFTEN | DRAFTS | {"bounded": 20}),
     Scenario(
         "speculation_windows",
         **WINDOWS,
         num_blocks=18,
         draft_rate=0.9,
         token_s=0.0005,
-        shows=OFTEN | {"accepted": 50, "rejected": 50},
+        shows=OFTEN | DRAFTS,
     ),
     Scenario("ahead", {"async_scheduling": True}, num_blocks=28, shows=OFTEN | {"ahead": 100}),
     Scenario(

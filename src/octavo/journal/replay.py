@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+FIRST_WITH_DROPPED_SAVES = 3  # version of the format in which stores have answered about dropped saves, too
 STOP_TOKEN = -1  # stands for whatever token ended a request
 
 
@@ -86,7 +87,8 @@ class Player:
             sink=self.log,
             connector=self.store,
         )
-        self.scheduler.transfers.reports_dropped_saves = header.get("converted_from", VERSION) >= 3
+        was_asked = header.get("converted_from", VERSION) >= FIRST_WITH_DROPPED_SAVES
+        self.scheduler.transfers.reports_dropped_saves = was_asked
 
     def play(self, line: list[Any]) -> None:
         """Do what the next line of the journal says."""
