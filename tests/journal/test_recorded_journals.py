@@ -35,7 +35,7 @@ def decide_again(path: Path) -> tuple[list[Row], str]:
         for line in lines:
             player.play(line)
         watched.end()
-    except (ArithmeticError, AssertionError, LookupError, OctavoError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, OctavoError, TypeError, ValueError) as error:
         return as_stored(watched.rows), f"after step {len(watched.rows)} the replay failed: {error!r}"
     return as_stored(watched.rows), ""
 
