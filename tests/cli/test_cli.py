@@ -41,6 +41,7 @@ from octavo.config import (
 )
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.journal.format import VERSION
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.listening import bind
@@ -820,6 +821,34 @@ def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
     assert json.loads(drawing.read_text())["traceEvents"]
     result = run("generate", "--record", str(tmp_path / "no" / "such" / "folder"), *prompts)
     assert (result.exit_code, "cannot be written" in result.output) == (1, True)
+
+
+def test_replay_of_a_converted_journal_says_that_steps_are_not_compared(tmp_path: Path) -> None:
+    header = {
+        "journal": VERSION,
+        "start": 0,
+        "converted_from": 2,
+        "scheduler": {},
+        "num_host_blocks": 0,
+        "connector": "",
+        "block_size": 4,
+        "enable_prefix_caching": True,
+        "cache_decoded_blocks": True,
+        "max_model_len": 100,
+        "kv_groups": [{"kind": "full_attention", "num_blocks": 9}],
+    }
+    journal = tmp_path / "run.journal"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in [header, ["s", 5, None], ["s", 5, None]]))
+    result = run("replay", str(journal))
+    assert (result.exit_code, "2 steps were not compared" in result.output) == (0, True)
+
+
+def test_replay_of_an_older_journal_names_the_converter(tmp_path: Path) -> None:
+    journal = tmp_path / "run.journal"
+    journal.write_text('{"journal": 2}\n')
+    result = run("replay", str(journal))
+    assert result.exit_code == 1
+    assert "tools/convert_journal.py" in result.output.replace("\n", "")
 
 
 def serve_with(tmp_path: Path, text: str, *arguments: str, **environment: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from stores import Store
 
 from octavo import CacheConfig, SamplingParams, SchedulerConfig
@@ -12,6 +14,7 @@ from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.journal.explain import GENERATING, LOADING, explain
+from octavo.journal.format import read_journal
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.replay import replay
 from octavo.journal.stores import RecordedConnector
@@ -114,3 +117,35 @@ class StoreOfSome(Store):
         return (
             0 if int(request.request_id[1:]) % 2 else super().get_num_new_matched_tokens(request, num_computed_tokens)
         )
+
+
+def test_answers_to_aborts_and_failed_steps_are_recorded_in_their_place(tmp_path):
+    """The store is asked for saves when a request ends, also between steps."""
+    now = itertools.count()
+    clock, recorded = RecordedClock(lambda: float(next(now))), RecordedConnector(Store(num_tokens=0, wants=True))
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1)
+    scheduler = Scheduler(
+        config, CacheConfig(block_size=4), num_blocks=64, max_model_len=200, clock=clock, connector=recorded
+    )
+    path = tmp_path / "journal"
+    recorder = RecordingScheduler(scheduler, clock, path, describe(scheduler), recorded)
+    for index in range(6):
+        recorder.add_request(Request(f"r{index}", list(range(100 * index, 100 * index + 9)), SamplingParams()))
+    for step in range(30):
+        if not recorder.requests:
+            break
+        scheduled = recorder.schedule()
+        if step == 12:
+            recorder.fail_step(scheduled, "injected")
+            continue
+        ended = [EndedTransfer(each.transfer_id, len(each.keys)) for each in scheduled.kv_transfers]
+        sampled = {name: [7] for name in scheduled.num_scheduled_tokens}
+        recorder.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, kv_transfers=ended))
+        if step in {5, 6, 7}:  # with a full block of its answer, which is offered when it ends
+            recorder.abort_request(f"r{step - 5}")
+    assert not recorder.requests
+    recorder.close()
+    kinds = "".join(line[0] for line in read_journal(path)[1])
+    assert kinds.count("kf") == 3
+    assert kinds.count("kx") == 1
+    assert replay(path).mismatches == []

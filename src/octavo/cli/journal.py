@@ -30,6 +30,8 @@ def replay(file: File) -> None:
     """Repeat a recorded run and compare every decision of the scheduler."""
     done = _replay(file)
     typer.echo(f"{done.num_requests} requests, {done.num_steps} steps, {len(done.mismatches)} decided differently")
+    if done.num_unchecked:
+        typer.echo(f"{done.num_unchecked} steps were not compared: a converted journal has no checksums of them")
     for mismatch in done.mismatches[:5]:
         typer.echo(f"  step {mismatch.step}: now {mismatch.decided}")
     if done.mismatches:

@@ -62,6 +62,8 @@ class KVTransfers:
     most_saved_blocks: number of blocks that are pinned for saves at once with their parts in all KV groups, without
     those that are handed over to another engine.
     learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
+    reports_dropped_saves: whether the store is asked about blocks that are not saved when a request ends, for an event.
+    A replay sets it to False for journals of versions that did not ask.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class KVTransfers:
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
         self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves with their parts in all groups
         self._saving_in_part: set[BlockHash] = set()  # and of those that lost a part, so only the first group's is
+        self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -433,7 +436,8 @@ class KVTransfers:
         """
         if self.has_store:
             self._offer_all(request)
-            self._tell_dropped(request)
+            if self.reports_dropped_saves:
+                self._tell_dropped(request)
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)

@@ -7,7 +7,7 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
-    ["s", t, checksum]                                              a step was decided
+    ["s", t, checksum]                                              a step was decided; checksum null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves]]                           its result; who was due one token and got it is left
                                                                     out; one whose token is postponed has none, and no
@@ -19,6 +19,11 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
     ["g", number, output]                                           what a request generated, written when it ends
+
+The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
+{"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
+"converted_from": the version that the journal was written in, if a converter brought it to this one. Then the checksums
+are null, because those of the older version do not fit the decisions of this one.
 
 t: microseconds since the line before. A move is [tier, blocks, bytes, seconds]. Prompts and outputs: base64 of
 pseudonyms of four bytes, whose highest bit is not used.
@@ -135,14 +140,28 @@ def open_journal(path: Path, mode: str) -> IO[str]:
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines. A last line that was cut off is left out. Raises `ConfigError` for anything else."""
+    """Return header and lines of a journal. A last line that was cut off is left out.
+
+    Raises `ConfigError` if the file is no journal, cannot be read, or has another version than this one.
+    """
+    header, lines = read_any_version(path)
+    version = header["journal"]
+    if version == VERSION:
+        return header, lines
+    is_older = isinstance(version, int) and version < VERSION
+    advice = "convert it with tools/convert_journal.py" if is_older else "use the octavo that wrote it"
+    raise ConfigError(f"{path} is a journal of version {version!r}, and this octavo reads version {VERSION}: {advice}")
+
+
+def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Return header and lines like `read_journal`, whatever the version; header["journal"] has it."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a journal: {error}") from None
-    if not lines or not isinstance(lines[0], dict) or lines[0].get("journal") != VERSION:
-        raise ConfigError(f"{path} is no journal of version {VERSION}; `octavo serve --record FILE` writes one")
+    if not lines or not isinstance(lines[0], dict) or "journal" not in lines[0]:
+        raise ConfigError(f"{path} is no journal; `octavo serve --record FILE` writes one")
     return lines[0], lines[1:]
 
 

@@ -129,6 +129,7 @@ class RecordingScheduler:
         """End requests from outside."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
+        self._note_answers()
         if outputs:
             numbers = [self._unfinished[output.request_id].number for output in outputs]
             self._write(["f", self._elapsed(), numbers, status.name])
@@ -189,6 +190,7 @@ class RecordingScheduler:
         if not is_taken:
             return outputs
         start = time.thread_time()
+        self._note_answers()
         self._write(["x", self._elapsed(), message])
         self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
@@ -240,7 +242,7 @@ class RecordingScheduler:
             self._write(["g", ended.number, ended.generated()])
 
     def _note_answers(self) -> None:
-        """Write what the store answered, before what it was asked for."""
+        """Write the store's answers since the last call, before the line of the call that asked for them."""
         if self._store is not None and (answers := self._store.take_answers()):
             self._write(["k", answers])
 

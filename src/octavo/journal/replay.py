@@ -14,7 +14,13 @@ from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
-from octavo.journal.format import checksum, decode_tokens, decode_transfer, read_journal
+from octavo.journal.format import (
+    VERSION,
+    checksum,
+    decode_tokens,
+    decode_transfer,
+    read_journal,
+)
 from octavo.journal.stores import ReplayedConnector
 from octavo.sampling_params import SamplingParams
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+FIRST_WITH_DROPPED_SAVES = 3  # version of the format in which stores have answered about dropped saves, too
 STOP_TOKEN = -1  # stands for whatever token ended a request
 
 
@@ -36,17 +43,24 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of a replay: its events on the recorded clock, and the steps that differ."""
+    """The outcome of a replay: its events on the recorded clock, and the steps that differ.
+
+    num_unchecked: steps that could not be compared, because the journal has no checksum of them.
+    """
 
     log: EventLog
     num_steps: int
     num_requests: int
     mismatches: list[Mismatch]
     end_time: float
+    num_unchecked: int = 0
 
 
-class _Player:
-    """The core, and what the journal says of its requests."""
+class Player:
+    """Drive a new `scheduler` through the lines of a journal, one after another. Its events go to `log`.
+
+    Raises `ConfigError` if the header has an option or a KV group that this version does not know.
+    """
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
         self.microseconds = int(header["start"])
@@ -54,11 +68,11 @@ class _Player:
         self.outputs = {line[1]: decode_tokens(line[2]) for line in lines if line[0] == "g"}
         self.names: dict[int, str] = {}
         self.mismatches: list[Mismatch] = []
-        self.num_steps = 0
+        self.num_steps = self.num_unchecked = 0
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
             raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
-        first_group, *bounded_groups = map(KVGroupSpec.from_json, header["kv_groups"])
+        first_group, *bounded_groups = _kv_groups(header["kv_groups"])
         self.scheduler = Scheduler(
             SchedulerConfig(**header["scheduler"]),
             CacheConfig(
@@ -74,9 +88,11 @@ class _Player:
             sink=self.log,
             connector=self.store,
         )
+        was_asked = header.get("converted_from", VERSION) >= FIRST_WITH_DROPPED_SAVES
+        self.scheduler.transfers.reports_dropped_saves = was_asked
 
     def play(self, line: list[Any]) -> None:
-        """Do what a line says."""
+        """Do what the next line of the journal says."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -98,10 +114,12 @@ class _Player:
     def _play_f(self, numbers: list[int], status: str) -> None:
         self.scheduler.finish_requests([self.names[number] for number in numbers], RequestStatus[status])
 
-    def _play_s(self, recorded: int) -> None:
+    def _play_s(self, recorded: int | None) -> None:
         scheduled = self.scheduler.schedule()
         self.num_steps += 1
-        if checksum(scheduled) != recorded:
+        if recorded is None:
+            self.num_unchecked += 1
+        elif checksum(scheduled) != recorded:
             self.mismatches.append(Mismatch(scheduled.step, scheduled.num_scheduled_tokens))
 
     def _play_u(
@@ -174,10 +192,25 @@ class _Player:
         """Read before."""
 
 
+def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
+    """Return the KV groups of a header. Raises `ConfigError` for unknown kinds."""
+    try:
+        return [KVGroupSpec.from_json(group) for group in groups]
+    except (KeyError, TypeError):
+        raise ConfigError(f"the journal is of another version of octavo: its KV groups {groups} are unknown") from None
+
+
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` when it is none."""
+    """Replay a journal. Raises `ConfigError` if the file is no journal of this version."""
     header, lines = read_journal(path)
-    player = _Player(header, lines)
+    player = Player(header, lines)
     for line in lines:
         player.play(line)
-    return Replay(player.log, player.num_steps, len(player.names), player.mismatches, player.microseconds / 1e6)
+    return Replay(
+        player.log,
+        player.num_steps,
+        len(player.names),
+        player.mismatches,
+        player.microseconds / 1e6,
+        player.num_unchecked,
+    )

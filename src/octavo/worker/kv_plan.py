@@ -124,10 +124,9 @@ class KVPlan:
         num_more = (num_bytes - num_blocks * first_bytes - taken) // bounded_bytes
         bounded = [min(count + num_more, num_blocks) for count in bounded]
         least = [count + self.blocks_of_step for count in self.blocks_of_sequence]
-        if any(map(operator.lt, bounded, least)):
-            num_blocks = min(bounded)  # so that a single sequence always finds enough blocks of every group
-            bounded = [num_blocks] * len(bounded)
-        return KVSize((num_blocks, *bounded))
+        # A single sequence always finds enough blocks of every group.
+        num_blocks = min([num_blocks, *(count for count, needed in zip(bounded, least, strict=True) if count < needed)])
+        return KVSize((num_blocks, *(min(count, num_blocks) for count in bounded)))
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:

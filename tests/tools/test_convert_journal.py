@@ -1,0 +1,182 @@
+"""The converter brings old journals to the present version, and refuses what it does not know without writing."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from stores import Store
+
+from octavo.core.kv_transfers import KVTransfers
+from octavo.data import events
+from octavo.errors import ConfigError
+from octavo.journal.format import VERSION, read_journal
+from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.journal.replay import replay
+from octavo.journal.stores import RecordedConnector
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import convert_journal
+
+RECORDED = Path(__file__).parents[1] / "journal" / "recorded"
+HEADER = {"journal": 2, "start": 5, "num_blocks": 9, "num_host_blocks": 3, "connector": ""}
+
+
+def write(path, header, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    return path
+
+
+def converted(tmp_path, header, *lines):
+    """Convert a journal of this header and these lines; return the new header and lines."""
+    convert_journal.convert(write(tmp_path / "old", header, *lines), tmp_path / "new")
+    return read_journal(tmp_path / "new")
+
+
+def test_numbers_of_blocks_become_groups(tmp_path):
+    header, lines = converted(tmp_path, HEADER, ["s", 3, 123], ["u", 4, [], []])
+    assert header == {
+        "journal": VERSION,
+        "start": 5,
+        "num_host_blocks": 3,
+        "connector": "",
+        "kv_groups": [{"kind": "full_attention", "num_blocks": 9}],
+        "converted_from": 2,
+    }
+    assert lines == [["s", 3, None], ["u", 4, [], []]]
+
+
+def test_windows_become_a_group(tmp_path):
+    header, _ = converted(tmp_path, {**HEADER, "num_window_blocks": 7, "window": 20})
+    assert header["kv_groups"][1:] == [{"kind": "sliding_window", "num_blocks": 7, "window": 20}]
+    assert not {"num_blocks", "num_window_blocks", "window"} & set(header)
+
+
+def test_a_journal_of_the_present_version_stays_as_it_is(tmp_path):
+    header = {"journal": VERSION, "start": 5, "kv_groups": []}
+    assert converted(tmp_path, header, ["s", 3, 123]) == (header, [["s", 3, 123]])
+
+
+def test_answers_to_an_abort_move_before_it(tmp_path):
+    header = {**HEADER, "connector": "disk"}
+    lines = [
+        ["a", 0, 0, "r", "", 9, {}],
+        ["k", [8]],
+        ["s", 1, 1],
+        ["f", 1, [0], "FINISHED_ABORTED"],
+        ["g", 0, ""],
+        ["k", [[0], None]],
+        ["u", 1, [], []],
+    ]
+    _, new = converted(tmp_path, header, *lines)
+    assert "".join(line[0] for line in new) == "kaskfgu"
+    assert new[3] == ["k", [[0], None]]
+
+
+def test_a_journal_that_ends_with_aborts_over_a_store_replays(tmp_path, make_core, monkeypatch):
+    """Version 2 had no answers for them: it wrote answers with steps and results only."""
+    monkeypatch.setattr(RecordingScheduler, "_note_answers", note_answers_as_version_2)
+    store = RecordedConnector(Store(num_tokens=0, wants=True))
+    core = make_core(connector=store)
+    scheduler = core.scheduler
+    clock = scheduler._clock = RecordedClock(scheduler._clock)
+    path = tmp_path / "old"
+    core.scheduler = recorder = RecordingScheduler(scheduler, clock, path, describe(scheduler), store)
+    for name in "abc":
+        core.add(name, 9)
+    for _ in range(5):  # until each has a full block of its answer, which is offered when the request ends
+        core.step()
+    for name in "abc":
+        recorder.abort_request(name)
+    recorder.close()
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    [group] = header.pop("kv_groups")
+    write(tmp_path / "v2", {**header, "journal": 2, "num_blocks": group["num_blocks"]}, *lines)
+    with pytest.raises(ConfigError, match="asks the store"):
+        replay(path)
+    convert_journal.convert(tmp_path / "v2", tmp_path / "new")
+    done = replay(tmp_path / "new")
+    assert [each.reason for each in done.log.events if isinstance(each, events.RequestFinished)] == ["abort"] * 3
+
+
+def note_answers_as_version_2(self):
+    """Write the answers unless an abort asked."""
+    if sys._getframe(1).f_code.co_name in {"schedule", "update_from_output"}:
+        self._write(["k", self._store.take_answers()])
+
+
+@pytest.fixture
+def make_core():
+    from core.conftest import Core
+
+    return Core
+
+
+def test_a_store_is_not_asked_about_dropped_saves_for_an_old_journal(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(KVTransfers, "_tell_dropped", lambda _self, request: asked.append(request))
+    convert_journal.convert(RECORDED / "store.journal.gz", tmp_path / "new")
+    replay(tmp_path / "new")
+    assert asked == []
+
+
+@pytest.mark.parametrize("version", [0, 1, VERSION + 1, None, "2", [2], True])
+def test_an_unknown_version_is_refused(tmp_path, capsys, version):
+    old = write(tmp_path / "old", {**HEADER, "journal": version})
+    assert convert_journal.main([str(old), str(tmp_path / "new")]) == 1
+    assert not (tmp_path / "new").exists()
+    told = capsys.readouterr().err
+    assert str(old) in told
+    assert f"version {version!r}, and only versions 2, {VERSION} can be read" in told
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "nonsense\n", "[1]\n"])
+def test_another_file_is_refused(tmp_path, capsys, text):
+    (tmp_path / "old").write_text(text)
+    assert convert_journal.main([str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert not (tmp_path / "new").exists()
+    assert "journal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("header", "lines"), [({"journal": 2}, []), (HEADER, [["s"]]), (HEADER, [[]]), (HEADER, [7]), (HEADER, [None])]
+)
+def test_a_damaged_journal_is_refused(tmp_path, capsys, header, lines):
+    old = write(tmp_path / "old", header, *lines)
+    assert convert_journal.main([str(old), str(tmp_path / "new")]) == 1
+    assert not (tmp_path / "new").exists()
+    assert "damaged journal of version 2" in capsys.readouterr().err
+
+
+def test_a_file_that_exists_is_not_overwritten(tmp_path, capsys):
+    old = write(tmp_path / "old", HEADER)
+    before = old.read_bytes()
+    assert convert_journal.main([str(old), str(old)]) == 1
+    assert old.read_bytes() == before
+    assert "old cannot be written: File exists" in capsys.readouterr().err
+    assert convert_journal.main([str(tmp_path / "none"), str(tmp_path / "new")]) == 1
+    assert "none cannot be read as a journal" in capsys.readouterr().err
+
+
+def test_compressed_files_are_read_and_written(tmp_path, capsys):
+    old, new = tmp_path / "old.gz", tmp_path / "new.gz"
+    old.write_bytes(gzip.compress((json.dumps(HEADER) + "\n").encode()))
+    assert convert_journal.main([str(old), str(new)]) == 0
+    assert capsys.readouterr().out == f"{new}: version {VERSION}, from version 2\n"
+    assert json.loads(gzip.decompress(new.read_bytes()))["journal"] == VERSION
+
+
+def test_a_journal_that_was_cut_off_is_converted_as_far_as_it_goes(tmp_path):
+    text = gzip.decompress((RECORDED / "swap_windows.journal.gz").read_bytes())
+    (tmp_path / "old").write_bytes(text[: len(text) // 2])
+    convert_journal.convert(tmp_path / "old", tmp_path / "new")
+    assert replay(tmp_path / "new").num_steps > 50
+
+
+def test_help_names_both_files(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        convert_journal.main(["--help"])
+    told = capsys.readouterr().out
+    assert "OLD" in told
+    assert "NEW" in told
