@@ -35,7 +35,7 @@ def graphs(check: Check, entries: Entries) -> None:
     for memory in runner.kv_cache.memory:
         memory.normal_(generator=generator)
     num_blocks = runner.kv_cache.num_blocks
-    widest = min(runner.batch.block_tables.shape[1], 3 if check.is_dry else num_blocks)
+    widest = min(runner.batch.block_tables[0].shape[1], 3 if check.is_dry else num_blocks)
     entries.add("memory", lambda: {"sizes": captured.sizes[1], "num_bytes": captured.num_bytes})
     for count in (2,) if check.is_dry else _COUNTS:
         if count <= captured.sizes[1][-1]:

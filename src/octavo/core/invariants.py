@@ -133,7 +133,9 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     sequence, name, size = request.sequence, request.request_id, scheduler.kv_cache_manager.block_size
     table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
     is_running = request.status is RequestStatus.RUNNING
-    if is_running and not first <= group.first_read(request.num_computed_tokens) <= first + 1:
+    num_tokens = request.num_computed_tokens
+    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are let go of once for each block of tokens
+    if is_running and not earliest <= first <= group.first_read(num_tokens):
         yield Breach(
             3,
             f"{name} has let go of {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """The kind of the layer's KV group."""
+        return FullAttention() if self.window is None else SlidingWindow(self.window)
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of the layer's part of a block: its keys, then its values, [2, num_kv_heads, block_size, head_dim].
@@ -62,11 +68,16 @@ class KVLayout:
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """The KV groups: first the layers that read all positions, perhaps none, then those with a window, if any."""
-        full = tuple(index for index, each in enumerate(self.layers) if each.window is None)
-        windowed = tuple(index for index, each in enumerate(self.layers) if each.window is not None)
-        first = LayerGroup(FullAttention(), full)
-        return (first,) if self.window is None else (first, LayerGroup(SlidingWindow(self.window), windowed))
+        """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then the others.
+
+        A group has the kind of its layer that reads most: what that layer reads is there for the others, too.
+        """
+        kinds: dict[str, list[KVGroupKind]] = {FullAttention.name: [FullAttention()]}
+        numbers: dict[str, tuple[int, ...]] = {FullAttention.name: ()}
+        for index, kind in enumerate(each.kind for each in self.layers):
+            kinds.setdefault(kind.name, []).append(kind)
+            numbers[kind.name] = (*numbers.get(kind.name, ()), index)
+        return tuple(LayerGroup(max(kinds[name], key=_reach), layers) for name, layers in numbers.items())
 
     @property
     def window(self) -> int | None:
@@ -91,3 +102,7 @@ class KVLayout:
     def bytes_behind_window(self, dtype: str) -> int:
         """Bytes that one token keeps once it has fallen behind the window."""
         return self.block_bytes(1, dtype)[0]
+
+
+def _reach(kind: KVGroupKind) -> float:
+    return math.inf if kind.most_positions is None else kind.most_positions
