@@ -204,3 +204,13 @@ def test_host_blocks_are_counted_in_bytes(tmp_path):
     assert decide_num_host_blocks(architecture, config, kv_dtype="float32") == 3
     with pytest.raises(ConfigError, match="swap_space_bytes"):
         decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), kv_dtype="float32")
+
+
+def test_a_layer_may_read_the_keys_and_values_of_another_one():
+    shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37, shared_layer=0))
+    layout = KVLayout(shapes)
+    assert layout.kv_groups == (LayerGroup(FullAttention(), (1,)), LayerGroup(SlidingWindow(37), (0,)))
+    assert layout.block_bytes(4, "float32") == KVLayout(shapes[:2]).block_bytes(4, "float32")
+    cache = PagedKVCache(layout, num_blocks=[3, 2], block_size=4, dtype=torch.float32, device=CPU)
+    assert cache.layer(2)[0].data_ptr() == cache.layer(0)[0].data_ptr()
+    assert cache.layer(2)[1].shape == cache.layer(0)[1].shape == (2, 2, 4, 16)

@@ -21,11 +21,13 @@ class KVShape:
     """Keys and values of a layer.
 
     window: tokens a position sees, itself included, or None for all.
+    shared_layer: number of an earlier layer whose keys and values this one reads; it keeps none of its own.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    shared_layer: int | None = None
 
     @property
     def kind(self) -> KVGroupKind:
@@ -35,8 +37,10 @@ class KVShape:
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of the layer's part of a block: its keys, then its values, [2, num_kv_heads, block_size, head_dim].
 
-        Behind the rounded rows of each head stand their scales.
+        The rounded rows of each head are followed by their scales. 0 if another layer keeps them.
         """
+        if self.shared_layer is not None:
+            return 0
         row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
         return 2 * self.num_kv_heads * block_size * row_bytes
 
@@ -70,11 +74,15 @@ class KVLayout:
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then the others.
 
-        A group has the kind of its layer that reads most: what that layer reads is there for the others, too.
+        A group has the kind of its layer that reads most: what that layer reads is there for the others, too. A layer
+        that reads another one's keys and values is in no group.
         """
         kinds: dict[str, list[KVGroupKind]] = {FullAttention.name: [FullAttention()]}
         numbers: dict[str, tuple[int, ...]] = {FullAttention.name: ()}
-        for index, kind in enumerate(each.kind for each in self.layers):
+        for index, shape in enumerate(self.layers):
+            if shape.shared_layer is not None:
+                continue
+            kind = shape.kind
             kinds.setdefault(kind.name, []).append(kind)
             numbers[kind.name] = (*numbers.get(kind.name, ()), index)
         return tuple(LayerGroup(max(kinds[name], key=_reach), layers) for name, layers in numbers.items())

@@ -86,6 +86,9 @@ class PagedKVCache:
                 end = start + shape.block_bytes(block_size, kind) // dtype.itemsize
                 self._layers[number] = _keys_and_values(blocks[:, start:end], shape, block_size)
                 start = end
+        for number, shape in enumerate(layout.layers):
+            if shape.shared_layer is not None:
+                self._layers[number] = self._layers[shape.shared_layer]
 
     @property
     def num_blocks(self) -> int:

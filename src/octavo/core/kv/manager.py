@@ -179,7 +179,7 @@ class KVCacheManager:
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
         num_tokens = num_computed + num_new_tokens
-        if 0 < sequence.num_slots >= num_tokens:
+        if num_tokens <= sequence.num_slots:
             return []
         num_read = min(num_tokens, len(sequence.token_ids) - 1) if is_loaded else num_computed
         num_step_blocks, num_held = self.num_blocks_for(num_tokens), len(sequence.block_table)
