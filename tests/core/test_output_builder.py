@@ -47,6 +47,7 @@ def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preem
     request.sequence.token_ids += [7, 8]
     request.num_computed_tokens = 3
     request.sequence.block_table.append(5)
+    made.manager.grown.add("a")
     output = made.build({"a": 2, "b": 3})
     cached = output.scheduled_cached_reqs
     assert (cached.req_ids, cached.new_block_ids) == (["a"], [[[5]]])

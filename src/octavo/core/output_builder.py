@@ -40,13 +40,15 @@ class OutputBuilder:
     ) -> SchedulerOutput:
         """Return what the worker has to do and to know for a step; it counts as sent."""
         new: list[NewRequestData] = []
-        cached: list[Request] = []
+        req_ids: list[str] = []
+        num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known = self._num_sent[0]
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
-                cached.append(request)
+                req_ids.append(request_id)
+                num_computed.append(request.num_computed_tokens)
             else:
                 new.append(NewRequestData.from_request(request))
             if not request.spec_token_ids:
@@ -54,8 +56,11 @@ class OutputBuilder:
             num_drafts = request.num_computed_tokens + count - len(request.sequence.token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
-        new_block_ids = [self._new_block_ids(cached, group) for group in range(len(self._num_sent))]
+        new_block_ids = [[_NONE] * len(req_ids) for _ in self._num_sent]
+        if self._manager.grown:
+            self._add_new_blocks(new_block_ids, req_ids, requests)
         for data in new:
+            self._manager.grown.discard(data.request_id)
             for num_sent, table in zip(self._num_sent, data.block_ids, strict=True):
                 num_sent[data.request_id] = len(table)
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
@@ -63,11 +68,7 @@ class OutputBuilder:
         return SchedulerOutput(
             step=step,
             scheduled_new_reqs=new,
-            scheduled_cached_reqs=CachedRequestData(
-                [request.request_id for request in cached],
-                new_block_ids,
-                [request.num_computed_tokens for request in cached],
-            ),
+            scheduled_cached_reqs=CachedRequestData(req_ids, new_block_ids, num_computed),
             num_scheduled_tokens=plan.num_tokens,
             total_num_scheduled_tokens=sum(plan.num_tokens.values()),
             finished_req_ids=finished_req_ids,
@@ -80,18 +81,19 @@ class OutputBuilder:
             num_pending_transfers=self._transfers.num_pending,
         )
 
-    def _new_block_ids(self, requests: list[Request], group: int) -> list[list[int]]:
-        """Return what the worker lacks of the block tables of requests that it knows; it counts as sent."""
-        num_sent = self._num_sent[group]
-        new_block_ids: list[list[int]] = []
-        for request in requests:
-            table, request_id = request.sequence.block_tables[group], request.request_id
-            if len(table) == num_sent[request_id]:
-                new_block_ids.append(_NONE)
-            else:
-                new_block_ids.append(table[num_sent[request_id] :])
+    def _add_new_blocks(
+        self, new_block_ids: list[list[list[int]]], req_ids: list[str], requests: dict[str, Request]
+    ) -> None:
+        """Write what the worker lacks of the block tables of requests that it knows, by group; it counts as sent."""
+        grown = self._manager.grown
+        for place, request_id in enumerate(req_ids):
+            if request_id not in grown:
+                continue
+            grown.discard(request_id)
+            tables = requests[request_id].sequence.block_tables
+            for new, num_sent, table in zip(new_block_ids, self._num_sent, tables, strict=True):
+                new[place] = table[num_sent[request_id] :]
                 num_sent[request_id] = len(table)
-        return new_block_ids
 
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""

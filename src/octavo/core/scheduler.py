@@ -375,7 +375,7 @@ class Scheduler:
             len(self.room) + len(self.transfers),
             self.kv_cache_manager.pool.usage,
             self._batching.prefill_limit,
-            max((group.usage for group in self.kv_cache_manager.bounded), default=0.0),
+            self.kv_cache_manager.bounded_usage,
         )
 
     # --- back from the worker -----------------------------------------------------------------------------------------

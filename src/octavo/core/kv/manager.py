@@ -42,7 +42,7 @@ class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
 
     It alone writes block tables. `groups` are the KV groups in the order of their block tables, `bounded` all but the
-    first.
+    first. `grown` has the ids of the requests whose tables grew; what tells the worker of that removes them.
 
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.
@@ -100,12 +100,18 @@ class KVCacheManager:
         self._on_offload = on_offload or (lambda _block_id, _host_block_id, _groups: None)
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # block ids by group
+        self.grown: set[str] = set()
         self._copies = BlockCopies()
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit into the empty cache."""
         return self.pool.num_usable_blocks * self.block_size
+
+    @property
+    def bounded_usage(self) -> float:
+        """Share of the blocks that are held in the fullest group but the first; 0 without one."""
+        return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
     def num_cached_blocks(self) -> int:
@@ -197,6 +203,7 @@ class KVCacheManager:
         sequence: TokenSequence = request.sequence
         source_ids: list[int | None] = [None] * len(claims)
         num_held = len(sequence.block_table)
+        self.grown.add(request.request_id)
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
@@ -290,6 +297,7 @@ class KVCacheManager:
             for group in self.bounded:
                 group.let_go(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
+            self.grown.add(request.request_id)  # perhaps: a block of its own is replaced by another one
 
     # --- give back ----------------------------------------------------------------------------------------------------
 
@@ -297,6 +305,7 @@ class KVCacheManager:
         """Let go of all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
         for group in reversed(self.groups):
             group.clear(request.sequence)
+        self.grown.discard(request.request_id)
         request.sequence.next_commit = request.sequence.num_slots = 0
         self.prefix_cache.release(request)
 
