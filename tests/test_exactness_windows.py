@@ -57,7 +57,7 @@ def few_window_blocks(monkeypatch):
     """As few as one sequence needs that is alone."""
 
     def with_blocks(plan, num_blocks):
-        return KVSize(num_blocks, min(num_blocks, plan.window_blocks_of_sequence + plan.window_blocks_of_step))
+        return KVSize((num_blocks, min(num_blocks, plan.blocks_of_sequence[0] + plan.blocks_of_step)))
 
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 
@@ -136,7 +136,7 @@ def test_a_model_that_drafts_sees_what_the_target_sees(checkpoints, monkeypatch,
     assert num_accepted == num_drafted >= 60
     own = worker.runner.draft_runner.kv.cache
     assert (own is worker.kv_cache) == shares_kv
-    assert shares_kv or (own.window, own.block_bytes) == (None, worker.kv_cache.stored_block_bytes)
+    assert shares_kv or (len(own.groups), own.block_bytes) == (1, worker.kv_cache.stored_block_bytes)
 
 
 @pytest.mark.parametrize("method", ["quantized", "ngram"])

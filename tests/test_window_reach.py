@@ -52,7 +52,7 @@ def answer(engine, prompt, max_tokens):
 @pytest.fixture
 def few_window_blocks(monkeypatch):
     def with_blocks(plan, num_blocks):
-        return KVSize(num_blocks, plan.window_blocks_of_sequence + plan.window_blocks_of_step)
+        return KVSize((num_blocks, plan.blocks_of_sequence[0] + plan.blocks_of_step))
 
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 
@@ -69,7 +69,7 @@ def test_a_long_answer_runs_on_the_window_blocks_of_its_window(checkpoint):
 
 def test_few_window_blocks_and_many_give_the_same_tokens(checkpoint, monkeypatch):
     many, _ = answer(engine_of(checkpoint), PROMPT, 120)
-    monkeypatch.setattr(KVPlan, "with_blocks", lambda _plan, num_blocks: KVSize(num_blocks, 10))
+    monkeypatch.setattr(KVPlan, "with_blocks", lambda _plan, num_blocks: KVSize((num_blocks, 10)))
     few, _ = answer(engine_of(checkpoint), PROMPT, 120)
     assert few == many
 

@@ -43,7 +43,7 @@ def few_window_blocks(monkeypatch):
     """As few as two sequences need, a step, and what is saved of three more."""
 
     def with_blocks(plan, num_blocks):
-        return KVSize(num_blocks, min(num_blocks, 2 * plan.window_blocks_of_sequence + 4 * plan.window_blocks_of_step))
+        return KVSize((num_blocks, min(num_blocks, 2 * plan.blocks_of_sequence[0] + 4 * plan.blocks_of_step)))
 
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 

@@ -53,8 +53,8 @@ def test_shared_blocks(worked):
 
 def test_full_hit(worked):
     assert worked("full_hit") == {
-        "blocks_of_16": {"from_cache": 47, "computed": 1, "block_table": [0, 1, 3], "copied": [(2, 3)]},
-        "blocks_of_256": {"from_cache": 255, "computed": 1, "block_table": [1], "copied": [(0, 1)]},
+        "blocks_of_16": {"from_cache": 47, "computed": 1, "block_table": [0, 1, 3], "copied": [(0, 2, 3)]},
+        "blocks_of_256": {"from_cache": 255, "computed": 1, "block_table": [1], "copied": [(0, 0, 1)]},
     }
 
 

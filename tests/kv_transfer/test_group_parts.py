@@ -112,7 +112,7 @@ def test_a_lookup_of_the_scheduler_knows_the_window():
     found = []
     for window in (WINDOW, WINDOW + 1, 0):
         answered = threading.Event()
-        connector = StoreConnector(store, SIZE, answered.set, kinds=[SlidingWindow(window)])
+        connector = StoreConnector(store, SIZE, answered.set, kinds=[SlidingWindow(window)] if window else [])
         assert connector.get_num_new_matched_tokens(request, 0) is None or answered.is_set()
         assert answered.wait(10)
         found.append(connector.get_num_new_matched_tokens(request, 0))
