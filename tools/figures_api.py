@@ -31,8 +31,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from real_tokenizers import ended
 
 from octavo.config import ServerConfig
+from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.app import create_app

@@ -31,9 +31,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from text_behind import text_behind
 
+from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from octavo.data.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
+from octavo.data.core_output import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED, EngineCoreOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The `error` of requests that these ended.
-DEADLINE_PASSED = "the request's deadline has passed"
-NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_tokens) leaves no token to choose"
-GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
+    from octavo.data.model_output import TokenLogprobs
+
+__all__ = [
+    "DEADLINE_PASSED",  # it and three others belong to octavo.data.core_output; this was their place
+    "GRAMMAR_EXCEEDED",
+    "NOTHING_ALLOWED",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineCoreOutput",
+    "Logprob",
+    "PromptLogprobs",
+    "RequestMetrics",
+    "RequestOutput",
+    "logprobs_by_token",
+]
 
 
 @dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each alternative
@@ -154,26 +166,3 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
-
-
-@dataclass(slots=True)
-class EngineCoreOutput:
-    """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one.
-
-    admitted_time: when it left the queue for the first time, in seconds of the engine's clock.
-    num_draft_tokens, num_accepted_tokens: guessed for the step, and right.
-    """
-
-    request_id: str
-    new_token_ids: list[int] = field(default_factory=list)
-    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    new_prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    admitted_time: float | None = None
-    error: str | None = None
-    pooled: bytes | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0

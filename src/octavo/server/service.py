@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import ServerConfig
+from octavo.data.core_output import DEADLINE_PASSED
 from octavo.errors import (
     ConfigError,
     DeadlineError,
@@ -18,7 +19,6 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
-from octavo.outputs import DEADLINE_PASSED
 from octavo.server.access.limiter import RequestLimiter
 from octavo.server.access.tenants import Keyring
 from octavo.server.access.timeouts import TimeoutQueue
