@@ -20,13 +20,14 @@ from octavo.kernels.quantization import (
     quantize_fp8,
 )
 from octavo.kernels.vector_math import start_vector_math
-from octavo.models.architecture import is_norm, rounded_bits
+from octavo.models.architecture import is_norm
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import FORMAT_VERSION, Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin, make_query_scale
+from octavo.models.weight_bytes import rounded_bits, weight_bytes
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def load_model(
     norm_dtype = str(computed).removeprefix("torch.")
     keeps_fp8 = files is not None and kernels.multiplies_fp8 and quantization in {None, "fp8"}
     _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
-    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
+    total = weight_bytes(replace(architecture, stored=None, block_bytes={}), dtype, norm_dtype)
     packer = _Packer(
         source,
         files,
@@ -171,7 +172,7 @@ def _tell_of_small_floats(
         )
         return
     gigabytes = [
-        architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
+        weight_bytes(architecture, dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
     ]
     if architecture.block_bytes:
         becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
