@@ -42,11 +42,12 @@ from octavo.models.weight_hashes import FileHashes
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
+from octavo.worker.device import resolve_device
 from octavo.worker.kept_fingerprints import KeptFingerprints, describe_installation, describe_model
 from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.local_executor import LocalExecutor
 from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
-from octavo.worker.worker import Worker, resolve_device
+from octavo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,12 +57,14 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
+    from octavo.data.worker_info import WorkerInfo
     from octavo.kv_transfer import StoreFactory
     from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.direct_donor import DirectDonor
     from octavo.kv_transfer.direct_receiver import DirectReceiver
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
+    from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.worker.step_modes import StepMode
 
 
@@ -115,6 +118,7 @@ def build_core(
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     has_store = kv_store is not None or config.kv_transfer.names_store
     identity = _find_identity(model_config, served) if has_store else None
+    draft = find_draft_checkpoint(speculative_config, model_config, served)
     worker = Worker(
         served.checkpoint.weights,
         architecture,
@@ -131,32 +135,34 @@ def build_core(
         progress=progress,
         grammars=grammars,
         speculative_config=speculative_config,
-        draft_checkpoint=find_draft_checkpoint(speculative_config, model_config, served),
+        draft_checkpoint=draft,
         store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
     )
+    worker.load()
+    info = worker.plan()
+    worker.allocate()
     if reading is not None:
         reading.result()
-    fingerprint = _take_fingerprint(config, served, worker, dtype, identity)
-    kv_cache, block_size, stored_bytes = worker.kv_cache, config.cache.block_size, worker.kv_cache.stored_block_bytes
-    scheduler_config = fit_reservation(worker.scheduler_config, kv_cache.num_blocks * block_size)
-    cache_keys = _cache_keys(config, worker, dtype, identity, fingerprint)
-    direct = _create_direct(config, stored_bytes, cache_keys)
-    capacity = _capacity(worker, scheduler_config, speculative_config, config, direct, cache_keys, fingerprint)
-    part_bytes = None if kv_cache.window is None else kv_cache.block_bytes
-    store = create_store(config.kv_transfer, stored_bytes, kv_store, direct, part_bytes)
-    executor = _make_executor(config, worker, store)
-    connector, recorded = _connect(config, store, executor, direct, kv_cache.window)
+    fingerprint = _check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
+    scheduler_config = fit_reservation(info.scheduler_config, info.num_kv_tokens)
+    cache_keys = _cache_keys(config, info, dtype, identity, fingerprint)
+    direct = _create_direct(config, info.stored_block_bytes, cache_keys)
+    capacity = _capacity(info, scheduler_config, speculative_config, config, direct, cache_keys, fingerprint)
+    part_bytes = None if info.window is None else info.block_bytes
+    store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
+    executor = _make_executor(config, info, worker, store)
+    connector, recorded = _connect(config, store, executor, direct, info.window)
     clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
-        num_blocks=kv_cache.num_blocks,
+        num_blocks=info.num_blocks,
         max_model_len=served.max_model_len,
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
-        num_host_blocks=kv_cache.num_host_blocks,
-        num_window_blocks=kv_cache.num_window_blocks,
-        window=kv_cache.window or 0,
+        num_host_blocks=info.num_host_blocks,
+        num_window_blocks=info.num_window_blocks,
+        window=info.window or 0,
         cache_keys=cache_keys,
         connector=connector,
     )
@@ -177,10 +183,10 @@ def _create_direct(
     )
 
 
-def _make_executor(config: EngineConfig, worker: Worker, store: TieredStore | None) -> LocalExecutor:
+def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store: TieredStore | None) -> LocalExecutor:
     mode: type[StepMode] = ComputesAtOnce
     if config.scheduler.async_scheduling:
-        mode = ComputesInBackground if worker.device.type == "cpu" else LaunchesAhead
+        mode = ComputesInBackground if info.device == "cpu" else LaunchesAhead
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
 
@@ -221,8 +227,14 @@ def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
 
-def _take_fingerprint(
-    config: EngineConfig, served: ServedModel, worker: Worker, dtype: str, identity: WeightsIdentity | None
+def _check_fingerprint(
+    config: EngineConfig,
+    served: ServedModel,
+    fingerprint: EngineFingerprint,
+    info: WorkerInfo,
+    draft: DraftCheckpoint | None,
+    dtype: str,
+    identity: WeightsIdentity | None,
 ) -> EngineFingerprint:
     """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
 
@@ -230,7 +242,6 @@ def _take_fingerprint(
     Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
     Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
     """
-    fingerprint = worker.take_fingerprint()
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
@@ -238,7 +249,7 @@ def _take_fingerprint(
         identity.result()  # keeps the hashes where `_describe_engine` finds them
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
-        engine = _describe_engine(config, served, worker, dtype)
+        engine = _describe_engine(config, served, info, draft, dtype)
     except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
@@ -246,24 +257,26 @@ def _take_fingerprint(
     return fingerprint
 
 
-def _describe_engine(config: EngineConfig, served: ServedModel, worker: Worker, dtype: str) -> dict[str, Any]:
+def _describe_engine(
+    config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
+) -> dict[str, Any]:
     """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
-    model, draft = config.model, None if worker.draft is None else worker.draft.checkpoint
+    model = config.model
     seed = model.seed if model.load_format == "dummy" else None
     hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
     return {
         "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
         "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
-        "formats": [dtype, worker.dtype, worker.kv_dtype, model.quantization, model.group_size],
+        "formats": [dtype, info.dtype, info.kv_dtype, model.quantization, model.group_size],
         "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
-        "kernels": [worker.kernels.identity, worker.kernels.layout],
-        "lengths": [served.max_model_len, worker.num_warm_up_tokens],
+        "kernels": [info.kernels, info.kernel_layout],
+        "lengths": [served.max_model_len, info.num_warm_up_tokens],
         **describe_installation(),
     }
 
 
 def _cache_keys(
-    config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
+    config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
     """Return all that the KV of a token depends on besides the tokens before it.
 
@@ -271,15 +284,13 @@ def _cache_keys(
     """
     model, cache = config.model, config.cache
     keys = [
-        f"kv:{worker.kv_dtype} in blocks of {cache.block_size}, layout {worker.kv_cache.layout_version}",
-        f"weights:{dtype} for {worker.dtype}, {model.quantization}:{model.group_size}",
-        f"kernels:{worker.kernels.identity} on {worker.device.type}",
+        f"kv:{info.kv_dtype} in blocks of {cache.block_size}, layout {info.kv_layout_version}",
+        f"weights:{dtype} for {info.dtype}, {model.quantization}:{model.group_size}",
+        f"kernels:{info.kernels} on {info.device}",
     ]
     if identity is not None:
         secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
-        on_cuda = worker.device.type == "cuda"
-        machine = torch.cuda.get_device_name(worker.device) if on_cuda else torch.backends.cpu.get_cpu_capability()
-        versions = f"octavo {__version__}, torch {torch.__version__} on {machine}"
+        versions = f"octavo {__version__}, torch {torch.__version__} on {info.machine}"
         keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
         keys.append(f"fingerprint:{fingerprint.kv_identity}")
     return tuple(keys)
@@ -306,7 +317,7 @@ def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> S
 
 
 def _capacity(
-    worker: Worker,
+    info: WorkerInfo,
     scheduler_config: SchedulerConfig,
     speculative_config: SpeculativeConfig | None,
     config: EngineConfig,
@@ -317,31 +328,30 @@ def _capacity(
     """Return what there is room for, and log it."""
     capacity = EngineCapacity.of(
         scheduler_config,
-        worker.cache_config,
-        num_blocks=worker.kv_cache.num_blocks,
-        num_host_blocks=worker.kv_cache.num_host_blocks,
-        kv_cache_dtype=worker.kv_dtype,
+        config.cache,
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        kv_cache_dtype=info.kv_dtype,
         speculative=speculative_config,
-        kv_block_bytes=sum(cache.block_bytes for cache in worker.runner.kv_caches),
-        num_window_blocks=worker.kv_cache.num_window_blocks,
-        window_block_bytes=worker.kv_cache.window_block_bytes,
+        kv_block_bytes=info.block_bytes + info.draft_block_bytes,
+        num_window_blocks=info.num_window_blocks,
+        window_block_bytes=info.window_block_bytes,
         role=config.kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
         kv_format=None if config.kv_transfer.role == "both" else _kv_format(cache_keys),
         fingerprint=fingerprint,
     )
-    _log_capacity(worker, capacity)
+    _log_capacity(info, capacity)
     return capacity
 
 
-def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
-    """Say what there is room for, and how tokens are guessed."""
-    kv_cache, draft = worker.kv_cache, worker.draft
-    logger.info("KV cache: %s, %d bytes; %s", kv_cache.summary, kv_cache.num_bytes, capacity.summary)
+def _log_capacity(info: WorkerInfo, capacity: EngineCapacity) -> None:
+    """Log the size of the KV cache, and how tokens are drafted."""
+    logger.info("KV cache: %s, %d bytes; %s", info.kv_cache_summary, info.kv_cache_bytes, capacity.summary)
     method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
     logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
-    if draft is not None:
-        logger.info("the engine drafts with %s", draft.summary(kv_cache.num_blocks))
+    if info.draft_summary is not None:
+        logger.info("the engine drafts with %s", info.draft_summary)
 
 
 def _recorded(

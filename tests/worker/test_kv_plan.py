@@ -102,11 +102,15 @@ def path(tmp_path_factory):
 
 def make_worker(path, max_model_len=2048, **cache):
     architecture = read_architecture(path).within(max_model_len)
-    return Worker(
+    worker = Worker(
         FolderWeights(path), architecture, dtype="float32", max_model_len=max_model_len,
         cache_config=CacheConfig(**cache), scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         device_config=DeviceConfig(device="cpu"), load_format="dummy",
     )  # fmt: skip
+    worker.load()
+    worker.plan()
+    worker.allocate()
+    return worker
 
 
 def test_a_worker_reserves_what_is_planned(path):

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.block_weight import BlockWeight
-    from octavo.kernels.quantization import Fp8Weight
+    from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.stored_quantization import StoredTensor
+
+    StoredWeight = Tensor | BlockWeight | QuantizedWeight
 
 
 class StoredTensors(Protocol):
@@ -28,16 +30,15 @@ class StoredTensors(Protocol):
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         ...
 
-    def blocks(self, name: str) -> BlockWeight | None:
-        """Return a matrix that stands in blocks, which may alias a file's pages; None where it does not."""
-        ...
+    def weight(self, name: str) -> StoredWeight:
+        """Return the weight of linear layers in the format in which it is stored; it may alias a file's pages.
 
-    def fp8(self, name: str) -> Fp8Weight | None:
-        """Return a matrix that is stored as fp8, which may alias a file's pages; None where it is not."""
+        A format that kernels multiply is returned as it is: blocks, fp8, integers. Any other is returned as floats.
+        """
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that may alias a file's pages: copy it before the file may change."""
+        """Return a tensor of floats that may alias a file's pages: copy it before the file may change."""
         ...
 
     def release(self) -> None:
