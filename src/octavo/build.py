@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.step_modes import StepMode
 
 
@@ -119,24 +120,8 @@ def build_core(
     has_store = kv_store is not None or config.kv_transfer.names_store
     identity = _find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
-    worker = Worker(
-        served.checkpoint.weights,
-        architecture,
-        dtype=dtype,
-        max_model_len=served.max_model_len,
-        cache_config=config.cache,
-        scheduler_config=scheduler_config,
-        device_config=device_config,
-        load_format=model_config.load_format,
-        quantization=model_config.quantization,
-        group_size=model_config.group_size,
-        packed_cache_bytes=model_config.packed_cache_bytes,
-        seed=model_config.seed,
-        progress=progress,
-        grammars=grammars,
-        speculative_config=speculative_config,
-        draft_checkpoint=draft,
-        store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
+    worker = _make_worker(
+        config, served, dtype, scheduler_config, speculative_config, draft, grammars, progress, has_store=has_store
     )
     worker.load()
     info = worker.plan()
@@ -168,6 +153,41 @@ def build_core(
     )
     journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
     return EngineCore(journaled, executor, metrics, recent, capacity)
+
+
+def _make_worker(
+    config: EngineConfig,
+    served: ServedModel,
+    dtype: str,
+    scheduler_config: SchedulerConfig,
+    speculative_config: SpeculativeConfig | None,
+    draft: DraftCheckpoint | None,
+    grammars: GrammarCompiler | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    has_store: bool,
+) -> Worker:
+    """Return the worker of this engine, which has loaded nothing yet."""
+    model_config = config.model
+    return Worker(
+        served.checkpoint.weights,
+        served.architecture,
+        dtype=dtype,
+        max_model_len=served.max_model_len,
+        cache_config=config.cache,
+        scheduler_config=scheduler_config,
+        device_config=_device_config(config),
+        load_format=model_config.load_format,
+        quantization=model_config.quantization,
+        group_size=model_config.group_size,
+        packed_cache_bytes=model_config.packed_cache_bytes,
+        seed=model_config.seed,
+        progress=progress,
+        grammars=grammars,
+        speculative_config=speculative_config,
+        draft_checkpoint=draft,
+        store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
+    )
 
 
 def _create_direct(

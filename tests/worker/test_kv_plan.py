@@ -109,6 +109,7 @@ def make_worker(path, max_model_len=2048, **cache):
     )  # fmt: skip
     worker.load()
     worker.plan()
+    assert not hasattr(worker, "kv_cache")  # nothing is reserved yet
     worker.allocate()
     return worker
 
@@ -121,6 +122,11 @@ def test_a_worker_reserves_what_is_planned(path):
     assert 0 <= (4 << 20) - cache.num_bytes < 4 * of_layer
     assert cache.num_window_blocks == (4 << 20) // (7 * of_layer)
     assert cache.num_host_blocks == (1 << 20) // (4 * of_layer)
+    info = worker.info
+    assert (info.num_blocks, info.num_window_blocks, info.num_host_blocks, info.window) == (
+        cache.num_blocks, cache.num_window_blocks, cache.num_host_blocks, cache.window
+    )  # fmt: skip
+    assert (info.kv_cache_bytes, info.stored_block_bytes) == (cache.num_bytes, cache.stored_block_bytes)
     assert cache.host_blocks.nbytes + cache.host_window_blocks.nbytes == cache.num_host_blocks * 4 * of_layer
     worker = make_worker(path, num_gpu_blocks=100)
     assert (worker.kv_cache.num_blocks, worker.kv_cache.num_window_blocks) == (100, 4 * 5 + 2 * 4)
