@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from octavo import __version__
 from octavo.config import (
     DEFAULT_MIXED_STEP_MS,
     WEIGHT_BITS,
     BatchingMode,
     EngineConfig,
-    cache_directory,
     kernels_required,
     kv_secret_from_environment,
 )
@@ -37,13 +32,10 @@ from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.kv_transfer.mooncake_library import check_mooncake
-from octavo.models.packed_cache import HASHES_FILE
-from octavo.models.weight_hashes import FileHashes
-from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
+from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
 from octavo.worker.device import resolve_device
-from octavo.worker.kept_fingerprints import KeptFingerprints, describe_installation, describe_model
 from octavo.worker.kv_transfers import staging_bytes
 from octavo.worker.local_executor import LocalExecutor
 from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
@@ -53,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import DeviceConfig, KVTransferConfig, SchedulerConfig, SpeculativeConfig
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.data.fingerprint import EngineFingerprint
@@ -70,7 +62,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_SHOWN_KEY = 100  # characters
 
 
 def build_engine(
@@ -118,7 +109,7 @@ def build_core(
     grammars = make_grammars(model_config, served)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     has_store = kv_store is not None or config.kv_transfer.names_store
-    identity = _find_identity(model_config, served) if has_store else None
+    identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
     worker = _make_worker(
         config, served, dtype, scheduler_config, speculative_config, draft, grammars, progress, has_store=has_store
@@ -128,11 +119,11 @@ def build_core(
     worker.allocate()
     if reading is not None:
         reading.result()
-    fingerprint = _check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
+    fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
     scheduler_config = fit_reservation(info.scheduler_config, info.num_kv_tokens)
-    cache_keys = _cache_keys(config, info, dtype, identity, fingerprint)
-    direct = _create_direct(config, info.stored_block_bytes, cache_keys)
-    capacity = _capacity(info, scheduler_config, speculative_config, config, direct, cache_keys, fingerprint)
+    keys = cache_keys(config, info, dtype, identity, fingerprint)
+    direct = _create_direct(config, info.stored_block_bytes, keys)
+    capacity = _capacity(info, scheduler_config, speculative_config, config, direct, keys, fingerprint)
     part_bytes = None if info.window is None else info.block_bytes
     store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, info, worker, store)
@@ -148,7 +139,7 @@ def build_core(
         num_host_blocks=info.num_host_blocks,
         num_window_blocks=info.num_window_blocks,
         window=info.window or 0,
-        cache_keys=cache_keys,
+        cache_keys=keys,
         connector=connector,
     )
     journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
@@ -191,7 +182,7 @@ def _make_worker(
 
 
 def _create_direct(
-    config: EngineConfig, block_bytes: int, cache_keys: tuple[str, ...]
+    config: EngineConfig, block_bytes: int, keys: tuple[str, ...]
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers; None without them."""
     return create_connector(
@@ -199,7 +190,7 @@ def _create_direct(
         block_bytes=block_bytes,
         block_size=config.cache.block_size,
         secret=kv_secret_from_environment(),
-        kv_format=_kv_format(cache_keys),
+        kv_format=kv_format(keys),
     )
 
 
@@ -241,94 +232,6 @@ def _connect(
     return recorded, recorded
 
 
-def _find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Begin to find out what the weights are, beside their loading."""
-    seed = config.seed if config.load_format == "dummy" else None
-    return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
-
-
-def _check_fingerprint(
-    config: EngineConfig,
-    served: ServedModel,
-    fingerprint: EngineFingerprint,
-    info: WorkerInfo,
-    draft: DraftCheckpoint | None,
-    dtype: str,
-    identity: WeightsIdentity | None,
-) -> EngineFingerprint:
-    """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
-
-    identity: it hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
-    Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
-    Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
-    """
-    logger.info("fingerprint: %s", fingerprint.summary)
-    if not config.model.packed_cache_bytes or not fingerprint.logits:
-        return fingerprint
-    if identity is not None:
-        identity.result()  # keeps the hashes where `_describe_engine` finds them
-    try:
-        kept = KeptFingerprints(cache_directory() / "fingerprints")
-        engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
-        logger.warning("the fingerprint of this start cannot be compared: %s", error)
-        return fingerprint
-    kept.check(engine, fingerprint)
-    return fingerprint
-
-
-def _describe_engine(
-    config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
-) -> dict[str, Any]:
-    """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
-    model = config.model
-    seed = model.seed if model.load_format == "dummy" else None
-    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
-    return {
-        "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
-        "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
-        "formats": [dtype, info.dtype, info.kv_dtype, model.quantization, model.group_size],
-        "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
-        "kernels": [info.kernels, info.kernel_layout],
-        "lengths": [served.max_model_len, info.num_warm_up_tokens],
-        **describe_installation(),
-    }
-
-
-def _cache_keys(
-    config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
-) -> tuple[str, ...]:
-    """Return all that the KV of a token depends on besides the tokens before it.
-
-    identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
-    """
-    model, cache = config.model, config.cache
-    keys = [
-        f"kv:{info.kv_dtype} in blocks of {cache.block_size}, layout {info.kv_layout_version}",
-        f"weights:{dtype} for {info.dtype}, {model.quantization}:{model.group_size}",
-        f"kernels:{info.kernels} on {info.device}",
-    ]
-    if identity is not None:
-        secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
-        versions = f"octavo {__version__}, torch {torch.__version__} on {info.machine}"
-        keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
-        keys.append(f"fingerprint:{fingerprint.kv_identity}")
-    return tuple(keys)
-
-
-def _kv_format(cache_keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
-
-    The secret is left out. Long texts, such as architectures, are hashed.
-    """
-    values = dict(key.split(":", 1) for key in cache_keys)
-    values.pop("secret", None)
-    return {
-        name: text if len(text) <= _SHOWN_KEY else hashlib.sha256(text.encode()).hexdigest()[:16]
-        for name, text in values.items()
-    }
-
-
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
     """Choose how tokens are guessed where that is left open; None for not at all."""
     if config.scheduler.async_scheduling:
@@ -342,7 +245,7 @@ def _capacity(
     speculative_config: SpeculativeConfig | None,
     config: EngineConfig,
     direct: DirectDonor | DirectReceiver | None,
-    cache_keys: tuple[str, ...],
+    keys: tuple[str, ...],
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
     """Return what there is room for, and log it."""
@@ -358,7 +261,7 @@ def _capacity(
         window_block_bytes=info.window_block_bytes,
         role=config.kv_transfer.role,
         kv_transfer_port=None if direct is None else direct.port,
-        kv_format=None if config.kv_transfer.role == "both" else _kv_format(cache_keys),
+        kv_format=None if config.kv_transfer.role == "both" else kv_format(keys),
         fingerprint=fingerprint,
     )
     _log_capacity(info, capacity)
