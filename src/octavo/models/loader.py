@@ -125,6 +125,15 @@ def load_model(
     return model
 
 
+def open_packed_cache(max_bytes: int) -> PackedCache | None:
+    """Return the cache of packed weights, or None if max_bytes is 0 or the user has no home directory."""
+    try:
+        return PackedCache(max_bytes) if max_bytes else None
+    except RuntimeError as error:
+        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
+        return None
+
+
 def _open_source(
     weights: WeightSource, architecture: Architecture, kernels: Kernels, dtype: str, seed: int | None
 ) -> StoredTensors:

@@ -17,8 +17,7 @@ from octavo.kernels import create_kernels
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.kv_layout import ROUNDED_KV
-from octavo.models.loader import load_model
-from octavo.models.packed_cache import PackedCache
+from octavo.models.loader import load_model, open_packed_cache
 from octavo.speculative import create_proposer
 from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.device import machine_name, resolve_device, use_device
@@ -114,7 +113,7 @@ class Worker:
             dtype=dtype,
             device=self.device,
             load_format=load_format,
-            packed_cache=_packed_cache(packed_cache_bytes),
+            packed_cache=open_packed_cache(packed_cache_bytes),
             seed=seed,
             progress=progress,
         )
@@ -396,12 +395,3 @@ class Worker:
             return run()
         finally:
             torch.set_num_threads(num_threads)
-
-
-def _packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache, or None where nothing is to be kept, or where this user has no home to keep it in."""
-    try:
-        return PackedCache(max_bytes) if max_bytes else None
-    except RuntimeError as error:
-        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
-        return None
