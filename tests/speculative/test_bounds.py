@@ -154,10 +154,10 @@ class TestSuffixProposer:
         proposer.finish([ended("x", [1, 2, 3, 4, 5])])
         proposer.propose([task("a", range(50))])  # its index takes all the room
         assert proposer.propose([task("b", [9, 1, 2, 3], max_drafts=1)]) == [[4]]
-        assert set(proposer._indices.request_ids) == {"a"}
+        assert set(proposer._indices._kept) == {"a"}
         proposer.forget(["a"])
         proposer.propose([task("b", [9, 1, 2, 3])])
-        assert set(proposer._indices.request_ids) == {"b"}
+        assert set(proposer._indices._kept) == {"b"}
 
     def test_answers_are_no_worse_than_the_requests_own_text(self):
         """Its own text goes on in two ways; without an answer under its salt the newest is taken."""

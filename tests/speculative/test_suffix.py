@@ -91,7 +91,7 @@ def test_a_preempted_request_neither_loses_its_answer_nor_counts_twice():
     assert len(proposer._answers) == 1
     assert propose(proposer, PROMPT, "c") == ANSWER[:4]
     indices = proposer._indices
-    assert indices.num_tokens == sum(indices.get(each).capacity for each in indices.request_ids)
+    assert indices.num_tokens == sum(indices.get(each).capacity for each in indices._kept)
 
 
 def test_the_better_of_both_is_drafted():

@@ -98,10 +98,8 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> int:
     writer = _ShardWriter(directory, max_shard_bytes)
-    total, done = (
-        weight_bytes(architecture, architecture.dtype),
-        0,
-    )  # a file may hold other dtypes: then it is about that
+    total = weight_bytes(architecture, architecture.dtype)  # an estimate if the files hold other dtypes
+    done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
         if len(shape) == 2 and not is_vocabulary(name):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Set as AbstractSet
 
 IndexT = TypeVar("IndexT")
 
@@ -18,11 +17,6 @@ class RequestIndices(Generic[IndexT]):
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._kept: dict[str, tuple[IndexT, int]] = {}
-
-    @property
-    def request_ids(self) -> AbstractSet[str]:
-        """The requests that have an index."""
-        return self._kept.keys()
 
     def get(self, request_id: str) -> IndexT | None:
         """Return the index of a request, or None if it has none."""
