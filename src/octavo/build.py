@@ -211,7 +211,7 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
-    """Return what stores take of host memory: buffers for what is on its way, and what they have for themselves."""
+    """Return the bytes of host memory that stores take: their own, and buffers of transfers in flight."""
     return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
@@ -222,7 +222,7 @@ def _connect(
     direct: MooncakeConnector | None,
     window: int | None,
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
+    """Return the scheduler's connector to the stores, and the same as a recorded one if a journal is written."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, window or 0)
@@ -233,7 +233,7 @@ def _connect(
 
 
 def _resolve_speculative(config: EngineConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
-    """Choose how tokens are guessed where that is left open; None for not at all."""
+    """Return the method of speculation, chosen here if the configuration does not; None for no speculation."""
     if config.scheduler.async_scheduling:
         return None
     return config.speculative.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
@@ -284,7 +284,7 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Let a journal be written where one is asked for."""
+    """Wrap the scheduler in one that writes a journal, if one was requested."""
     if path is None:
         return scheduler
     try:
@@ -331,14 +331,14 @@ def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerCon
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """What multiplies bfloat16; None where something else computes: plain torch, a GPU, or float32 lanes."""
+    """Return the instruction set that multiplies bfloat16, or None if plain torch, a GPU or float32 lanes do."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:
-    """Where OCTAVO_REQUIRE_KERNELS is set, "auto" means the compiled kernels on a CPU and nothing less."""
+    """Return the device options. With OCTAVO_REQUIRE_KERNELS, "auto" on a CPU means the compiled kernels only."""
     on_cpu = resolve_device(config.device.device).type == "cpu"
     if on_cpu and kernels_required() and config.device.kernels == "auto":
         return replace(config.device, kernels="cpu")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.data.model_output import TokenLogprobs
 
 __all__ = [
-    "DEADLINE_PASSED",  # it and three others belong to octavo.data.core_output; this was their place
+    "DEADLINE_PASSED",  # kept here for existing imports, with three more of octavo.data.core_output
     "GRAMMAR_EXCEEDED",
     "NOTHING_ALLOWED",
     "CompletionOutput",
@@ -152,7 +152,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A vector that stands for a text."""
+    """The embedding of a text."""
 
     embedding: list[float]
 

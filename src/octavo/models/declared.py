@@ -73,7 +73,7 @@ class Norm:
 
 
 def in_order(declared: object) -> Iterator[Linear | GroupedLinear | Norm]:
-    """Yield what stands in tuples of declarations, and in tuples in them; None stands for what a layer has not."""
+    """Yield the declarations in nested tuples. None is a part that a layer does not have."""
     if isinstance(declared, Linear | GroupedLinear | Norm):
         yield declared
     elif isinstance(declared, tuple):

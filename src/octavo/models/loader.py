@@ -1,4 +1,4 @@
-"""From a directory or hub id to a model whose weights are packed, one tensor at a time."""
+"""Load a model: read the weights of a checkpoint and pack them, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _tell_of_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
+    """Return the weights that are found in a cache, or kept there; None if packing is as fast as reading."""
     if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
@@ -265,7 +265,7 @@ class _Packer:
         return self.kernels.pack_linear(weight, fused_bias)
 
     def _check_scales(self) -> None:
-        """Look at the scales of all weights before the first is packed: not where packed ones were kept."""
+        """Check the scales of all weights before the first one is packed; kept weights need no check."""
         names, self.unchecked_scales = self.unchecked_scales, []
         if names:
             refuse_broken_scales(self.source, names)
@@ -294,14 +294,14 @@ class _Packer:
         if not have_one_order(parts):
             raise ModelError(
                 f"{', '.join(_modules(stored))} have their input features in different orders (g_idx); octavo computes "
-                "them together, as they are quantized together where act-order is used"
+                "them together, and needs them quantized together if act-order is used"
             )
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
         """Return parts that are stored in floats, or expanded, rounded if that is asked for.
 
-        Each part is packed at once, so it may alias its source.
+        Each part is packed before the source changes, so it may alias it.
         """
         bits = rounded_bits(name, self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
@@ -336,7 +336,7 @@ class _Packer:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
     def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Copy vectors, given by name and shape, behind one another; never an alias of the file."""
+        """Return a concatenated copy of vectors that are given by name and shape."""
         sizes = [math.prod(shape) for _, shape in tensors]
         dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
         fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -355,7 +355,7 @@ class _Packer:
         self.tell_progress()
 
     def tell_progress(self) -> None:
-        """Tell how far it is: also a call that tells nothing new says that the load goes on."""
+        """Report the progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

@@ -27,7 +27,7 @@ _SHOWN_KEY = 100  # characters
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Begin to find out what the weights are, beside their loading."""
+    """Start to hash the weights in the background while they are loaded."""
     seed = config.seed if config.load_format == "dummy" else None
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
@@ -51,7 +51,7 @@ def check_fingerprint(
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
     if identity is not None:
-        identity.result()  # keeps the hashes where `_describe_engine` finds them
+        identity.result()  # writes the hashes, which `_describe_engine` reads
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
@@ -83,7 +83,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return all that the KV of a token depends on besides the tokens before it.
+    """Return all that the KV of a token depends on, except the tokens before it.
 
     identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
     """
@@ -104,7 +104,7 @@ def cache_keys(
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
     """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
 
-    The secret is left out. Long texts, such as architectures, are hashed.
+    The secret is omitted. Long texts, such as architectures, are hashed.
     """
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)

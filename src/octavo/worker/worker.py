@@ -215,7 +215,7 @@ class Worker:
 
     @property
     def _num_scratch_blocks(self) -> int:
-        """Blocks behind the others that drafts of all requests are written to."""
+        """Number of blocks after the usual ones, into which the drafts of all requests are written."""
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
@@ -233,7 +233,7 @@ class Worker:
         return self._on_device(lambda: take_fingerprint(self.runner, self.info.num_warm_up_tokens, kernels.num_threads))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
-        """Return the size of the KV cache, and how many blocks host memory has beside it."""
+        """Return the size of the KV cache on the device, and the number of blocks in host memory."""
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         num_host_blocks = decide_num_host_blocks(
@@ -333,7 +333,7 @@ class Worker:
         )
 
     def _take_steps_that_fit(self) -> None:
-        """Use the largest step that memory allows where that is less than what was asked for, and say so."""
+        """Lower max_num_batched_tokens, with a warning, if memory does not allow steps of that size."""
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
         if num_tokens < wanted:
             logger.warning(
@@ -380,7 +380,7 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something that computes, in any thread; alone on it, where the kernels bring threads of their own.
+        """Run something that computes, in any thread. If kernels have their own threads, torch gets one.
 
         torch's workers would spin on the cores that those need.
         (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
