@@ -6,27 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from octavo.data.core_output import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED, EngineCoreOutput
+from octavo.data.core_output import EngineCoreOutput as EngineCoreOutput  # noqa: PLC0414  existing imports use this
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octavo.data.model_output import TokenLogprobs
 
-__all__ = [
-    "DEADLINE_PASSED",  # kept here for existing imports, with three more of octavo.data.core_output
-    "GRAMMAR_EXCEEDED",
-    "NOTHING_ALLOWED",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "EngineCoreOutput",
-    "Logprob",
-    "PromptLogprobs",
-    "RequestMetrics",
-    "RequestOutput",
-    "logprobs_by_token",
-]
+# The `error` of requests that these ended.
+DEADLINE_PASSED = "the request's deadline has passed"
+NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_tokens) leaves no token to choose"
+GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
 
 
 @dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each alternative

@@ -8,10 +8,9 @@ import logging
 import pytest
 from fakes import EOS, ByteTokenizer
 
-from octavo.data.core_output import EngineCoreOutput
 from octavo.data.model_output import TokenLogprobs
 from octavo.engine.output_processor import OutputProcessor, TokenTexts
-from octavo.outputs import Logprob
+from octavo.outputs import EngineCoreOutput, Logprob
 from octavo.runtime.faults import REQUEST_FAILED
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 

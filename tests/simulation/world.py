@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from octavo.core.prefix_cache import ComputedBlocks
-    from octavo.data.core_output import EngineCoreOutput
     from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.outputs import EngineCoreOutput
 
 FEATURES = (
     "prefix",

@@ -9,8 +9,8 @@ import torch
 from alone_and_crowd import needs_kernels
 
 from octavo import LLM, SamplingParams
-from octavo.data.core_output import NOTHING_ALLOWED
 from octavo.errors import ConfigError
+from octavo.outputs import NOTHING_ALLOWED
 from octavo.worker import worker
 
 

@@ -6,11 +6,6 @@ from dataclasses import dataclass, field
 
 from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads the types at run time
 
-# Values of `EngineCoreOutput.error`.
-DEADLINE_PASSED = "the request's deadline has passed"
-NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_tokens) leaves no token to choose"
-GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
-
 
 @dataclass(slots=True)
 class EngineCoreOutput:

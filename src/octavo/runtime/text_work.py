@@ -13,8 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.data.core_output import DEADLINE_PASSED
 from octavo.errors import DeadlineError, RequestError
+from octavo.outputs import DEADLINE_PASSED
 from octavo.runtime.gate import Gate
 from octavo.runtime.turns import Turns
 

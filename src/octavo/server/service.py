@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import ServerConfig
-from octavo.data.core_output import DEADLINE_PASSED
 from octavo.errors import (
     ConfigError,
     DeadlineError,
@@ -19,6 +18,7 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
+from octavo.outputs import DEADLINE_PASSED
 from octavo.server.access.limiter import RequestLimiter
 from octavo.server.access.tenants import Keyring
 from octavo.server.access.timeouts import TimeoutQueue

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from octavo.data.core_output import NOTHING_ALLOWED
 from octavo.data.model_output import ModelOutput, TokenLogprobs
+from octavo.outputs import NOTHING_ALLOWED
 from octavo.runtime.faults import is_fault
 from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer

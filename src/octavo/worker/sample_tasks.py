@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.data.core_output import GRAMMAR_EXCEEDED
 from octavo.errors import RequestError
+from octavo.outputs import GRAMMAR_EXCEEDED
 from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.worker.grammar_walks import GrammarWalks, Walk, Walked, wait_for
 from octavo.worker.sampler import SampleTask

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.data.core_output import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.runtime.faults import is_fault, request_failed
 from octavo.server.answers.answer_size import LogprobLimit
 from octavo.server.errors import spelling
