@@ -153,7 +153,7 @@ mutants: $(DEV_STAMP)
 		$(if $(MIN_KILLED),--min-killed $(MIN_KILLED))
 
 figures: $(DEV_STAMP)
-	$(BIN)/python tests/system/figures_api.py $(FIGURES) --scale $(SCALE)
+	$(BIN)/python tools/figures_api.py $(FIGURES) --scale $(SCALE)
 
 # In an environment of its own: what it needs is nothing of octavo's.
 $(SCHEMATHESIS): | $(BIN)/python
@@ -161,7 +161,7 @@ $(SCHEMATHESIS): | $(BIN)/python
 	$(VENV)/schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis
 
 fuzz: $(DEV_STAMP) $(SCHEMATHESIS)
-	$(BIN)/python tests/system/fuzz_api.py --cases $(CASES) --seed $(SEED) --schemathesis $(SCHEMATHESIS)
+	$(BIN)/python tools/fuzz_api.py --cases $(CASES) --seed $(SEED) --schemathesis $(SCHEMATHESIS)
 
 # Alone, in one process: what runs beside them would be measured, too.
 guard: $(DEV_STAMP)

@@ -29,6 +29,7 @@ from serving import bench, free_port, running
 from workloads import prepare
 
 from octavo.models.registry import read_architecture
+from octavo.models.weight_bytes import weight_bytes
 
 PEAK_BOUND, REST_BYTES = 1.3, 400e6
 PRECISIONS, WAYS = ("bf16", "int8", "int4"), ("LLM", "serve")
@@ -164,7 +165,7 @@ def main() -> int:
     print("MB\n\n| " + " | ".join((*heads, "peak at load / after")) + " |\n" + "|---" * (len(heads) + 1) + "|")
     faults = []
     for precision in arguments.precision or PRECISIONS:
-        weights = architecture.weight_bytes("bfloat16", quantization=None if precision == "bf16" else precision)
+        weights = weight_bytes(architecture, "bfloat16", quantization=None if precision == "bf16" else precision)
         for way in arguments.way or WAYS:
             measure = of_llm if way == "LLM" else of_server
             found = measure(arguments.model, precision, kv, arguments.threads, arguments.workloads)

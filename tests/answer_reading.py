@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.parts import joined

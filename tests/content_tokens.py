@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octavo.data.core_output import EngineCoreOutput
 from octavo.data.model_output import TokenLogprobs
 from octavo.engine.output_processor import OutputProcessor
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.tools import read_chat_tools

@@ -142,7 +142,7 @@ def test_a_cpu_computes_in_the_background_and_a_gpu_is_given_the_next_step(devic
     chosen = {}
     monkeypatch.setattr(build, "LocalExecutor", lambda *_, **options: chosen.update(options))
     config = EngineConfig(scheduler=SchedulerConfig(async_scheduling=ahead))
-    build._make_executor(config, SimpleNamespace(device=torch.device(device)), None)
+    build._make_executor(config, SimpleNamespace(device=device), SimpleNamespace(), None)
     assert chosen["mode"] is (mode if ahead else ComputesAtOnce)
 
 

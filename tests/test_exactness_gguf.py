@@ -13,6 +13,7 @@ from octavo.kernels.panels import PanelWeight
 from octavo.models.gguf_tensors import GGUFTensors
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.weight_bytes import weight_bytes
 from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 
 # Types of matrices, and of some parts of a layer: products of one type, of two, and of blocks beside floats.
@@ -80,7 +81,7 @@ def test_parts_in_blocks_stay_so_and_others_are_expanded(tmp_path):
     for each in model.layers:
         linears += [each.attention.qkv, each.attention.o, each.mlp.gate_up, each.mlp.down]
     taken = sum(linear.num_bytes for linear in linears)
-    assert abs(taken - architecture.weight_bytes("bfloat16")) < 0.02 * taken  # norms and biases
+    assert abs(taken - weight_bytes(architecture, "bfloat16")) < 0.02 * taken  # norms and biases
 
 
 @pytest.mark.parametrize(

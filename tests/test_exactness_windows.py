@@ -136,6 +136,8 @@ def test_a_model_that_drafts_sees_what_the_target_sees(checkpoints, monkeypatch,
     assert num_accepted == num_drafted >= 60
     own = worker.runner.draft_runner.kv.cache
     assert (own is worker.kv_cache) == shares_kv
+    assert worker.info.kv_cache_bytes == worker.kv_cache.num_bytes, "scratch blocks of drafts are planned, too"
+    assert worker.info.draft_block_bytes == (0 if shares_kv else own.block_bytes)
     assert shares_kv or (len(own.groups), own.block_bytes) == (1, worker.kv_cache.stored_block_bytes)
 
 

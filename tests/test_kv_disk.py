@@ -127,7 +127,9 @@ def test_another_model_never_hits(tmp_path, checkpoint, alone):
     assert count(log, events.KVLoadEnded) == 0
 
 
-@pytest.mark.parametrize(("name", "older"), [("build.__version__", "0.1.0"), ("worker.kv_cache.LAYOUT_VERSION", 0)])
+@pytest.mark.parametrize(
+    ("name", "older"), [("startup.identity.__version__", "0.1.0"), ("worker.worker.LAYOUT_VERSION", 0)]
+)
 def test_what_an_older_process_saved_never_hits(tmp_path, checkpoint, alone, monkeypatch, name, older):
     """It had the same weights and was asked the same; what it computed may be other numbers, or lie otherwise."""
     with monkeypatch.context() as patch:

@@ -319,11 +319,11 @@ def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(chec
         key(schedule=SCHEDULES[1]),
     ]
     for name, value in [
-        ("octavo.worker.kv_cache.LAYOUT_VERSION", 3),
-        ("octavo.build.__version__", "0.0.0"),
+        ("octavo.worker.worker.LAYOUT_VERSION", 3),
+        ("octavo.startup.identity.__version__", "0.0.0"),
         ("octavo.kernels.cpu.CpuKernels.identity", "other"),
-        ("octavo.build.torch.__version__", "9.9.9"),
-        ("octavo.build.torch.backends.cpu.get_cpu_capability", lambda: "another"),
+        ("octavo.startup.identity.torch.__version__", "9.9.9"),
+        ("octavo.worker.device.torch.backends.cpu.get_cpu_capability", lambda: "another"),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(name, value)

@@ -103,11 +103,3 @@ def test_edges_are_accepted():
 def test_stop_strings_need_text():
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)
-
-
-def test_from_optional():
-    assert SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None) == SamplingParams(
-        top_p=0.5, max_tokens=None
-    )
-    with pytest.raises(RequestError, match="nonsense"):
-        SamplingParams.from_optional(nonsense=1)

@@ -10,9 +10,13 @@ import codecs
 import functools
 import re
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers import pre_tokenizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -74,7 +78,7 @@ def _behind_run(backend: tokenizers.Tokenizer, text: str, prompt: list[str], tok
     return behind[len(run.decode(errors="ignore")) :]
 
 
-def _run(spelled) -> list[int]:
+def _run(spelled: Iterable[str]) -> list[int]:
     """Return the bytes that tokens begin with."""
     values = []
     for token in spelled:

@@ -135,7 +135,8 @@ def grouped_linear() -> None:
 
     start = torch.arange(129, dtype=torch.int32)
     x, weights = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(128, 256, 2048, dtype=torch.bfloat16)
-    TritonKernels().grouped_linear(x, weights, start)
+    kernels = TritonKernels()
+    kernels.grouped_linear(x, kernels.pack_groups(weights), start)
 
 
 def rows(name: str) -> Callable[[], None]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 STAGES = (
     "peaks", "correctness", "exactness", "carried", "tokens", "transformers", "graphs", "memory", "swap", "restart",
-    "shares", "workloads", "nano_vllm", "soak", "plugins",
+    "shares", "workloads", "nano_vllm", "soak",
 )  # fmt: skip
 RESULT = "gpu_check: "  # begins a line with an entry in JSON
 LEAST_S = 20.0  # a stage is not begun with less

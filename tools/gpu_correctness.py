@@ -180,7 +180,7 @@ def _integers(check: Check, entries: Entries) -> None:
             for group, rows in ((0, slice(0, 2)), (2, slice(2, 5)))
         ]
         start = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=check.device)
-        return _equal(check.kernels.grouped_linear(x, weights, start), torch.cat(alone))
+        return _equal(check.kernels.grouped_linear(x, check.kernels.pack_groups(weights), start), torch.cat(alone))
 
     entries.add("grouped_linear", by_groups)
 

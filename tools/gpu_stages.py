@@ -13,7 +13,6 @@ from gpu_engine import nano_vllm, tokens, workloads
 from gpu_exactness import exactness
 from gpu_graphs import graphs
 from gpu_memory import carried, memory, swap
-from gpu_plugins import plugins
 from gpu_service import restart, soak
 from gpu_speed import peaks, shares
 from gpu_transformers import transformers
@@ -42,7 +41,6 @@ STAGES: dict[str, Callable[[Check, Entries], None]] = {
     "workloads": workloads,
     "nano_vllm": nano_vllm,
     "soak": soak,
-    "plugins": plugins,
 }
 
 

@@ -22,7 +22,7 @@ def ask_twice(prompt_tokens: int, block_size: int) -> dict[str, object]:
     return {
         "from_cache": again.sequence.num_cached_tokens,
         "computed": scheduled.total_num_scheduled_tokens,
-        "block_table": data.block_ids,
+        "block_table": data.block_ids[0],
         "copied": scheduled.copies.block_copies,
     }
 

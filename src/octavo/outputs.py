@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from octavo.data.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
+from octavo.data.core_output import EngineCoreOutput as EngineCoreOutput  # noqa: PLC0414  existing imports use this
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from octavo.data.model_output import TokenLogprobs
 
 # The `error` of requests that these ended.
 DEADLINE_PASSED = "the request's deadline has passed"
@@ -140,7 +142,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A vector that stands for a text."""
+    """The embedding of a text."""
 
     embedding: list[float]
 
@@ -154,26 +156,3 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
-
-
-@dataclass(slots=True)
-class EngineCoreOutput:
-    """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one.
-
-    admitted_time: when it left the queue for the first time, in seconds of the engine's clock.
-    num_draft_tokens, num_accepted_tokens: guessed for the step, and right.
-    """
-
-    request_id: str
-    new_token_ids: list[int] = field(default_factory=list)
-    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    new_prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    admitted_time: float | None = None
-    error: str | None = None
-    pooled: bytes | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from json import dumps
 from numbers import Integral, Real
@@ -266,16 +266,6 @@ class SamplingParams:
     def replace(self, **values: Any) -> SamplingParams:
         """Return a copy with some fields changed."""
         return replace(self, **values)
-
-    @classmethod
-    def from_optional(cls, **values: Any) -> SamplingParams:
-        """Build from fields of which some may be None, meaning "the default"; None stays where it is a value."""
-        keep_none = {"max_tokens"}
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(f"unknown sampling parameter {name!r}", parameter=name)
-        return cls(**{name: value for name, value in values.items() if value is not None or name in keep_none})
 
 
 _BIAS_LIMITS = Limits(-100, 100, is_whole=False)

@@ -13,6 +13,7 @@ from octavo.assets import built_in_model_path
 from octavo.cli import app
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_bytes import weight_bytes
 
 
 def run(*arguments):
@@ -59,7 +60,7 @@ def test_one_that_runs_is_told_whole(built_in):
     assert details["parameters"] == architecture.num_parameters
     assert details["parts"] == ["grouped-query attention", "attention qk norm head", "tied embeddings"]
     assert details["memory_bytes"] == {
-        name: architecture.weight_bytes(architecture.dtype, None, None if name == architecture.dtype else name)
+        name: weight_bytes(architecture, architecture.dtype, None, None if name == architecture.dtype else name)
         for name in (architecture.dtype, "int8", "int4", "int4_all")
     }
     assert details["text"]["chat template"] == "default"

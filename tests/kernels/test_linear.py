@@ -142,8 +142,10 @@ def test_rows_of_groups_are_multiplied_with_their_own_weight(fastest, generator)
     alone = [
         fastest.linear(row[None], fastest.pack_linear(weights[group])) for row, group in zip(x, groups, strict=True)
     ]
-    assert torch.equal(fastest.grouped_linear(x, weights, start), torch.cat(alone))
-    nobody = fastest.grouped_linear(x[:0], weights, torch.zeros(5, dtype=torch.int32))
+    packed = fastest.pack_groups(weights)
+    assert (packed.num_groups, packed.out_features, packed.in_features) == (4, 33, 64)
+    assert torch.equal(fastest.grouped_linear(x, packed, start), torch.cat(alone))
+    nobody = fastest.grouped_linear(x[:0], packed, torch.zeros(5, dtype=torch.int32))
     assert (nobody.shape, nobody.dtype) == ((0, 33), x.dtype)
 
 

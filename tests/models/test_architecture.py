@@ -12,6 +12,7 @@ from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_bytes import weight_bytes
 
 QWEN25_OLD = {  # as published, before transformers 5
     "architectures": ["Qwen2ForCausalLM"],
@@ -59,7 +60,7 @@ def test_published_old_style_config(tmp_path):
     assert architecture.eos_token_ids == (151645,)
     assert architecture.max_context_tokens == 32768
     assert architecture.num_parameters == 494_032_768  # the model card's 0.49B
-    assert architecture.weight_bytes("bfloat16") == 2 * 494_032_768
+    assert weight_bytes(architecture, "bfloat16") == 2 * 494_032_768
     assert architecture.kv_layout.bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
     assert architecture.attention_share == 24 * 2 * 14 * 64 / (24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864))
 

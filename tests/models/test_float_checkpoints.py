@@ -14,6 +14,7 @@ from octavo.kernels.quantization import Fp8Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_bytes import weight_bytes
 
 FP8_ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -233,7 +234,7 @@ def test_tokens_and_bytes_are_those_of_the_expanded_checkpoint(quantization, tmp
     save_file(load_file(expanded / "model.safetensors") | weights, expanded / "model.safetensors")
     plain = load(expanded, dtype="bfloat16", quantization=quantization)
     assert torch.equal(prompt_logits(model, PROMPT), prompt_logits(plain, PROMPT))
-    sizes = [each.architecture.weight_bytes("bfloat16", None, quantization) for each in (model, plain)]
+    sizes = [weight_bytes(each.architecture, "bfloat16", None, quantization) for each in (model, plain)]
     assert sizes[0] == sizes[1]
 
 

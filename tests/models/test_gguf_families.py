@@ -11,7 +11,7 @@ from transformers_cases import CASES, MORE_CASES, TIED, WINDOW, YARN, heads, lon
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import _FAMILIES, GGUFFields, read_gguf_config
+from octavo.models.gguf_config import _FAMILIES, GGUFFields, find_gguf_family, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, StoredArray, TensorType
 from octavo.models.gguf_rope import LONG_FACTORS, SHORT_FACTORS
 from octavo.models.gguf_weights import GGUFWeights
@@ -50,6 +50,10 @@ CONFIGS |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "phi3-attention-factor": tiny_config("Phi3ForCausalLM", **heads(96, 6, 3, 16)) | longrope(8, 128, rope_theta=1e4),
 }  # fmt: skip
+
+
+def config_of(file):
+    return read_gguf_config(file, *find_gguf_family(file))
 
 
 def converted(config):
@@ -130,7 +134,7 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
 def test_what_conversion_writes_is_read_as_config_json_is(name, monkeypatch):
     file, factors, expected = converted(CONFIGS[name])
     monkeypatch.setattr(GGUFFields, "factors", lambda _, tensor: factors[tensor])
-    read = architecture_of(ConfigFile(PATH, read_gguf_config(file)))
+    read = architecture_of(ConfigFile(PATH, config_of(file)))
     assert read.layers == expected.layers
     same = {"dtype": "", "bos_token_id": None, "eos_token_ids": ()}
     assert replace(read, **same) == replace(expected, **same)
@@ -152,7 +156,7 @@ def with_keys(config, **said):
 
 def ropes_of(file):
     """Return the rotary embeddings of a file's layers."""
-    return [layer.attention.rope for layer in architecture_of(ConfigFile(PATH, read_gguf_config(file))).layers]
+    return [layer.attention.rope for layer in architecture_of(ConfigFile(PATH, config_of(file))).layers]
 
 
 def test_yarn_keys_that_conversion_writes_for_olmo3_give_its_rotary_embedding(caplog):
@@ -214,7 +218,7 @@ def test_yarn_keys_of_another_rotary_embedding_change_nothing():
     assert ropes_of(file) == [layer.attention.rope for layer in expected.layers]
     file, _ = with_keys(CONFIGS["qwen3-head-80"], **{"rope.scaling.attn_factor": 1.5})
     with pytest.raises(ModelError, match="attn_factor"):
-        read_gguf_config(file)
+        config_of(file)
 
 
 def test_every_family_is_tried():

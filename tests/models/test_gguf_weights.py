@@ -11,9 +11,9 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from octavo.errors import ModelError
-from octavo.kernels.block_weight import BlockKind
+from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import _FAMILIES, BLOCK_KINDS, read_gguf_config
+from octavo.models.gguf_config import _FAMILIES, BLOCK_KINDS, find_gguf_family, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, TensorType
 from octavo.models.gguf_tensors import halves_of_heads
 from octavo.models.gguf_weights import _LAYER_NAMES, GGUFWeights
@@ -39,13 +39,17 @@ CASES = {
 }
 
 
+def config_of(file):
+    return read_gguf_config(file, *find_gguf_family(file))
+
+
 def make(tmp_path, name="LlamaForCausalLM", config=None, **options):
     directory = write_checkpoint(tmp_path / "folder", tiny_config(name, vocab_size=288, **(config or {})))
     return directory, write_gguf(directory, tmp_path / "model.gguf", **options)
 
 
 def architecture_in(path):
-    return architecture_of(ConfigFile(path, read_gguf_config(GGUFFile.read(path))))
+    return architecture_of(ConfigFile(path, config_of(GGUFFile.read(path))))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,9 +107,9 @@ def test_blocks_are_handed_on_as_they_stand(kind, tmp_path):
     weights = GGUFWeights(GGUFFile.read(path))
     tensors, sizes = weights.open(), weights.block_bytes()
     for name, value in load_file(directory / "model.safetensors").items():
-        blocks = tensors.blocks(name)
+        blocks = tensors.weight(name)
         if value.dim() == 1:
-            assert blocks is None
+            assert isinstance(blocks, torch.Tensor)
         else:
             assert torch.equal(blocks.dequantize(), tensors.tensor(name)), name
             assert sizes.pop(name) == blocks.nbytes
@@ -132,8 +136,8 @@ def test_a_scale_that_is_no_number_is_refused_by_the_tensors_name(kind, tmp_path
     if kind == "IQ4_NL":
         return
     with pytest.raises(ModelError, match=message):
-        tensors.blocks(name)
-    assert tensors.blocks("model.layers.1.mlp.down_proj.weight") is not None
+        tensors.weight(name)
+    assert isinstance(tensors.weight("model.layers.1.mlp.down_proj.weight"), BlockWeight)
 
 
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
@@ -247,7 +251,7 @@ def test_shapes_must_be_those_that_the_metadata_ask_for(tmp_path):
 
 def test_config_is_what_config_json_would_say(tmp_path):
     directory, path = make(tmp_path)
-    said, ours = json.loads((directory / "config.json").read_text()), read_gguf_config(GGUFFile.read(path))
+    said, ours = json.loads((directory / "config.json").read_text()), config_of(GGUFFile.read(path))
     keys = said.keys() & ours.keys()
     assert len(keys) > 10
     assert {key: ours[key] for key in keys} == {key: said[key] for key in keys}
@@ -266,7 +270,7 @@ def test_what_is_computed_in_is_exact_for_all_matrices(kinds, dtype, tmp_path):
     matrices = [name for name, each in read.tensors.items() if len(each.shape) == 2]
     for number, name in enumerate(matrices):
         read.tensors[name] = replace(read.tensors[name], type=stored[number % len(stored)])
-    assert read_gguf_config(read)["dtype"] == dtype
+    assert config_of(read)["dtype"] == dtype
 
 
 def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
@@ -274,7 +278,7 @@ def test_kinds_that_are_expanded_are_told(tmp_path, caplog, monkeypatch):
     read = GGUFFile.read(path)
     name = "blk.1.ffn_up.weight"
     read.tensors[name] = replace(read.tensors[name], type=TensorType.IQ3_S, num_bytes=256 * 110)
-    expected = architecture_of(ConfigFile(path, read_gguf_config(read))).stored_tensors()
+    expected = architecture_of(ConfigFile(path, config_of(read))).stored_tensors()
     GGUFWeights(read).open().check(expected)
     assert "holds weights of IQ3_S, which octavo does not multiply as they are" in caplog.text
     monkeypatch.setattr("octavo.models.gguf_tensors.find_spec", lambda _: None)

@@ -20,6 +20,7 @@ from octavo.models.loader import activation_dtype, load_model
 from octavo.models.model_path import resolve_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
     model = load(path, dtype, quantization=quantization)
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
-    assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
+    assert packed_bytes(model) == weight_bytes(architecture, dtype, norm_dtype, quantization)
     attentions = [layer.attention for layer in model.layers]
     tables = {each.config.rope: each.cos_sin for each in attentions}
     assert all(each.cos_sin is tables[each.config.rope] for each in attentions)
@@ -101,7 +102,7 @@ def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
         FolderWeights(path), architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU,
         max_model_len=64, quantization=quantization,
     )  # fmt: skip
-    assert packed_bytes(model) == architecture.weight_bytes("bfloat16", quantization=quantization)
+    assert packed_bytes(model) == weight_bytes(architecture, "bfloat16", quantization=quantization)
 
 
 def test_sharded_equals_whole(tmp_path, prompt_logits):
@@ -202,6 +203,7 @@ import torch
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.registry import read_architecture
+from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
 def private(key):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -213,7 +215,7 @@ load = lambda: load_model(FolderWeights(path), architecture, ReferenceKernels(),
 peaks = []
 before = private("RssAnon")
 model = load()
-print((max(peaks) - before) / architecture.weight_bytes("float32"))
+print((max(peaks) - before) / weight_bytes(architecture, "float32"))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.9 < float(result.stdout) < 1.15

@@ -414,11 +414,11 @@ def test_who_multiplies_belongs_to_the_layout():
 
 
 def test_no_home_is_no_cache(monkeypatch, caplog):
-    from octavo.worker.worker import _packed_cache
+    from octavo.models.loader import open_packed_cache
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
-    assert _packed_cache(1 << 30) is None
+    assert open_packed_cache(1 << 30) is None
     assert "XDG_CACHE_HOME" in caplog.text
 
 

@@ -19,6 +19,7 @@ from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
@@ -321,7 +322,7 @@ def test_bytes_of_quantized_checkpoints(tmp_path, generator):
                 linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
                 norms += [layer.after_attention.stream, layer.after_mlp.stream]
             num_bytes = sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
-            assert num_bytes == model.architecture.weight_bytes("bfloat16", "bfloat16", quantization)
+            assert num_bytes == weight_bytes(model.architecture, "bfloat16", "bfloat16", quantization)
 
 
 def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):

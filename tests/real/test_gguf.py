@@ -11,6 +11,7 @@ from triton_interpreter import interpreted_kernels
 
 from octavo import LLM, SamplingParams
 from octavo.engine.gguf_tokenizer import GGUFVocabulary
+from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.quantization import linear_blocks
 from octavo.models.gguf_file import GGUFFile
 from octavo.startup.checkpoint import open_checkpoint
@@ -85,7 +86,7 @@ def test_matrices_for_a_gpu_lose_nothing(real_gguf, model):
     checkpoint, of_kind = open_checkpoint(real_gguf(model)), {}
     files = checkpoint.weights.open()
     for name in checkpoint.read_architecture().tensor_shapes():
-        if (weight := files.blocks(name)) is not None:
+        if isinstance(weight := files.weight(name), BlockWeight):
             of_kind.setdefault(weight.kind, []).append(weight)
     assert len(of_kind) == {"smollm2": 2, "gemma3": 4}[model]
     with interpreted_kernels() as kernels:

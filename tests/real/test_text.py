@@ -10,7 +10,7 @@ import pytest
 from text_behind import text_behind
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import running
 from real_tokenizers import some_tokens
 

@@ -141,7 +141,7 @@ class TestSuffixProposer:
         proposer = suffix_proposer(max_model_len=10_000)
         for num_tokens, capacity in ((10, 266), (300, 556), (1000, 1500), (8000, 10_000)):
             proposer.propose([task("a", range(num_tokens))])
-            assert (proposer._indices["a"].capacity, proposer._num_tokens) == (capacity, capacity)
+            assert (proposer._indices.get("a").capacity, proposer._indices.num_tokens) == (capacity, capacity)
 
     def test_all_indices_together_have_a_limit(self):
         assert (
@@ -154,10 +154,10 @@ class TestSuffixProposer:
         proposer.finish([ended("x", [1, 2, 3, 4, 5])])
         proposer.propose([task("a", range(50))])  # its index takes all the room
         assert proposer.propose([task("b", [9, 1, 2, 3], max_drafts=1)]) == [[4]]
-        assert set(proposer._indices) == {"a"}
+        assert set(proposer._indices._kept) == {"a"}
         proposer.forget(["a"])
         proposer.propose([task("b", [9, 1, 2, 3])])
-        assert set(proposer._indices) == {"b"}
+        assert set(proposer._indices._kept) == {"b"}
 
     def test_answers_are_no_worse_than_the_requests_own_text(self):
         """Its own text goes on in two ways; without an answer under its salt the newest is taken."""

@@ -90,7 +90,8 @@ def test_a_preempted_request_neither_loses_its_answer_nor_counts_twice():
     finish(proposer, [*PROMPT, *ANSWER])
     assert len(proposer._answers) == 1
     assert propose(proposer, PROMPT, "c") == ANSWER[:4]
-    assert not proposer._num_tokens - sum(each.capacity for each in proposer._indices.values())
+    indices = proposer._indices
+    assert indices.num_tokens == sum(indices.get(each).capacity for each in indices._kept)
 
 
 def test_the_better_of_both_is_drafted():
@@ -127,7 +128,7 @@ def test_own_indices_have_room_for_so_many_tokens(monkeypatch):
     text = list(range(20))
     for count in range(3, 20):
         propose(proposer, text[:count])
-    assert proposer._num_tokens <= 30
+    assert proposer._indices.num_tokens <= 30
     assert propose(proposer, [*text, 3, 4, 5]) == [6, 7, 8]
     assert propose(proposer, [*text, 3, 4, 5, *range(100, 120), 3, 4, 5]) == [100, 101, 102], "of the newer ones"
     assert propose(proposer, [*text, 3, 4, 5, *range(100, 120), 3, 4, 5, 15, 16, 17]) == []

@@ -1,4 +1,4 @@
-"""`octavo serve` as a user starts it, for tests: the real command on the built-in model, and streams that are read."""
+"""Start `octavo serve` as a user does, with the built-in model, and read its streams. For tests and tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import psutil
@@ -19,8 +19,15 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+FoundT = TypeVar("FoundT")
 DEADLINE_S = 90  # of a start on a busy machine
-STORY = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "temperature": 0.0, "stream": True}
+STORY: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 2000,
+    "ignore_eos": True,
+    "temperature": 0.0,
+    "stream": True,
+}
 SUM = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 32, "temperature": 0.0}
 
 
@@ -31,22 +38,24 @@ class Served:
         self.process = process
         self.log: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        address = self._wait(
+        address = self.wait_for(
             lambda: next(filter(None, (re.search(r"at (http\S+)/v1", line) for line in self.log)), None)
         )
-        verify = True if certificate is None else ssl.create_default_context(cafile=certificate)
+        verify: bool | ssl.SSLContext = True if certificate is None else ssl.create_default_context(cafile=certificate)
         # threads share it: httpcore's pool else closes connections that it has given to a request (its issue 1110)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
         self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False, verify=verify, limits=limits)
         if key is not None:
             self.http.headers["Authorization"] = f"Bearer {key}"
-        self._wait(self.is_ready)
+        self.wait_for(self.is_ready)
 
     def _read(self) -> None:
-        with contextlib.suppress(ValueError):
-            self.log.extend(self.process.stderr)
+        if self.process.stderr is not None:
+            with contextlib.suppress(ValueError):
+                self.log.extend(self.process.stderr)
 
-    def _wait(self, condition):
+    def wait_for(self, condition: Callable[[], FoundT | None]) -> FoundT:
+        """Return the first true value of condition. Raises if the process ends or after `DEADLINE_S`."""
         end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -61,9 +70,9 @@ class Served:
             return self.http.get("/ready").status_code == 200
         return False
 
-    def wait_until(self, condition, seconds: float) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float) -> None:
         start = time.monotonic()
-        self._wait(condition)
+        self.wait_for(condition)
         if (took := time.monotonic() - start) >= seconds:
             raise AssertionError(f"it took {took:.1f} s, which may be {seconds:g}")
 
@@ -75,14 +84,15 @@ class Served:
     def wait_for_engine(self, other_than: psutil.Process) -> psutil.Process:
         """Return the engine that is started in the place of one that was killed."""
 
-        def find():
+        def find() -> psutil.Process | None:
             children = psutil.Process(self.process.pid).children()
             return next((child for child in children if child.pid != other_than.pid), None)
 
-        return self._wait(find)
+        return self.wait_for(find)
 
     def answer(self) -> str:
-        return self.http.post("/v1/chat/completions", json=SUM).json()["choices"][0]["message"]["content"]
+        """Return the answer to `SUM`."""
+        return str(self.http.post("/v1/chat/completions", json=SUM).json()["choices"][0]["message"]["content"])
 
 
 @contextlib.contextmanager
@@ -140,7 +150,7 @@ class Stream:
         self._served = served
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        served._wait(lambda: len(self.events) > 3)
+        served.wait_for(lambda: len(self.events) > 3)
 
     def _read(self) -> None:
         try:

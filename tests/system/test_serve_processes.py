@@ -82,7 +82,7 @@ def test_figure_4_an_engine_that_dies_or_freezes_and_figures_begin_anew(served, 
         assert (error["type"], error["code"]) == ("server_error", "engine_restarting")
     assert served.http.get("/health").status_code == 200
     served.wait_until(lambda: figures(served)["octavo:engine_restarts_total"] == num_restarts + 1, 5)
-    served._wait(served.is_ready)
+    served.wait_for(served.is_ready)
     assert served.engine.pid != engine.pid
     assert figures(served)["octavo:generation_tokens_total"] == 0
     assert served.answer() == "12 + 30 = 42"

@@ -1,12 +1,10 @@
-"""Stages of tools/gpu_check.py about engine, server and libraries: they pass, and find what is wrong."""
+"""Stages of tools/gpu_check.py about engine and server: they pass, and find what is wrong."""
 
 import sys
 import types
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
-import library_standins as standins
 import pytest
 import torch
 
@@ -16,11 +14,9 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 import gpu_device  # noqa: E402
 import gpu_memory  # noqa: E402
-import gpu_plugins  # noqa: E402
 import gpu_service  # noqa: E402
 import gpu_stages  # noqa: E402
 import gpu_transformers  # noqa: E402
-from triton_interpreter import interpreted_kernels  # noqa: E402
 
 from octavo.core import invariants  # noqa: E402
 from octavo.worker.kv_cache import PagedKVCache  # noqa: E402
@@ -175,53 +171,3 @@ def test_other_tokens_than_those_of_transformers_are_found(gap, num_wrong, is_eq
     entry = gpu_transformers.compared(model, torch.device("cpu"), [[1, 3]] * 10, answers)
     assert entry["is_equal"] == is_equal
     assert entry.get("differ", []) == ([[2, 2, 0]] if gap == 1.0 else [])
-
-
-def with_libraries(check, monkeypatch, stage):
-    for name, module in standins.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with interpreted_kernels() as kernels:
-        return found(replace(check, kernels=kernels), stage)
-
-
-def test_libraries_are_compared_with_octavos_attention(check, monkeypatch):
-    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
-    entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
-    assert gpu_stages.failures(entries) == []
-    for backend in gpu_plugins.BACKENDS:
-        assert entries[f"{backend} paged_attention torch.bfloat16 group 1 head_dim 64 window 20 soft cap 2.0"]
-        assert entries[f"{backend} decode 2 at 40"]["octavo_over_library"] > 0
-        assert entries[f"{backend} prefill 3 to 20"]["us"] > 0
-
-
-def test_a_library_that_is_wrong_is_found(check, monkeypatch):
-    monkeypatch.setattr(gpu_plugins, "_engine", lambda *_arguments: {})
-    dense = standins.dense
-    monkeypatch.setattr(standins, "dense", lambda *arguments: dense(*arguments[:4], -1, arguments[5]))  # no window
-    entries = with_libraries(check, monkeypatch, gpu_plugins.plugins)
-    assert [name.split()[:3:2] for name in gpu_stages.failures(entries)] == [
-        ["flashinfer-inexact", "torch.float16"],
-        ["flashinfer-inexact", "torch.bfloat16"],
-    ]
-
-
-@pytest.mark.slow
-def test_an_engine_with_a_library(check, monkeypatch):
-    used = []
-    dense = standins.dense
-    monkeypatch.setattr(standins, "dense", lambda *arguments: used.append(1) or dense(*arguments))
-    entry = with_libraries(
-        check,
-        monkeypatch,
-        lambda check, entries: entries.add("engine", lambda: gpu_plugins._engine(check, "flashinfer-inexact")),
-    )["engine"]
-    assert entry["is_right"], entry
-    assert entry["octavo_over_library"] > 0
-    assert used
-
-
-def test_libraries_that_are_missing_are_left_out(check, monkeypatch):
-    for name in standins.modules():
-        monkeypatch.setitem(sys.modules, name, None)
-    entries = found(check, gpu_plugins.plugins)
-    assert all("cannot be imported" in entries[backend]["left_out"] for backend in gpu_plugins.BACKENDS)

@@ -106,6 +106,9 @@ def test_the_kv_cache_leaves_room_for_graphs_that_will_be(checkpoint, monkeypatc
             scheduler_config=SchedulerConfig(max_num_seqs=4096, max_num_batched_tokens=4096),
             device_config=DeviceConfig(device="cpu", **device),
         )  # fmt: skip
+        made.load()
+        made.plan()
+        made.allocate()
         return made.kv_cache
 
     without = blocks()

@@ -102,11 +102,16 @@ def path(tmp_path_factory):
 
 def make_worker(path, max_model_len=2048, **cache):
     architecture = read_architecture(path).within(max_model_len)
-    return Worker(
+    worker = Worker(
         FolderWeights(path), architecture, dtype="float32", max_model_len=max_model_len,
         cache_config=CacheConfig(**cache), scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         device_config=DeviceConfig(device="cpu"), load_format="dummy",
     )  # fmt: skip
+    worker.load()
+    worker.plan()
+    assert not hasattr(worker, "kv_cache")  # nothing is reserved yet
+    worker.allocate()
+    return worker
 
 
 def test_a_worker_reserves_what_is_planned(path):
@@ -118,9 +123,13 @@ def test_a_worker_reserves_what_is_planned(path):
     assert 0 <= (4 << 20) - cache.num_bytes < 4 * of_layer
     assert cache.groups[1].num_blocks == (4 << 20) // (7 * of_layer)
     assert cache.num_host_blocks == (1 << 20) // (4 * of_layer)
-    assert (
-        cache.groups[0].host_blocks.nbytes + cache.groups[1].host_blocks.nbytes == cache.num_host_blocks * 4 * of_layer
-    )
+    info = worker.info
+    assert [group.spec.num_blocks for group in info.kv_groups] == [group.num_blocks for group in cache.groups]
+    assert [group.block_bytes for group in info.kv_groups] == [group.block_bytes for group in cache.groups]
+    assert info.num_host_blocks == cache.num_host_blocks
+    assert (info.kv_cache_bytes, info.stored_block_bytes) == (cache.num_bytes, cache.stored_block_bytes)
+    host_bytes = sum(group.host_blocks.nbytes for group in cache.groups)
+    assert host_bytes == cache.num_host_blocks * 4 * of_layer
     worker = make_worker(path, num_gpu_blocks=100)
     assert (worker.kv_cache.num_blocks, worker.kv_cache.groups[1].num_blocks) == (100, 4 * 5 + 2 * 4)
 

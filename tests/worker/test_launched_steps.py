@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def model(tmp_path_factory, kernels):
 def make_runner(model, kernels, monkeypatch):
     """Return a function that makes a runner on a device that makes its copies late; it has its `queue`."""
 
-    def make():
+    def make(**options):
         queue = LateQueue()
         monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, queue))
         cache = PagedKVCache(
@@ -63,7 +64,7 @@ def make_runner(model, kernels, monkeypatch):
         )
         runner = ModelRunner(
             model, kernels, cache, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=MAX_MODEL_LEN, **options,
         )  # fmt: skip
         return runner, queue
 
@@ -158,6 +159,28 @@ def test_tokens_are_fed_on_the_device_before_the_host_knows_them(make_runner, as
     assert outputs == expected
     assert num_ahead == len(steps) - 1
     assert len({token for output in outputs for token in output.sampled_token_ids["a"]}) > 2
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_second_rank_continues_with_the_tokens_that_the_first_broadcasts(make_runner, is_ahead):
+    """A stub of ranks; the second one would choose other tokens, as its requests have other seeds."""
+    steps, sent = decodes({"temperature": 1.0}), deque()
+
+    def send(token_ids):
+        sent.append(token_ids.clone())
+        return token_ids
+
+    def run(steps, share):
+        runner, queue = make_runner(share_tokens=share)
+        return ahead(runner, steps, queue)[0] if is_ahead else one_by_one(runner, steps)
+
+    expected = run(steps, send)
+    new, *others = steps
+    seeds = [replace(each, seed=each.seed + 100) for each in new.scheduled_new_reqs]
+    second = [replace(new, scheduled_new_reqs=seeds), *others]
+    assert run(second, lambda token_ids: token_ids) != expected
+    assert run(second, lambda _: sent.popleft()) == expected
+    assert not sent
 
 
 def test_a_decode_step_copies_to_the_device_once(make_runner):

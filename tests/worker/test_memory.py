@@ -16,6 +16,7 @@ from octavo.kv_transfer.mooncake_client import AREA_BYTES, PROCESS_BYTES
 from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_bytes import weight_bytes
 from octavo.speculative import create_proposer
 from octavo.worker import memory
 from octavo.worker.kv_transfers import staging_bytes
@@ -87,7 +88,7 @@ def measure(program, *arguments):
 
 def test_bytes_computed_are_the_peak_measured(checkpoint):
     architecture = read_architecture(checkpoint)
-    weights = architecture.weight_bytes("float32")
+    weights = weight_bytes(architecture, "float32")
     kv = 128 * block_bytes(architecture, 16, "float32")
     computed = weights + kv + activation_bytes(architecture, 1024, 16, "float32")
     measured = measure(MEASURE, checkpoint)
@@ -104,7 +105,7 @@ def test_bytes_computed_with_a_store_are_the_peak_measured(tmp_path):
     per_block = block_bytes(architecture, 16, "float32")
     of_store = staging_bytes(per_block, 8)
     assert of_store == 9 * 8 << 20
-    computed = architecture.weight_bytes("float32") + 224 * per_block + of_store
+    computed = weight_bytes(architecture, "float32") + 224 * per_block + of_store
     computed += activation_bytes(architecture, 512, 16, "float32")
     measured = measure(MEASURE_STORE, tmp_path / "llama", tmp_path / "kv")
     assert computed - 0.5 * of_store < measured < computed + 20e6, (measured / 1e6, computed / 1e6, of_store / 1e6)
@@ -260,7 +261,7 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
     )
     told = next(message for message in caplog.messages if "drafts with" in message)
     assert f"{drafter.num_parameters:,} parameters" in told
-    assert f"{drafter.weight_bytes('float32', quantization=worker.draft.checkpoint.quantization):,} bytes" in told
+    assert f"{weight_bytes(drafter, 'float32', quantization=worker.draft.checkpoint.quantization):,} bytes" in told
     assert f"{scratch + own * worker.kv_cache.num_blocks:,} bytes of keys and values" in told
     with pytest.raises(ConfigError, match=f"the KV cache would take {(of_target + own) * 10**5:,} bytes"):
         make(speculative, num_gpu_blocks=10**5)

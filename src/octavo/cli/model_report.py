@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from octavo.errors import ModelError, OctavoError
+from octavo.models.weight_bytes import weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,7 +177,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
         max_context_tokens=architecture.max_context_tokens,
         parts=[part.describe(num_layers) for part in parts_of(architecture)],
         stored_as=(", ".join(checkpoint.weights.types) or dtype) if stored is None else stored.summary,
-        memory_bytes={each or as_it_is: architecture.weight_bytes(dtype, None, each) for each in _PRECISIONS},
+        memory_bytes={each or as_it_is: weight_bytes(architecture, dtype, None, each) for each in _PRECISIONS},
         kv_bytes_per_token=layout.bytes_per_token(dtype),
         window=layout.window,
         kv_bytes_behind_window=layout.bytes_behind_window(dtype),

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-_ACCESS = "Access"
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
 # would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005

@@ -162,7 +162,7 @@ class CacheConfig:
     taken as blocks are used.
 
     kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values of each token and head with a scale
-    of their own. "fp8" is for kernels triton and reference; flashinfer-inexact and flash-attn-3-inexact round none.
+    of their own. "fp8" is for kernels triton and reference.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -419,10 +419,9 @@ class DeviceConfig:
     kernels: str = option(
         "auto",
         "auto: cpu if it was compiled, else plain torch (reference). triton: the kernels for GPUs, only on "
-        "request until they have been tried on a GPU. fast-inexact is triton with torch's matrix products, "
-        "flashinfer-inexact and flash-attn-3-inexact are triton with the attention of these libraries, which must"
-        " be installed; with an inexact backend a token may depend on its batch.",
-        choices=("auto", "cpu", "triton", "fast-inexact", "flashinfer-inexact", "flash-attn-3-inexact", "reference"),
+        "request until they have been tried on a GPU. fast-inexact is triton with torch's matrix products: a token may "
+        "depend on its batch.",
+        choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
     )
     isa: str = option(
         "auto",

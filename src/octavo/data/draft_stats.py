@@ -57,13 +57,8 @@ class DraftStats:
         return self.seconds_without / self.seconds if self.seconds else None
 
     @property
-    def acceptance_rate(self) -> float:
-        """Share of the guessed tokens that were right; 0 where none was guessed."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """The same for each place of a draft; one behind a wrong token counts as wrong."""
+        """Share of correct drafted tokens by position in the draft. Tokens after a wrong one count as wrong."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [num_accepted / num_drafted for num_accepted, num_drafted in pairs]
 

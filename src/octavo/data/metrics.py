@@ -75,11 +75,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    @property
-    def num_observations(self) -> int:
-        """How many values there were."""
-        return sum(self.counts)
-
 
 @dataclass(slots=True)
 class EngineStats:

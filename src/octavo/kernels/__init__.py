@@ -31,7 +31,7 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
-_IN_TRITON = ("triton", "fast-inexact", "flashinfer-inexact", "flash-attn-3-inexact")
+_IN_TRITON = ("triton", "fast-inexact")
 
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
 # the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows what they give); int4 with avx512_bf16 is an
@@ -94,8 +94,8 @@ def create_kernels(
 
     backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on
     CUDA it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and
-    "triton" are these or an error; "fast-inexact" is "triton" with the products of torch's library,
-    "flashinfer-inexact" and "flash-attn-3-inexact" are it with attention of these: their rows depend on the batch.
+    "triton" are these or an error; "fast-inexact" is "triton" with the matrix products of torch's library, whose rows
+    depend on the batch.
     num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
     isa: their instruction set; "auto" is `default_instruction_set()`.
 
@@ -176,12 +176,4 @@ def _triton_kernels(device: torch.device, backend: str) -> Kernels:
         from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415  needs triton
 
         return InexactKernels()
-    if backend == "flashinfer-inexact":
-        from octavo.kernels.triton.flashinfer import FlashInferKernels  # noqa: PLC0415  needs triton
-
-        return FlashInferKernels(device)
-    if backend == "flash-attn-3-inexact":
-        from octavo.kernels.triton.flash_attention_3 import FlashAttention3Kernels  # noqa: PLC0415  needs triton
-
-        return FlashAttention3Kernels(device)
     return TritonKernels()

@@ -22,7 +22,7 @@ from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
-from octavo.kernels.reference import grouped_linear
+from octavo.kernels.reference import grouped_linear, pack_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         AttentionBatch,
         DecodePlan,
         KeptLinear,
+        PackedGroups,
         PackedLinear,
         SamplingRows,
         WeightToPack,
@@ -226,9 +227,13 @@ class CpuKernels:
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, activation)
 
-    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group, which is packed for it."""
-        return grouped_linear(self, x, weights, group_start)
+    def pack_groups(self, weights: Tensor) -> PackedGroups:
+        """Pack the weight of each group alone."""
+        return pack_groups(self, weights)
+
+    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group."""
+        return grouped_linear(self, x, packed, group_start)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a product will read where they stand.

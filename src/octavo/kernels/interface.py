@@ -37,6 +37,17 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """Weights of equal shape, one for each group of rows; made by `Kernels.pack_groups`, opaque to everyone else."""
+
+    num_groups: int
+    out_features: int
+    in_features: int
+    storage: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeptLinear:
     """A part of a packed weight as it can be kept on disk.
 
@@ -221,13 +232,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group: products of experts, to whom rows were sorted.
+    def pack_groups(self, weights: Tensor) -> PackedGroups:
+        """Pack `weights` [num_groups, out_features, in_features], contiguous, of float32, bfloat16 or float16."""
+        ...
 
-        x [num_tokens, in_features]; weights [num_groups, out_features, in_features] of x's dtype, contiguous, and not
-        packed; group_start int32 [num_groups + 1]: where each group's rows begin, from 0, then num_tokens; a group may
-        have none. Returns [num_tokens, out_features] in x's dtype; a row's bits are those of `linear` with the weight.
-        No family has experts yet.
+    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+        """Return each row times the weight of its group: experts, or adapters, by which rows were sorted.
+
+        x [num_tokens, in_features] of the weights' dtype; group_start int32 [num_groups + 1]: the first row of each
+        group, from 0, then num_tokens; a group may be empty. Returns [num_tokens, out_features] in x's dtype; a row's
+        bits are those of `linear` with the weight of its group. No family uses it yet.
         """
         ...
 

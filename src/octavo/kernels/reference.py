@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.block_weight import BlockWeight
-from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
+from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedGroups, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
@@ -112,9 +112,13 @@ class ReferenceKernels:
         """Return activation(gate) * up of x @ weight.T + bias."""
         return self.gate(self.linear(x, packed), activation)
 
-    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+    def pack_groups(self, weights: Tensor) -> PackedGroups:
+        """Pack the weight of each group alone."""
+        return pack_groups(self, weights)
+
+    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
         """Return each row times the weight of its group."""
-        return grouped_linear(self, x, weights, group_start)
+        return grouped_linear(self, x, packed, group_start)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`."""
@@ -352,12 +356,19 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     return torch.zeros_like(kept).scatter_(1, ids, kept)
 
 
-def grouped_linear(kernels: Kernels, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
-    """Compute `Kernels.grouped_linear` by products of one group after the other, whose weight is packed for it."""
+def pack_groups(kernels: Kernels, weights: Tensor) -> PackedGroups:
+    """Do `Kernels.pack_groups` by packing one group after the other."""
+    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list is copied
+    num_groups, out_features, in_features = weights.shape
+    return PackedGroups(num_groups, out_features, in_features, packed, sum(each.num_bytes for each in packed))
+
+
+def grouped_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
+    """Compute `Kernels.grouped_linear` by products of one group after the other. Of `pack_groups` above."""
     bounds = pairwise(group_start.tolist())
     parts = [
-        kernels.linear(x[first:end], kernels.pack_linear(weight))
-        for weight, (first, end) in zip(weights, bounds, strict=True)
+        kernels.linear(x[first:end], weight)
+        for weight, (first, end) in zip(packed.storage, bounds, strict=True)
         if first < end
     ]
-    return torch.cat(parts) if parts else x.new_empty(0, weights.shape[1])
+    return torch.cat(parts) if parts else x.new_empty(0, packed.out_features)

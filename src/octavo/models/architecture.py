@@ -1,4 +1,4 @@
-"""What a checkpoint computes: shapes and numbers, read once from `config.json`. No torch here, only arithmetic."""
+"""Describe what a checkpoint computes: shapes and numbers, read once from `config.json`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.declared import Linear, Norm, in_order
 from octavo.models.kv_layout import KVLayout
 from octavo.models.quantization_config import read_quantization_config
@@ -99,59 +98,6 @@ class Architecture:
         """Number of weights in the checkpoint; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
-    def weight_bytes(
-        self,
-        dtype: str,
-        norm_dtype: str | None = None,
-        quantization: str | None = None,
-        group_size: int = DEFAULT_GROUP_SIZE,
-    ) -> int:
-        """Bytes of all weights in `dtype`; norm weights in `norm_dtype` (the activations') or, with an offset, float32.
-
-        quantization, group_size: how matrices are rounded that are not stored as integers. An int8 or fp8 matrix takes
-        a byte a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point,
-        four for the unit of each row, and four for each input feature if these may stand in another order. FP8 of a
-        checkpoint counts as expanded.
-        """
-        norm_dtype = "float32" if self.norm_offset else norm_dtype or dtype
-        in_blocks = self._kept_blocks() if quantization is None else {}
-        total = self._order_bytes() + sum(in_blocks.values())
-        for name, shape in self.tensor_shapes().items():
-            if name in in_blocks:
-                continue
-            bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
-            if bits == 8:
-                total += math.prod(shape) + 4 * shape[0]
-            elif bits == 4:
-                total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1) + 4 * shape[0]
-            else:
-                total += math.prod(shape) * DTYPE_BYTES[norm_dtype if is_norm(name) else dtype]
-        return total
-
-    def _order_bytes(self) -> int:
-        if self.stored is None or not self.stored.may_reorder:
-            return 0
-        linears = (each for each in in_order(self.tensors()) if isinstance(each, Linear))
-        return sum(4 * each.in_features for each in linears if self.stored.covers(each.names[0]))
-
-    def _kept_blocks(self) -> dict[str, int]:
-        """Return `block_bytes` of what stays in blocks: parts beside floats in one product are expanded."""
-        linears = [each for each in in_order(self.tensors()) if isinstance(each, Linear)]
-        products = [[f"{name}.weight" for name in linear.names] for linear in linears]
-        kept = [names for names in products if all(name in self.block_bytes for name in names)]
-        return {name: self.block_bytes[name] for names in kept for name in names}
-
-    def _rounding(
-        self, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
-    ) -> tuple[int | None, int, bool]:
-        """Return (bits, scales of a row, whether there are zero points) of a tensor; bits None: not rounded."""
-        if len(shape) != 2:
-            return None, 0, False
-        if self.stored is not None and self.stored.covers(name.removesuffix(".weight")):
-            return self.stored.bits, self.stored.num_groups(shape[1]), self.stored.has_zeros
-        bits = rounded_bits(name, quantization)
-        return bits, -(-shape[1] // group_size) if bits == 4 else 1, False
-
     @property
     def attention_share(self) -> float:
         """Operations of attention to one more position, over those of a token's matrix products without lm_head.
@@ -186,16 +132,6 @@ class Architecture:
             else:
                 tensors[name] = StoredTensor(shape)  # a bias that is needed, even if integers come with optional ones
         return tensors
-
-
-def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to as it is loaded, or None: see `octavo.config.ModelConfig`."""
-    if quantization is None or (quantization == "fp8" and is_vocabulary(matrix_name)):
-        return None
-    if quantization == "fp8":
-        return 8
-    is_int8 = quantization == "int8" or (quantization == "int4" and is_vocabulary(matrix_name))
-    return 8 if is_int8 else 4
 
 
 def is_vocabulary(tensor_name: str) -> bool:

@@ -102,13 +102,9 @@ class CheckpointFiles:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         return self.tensor(name) if name in self._file_of else None
 
-    def blocks(self, name: str) -> None:
-        """Return None: no matrix is stored so."""
-        del name
-
-    def fp8(self, name: str) -> None:
-        """Return None: what its values mean is known to `octavo.models.float_weights.ExpandedFloats`."""
-        del name
+    def weight(self, name: str) -> Tensor:
+        """Return the tensor: wrappers know the formats that hold a matrix in several tensors."""
+        return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""

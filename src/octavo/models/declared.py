@@ -42,6 +42,24 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """Linear layers of equal shape, one for each group of rows: experts, or adapters.
+
+    name: of the tensor [num_groups, out_features, in_features] in the checkpoint.
+    """
+
+    name: str
+    num_groups: int
+    out_features: int
+    in_features: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the tensor."""
+        return {self.name: (self.num_groups, self.out_features, self.in_features)}
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The weight of an RMS norm, by its name without ".weight"."""
 
@@ -54,9 +72,9 @@ class Norm:
         return {f"{self.name}.weight": (self.size,)}
 
 
-def in_order(declared: object) -> Iterator[Linear | Norm]:
-    """Yield what stands in tuples of declarations, and in tuples in them; None stands for what a layer has not."""
-    if isinstance(declared, Linear | Norm):
+def in_order(declared: object) -> Iterator[Linear | GroupedLinear | Norm]:
+    """Yield the declarations in nested tuples. None is a part that a layer does not have."""
+    if isinstance(declared, Linear | GroupedLinear | Norm):
         yield declared
     elif isinstance(declared, tuple):
         for each in declared:

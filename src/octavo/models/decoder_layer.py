@@ -11,15 +11,20 @@ from octavo.models.declared import Norm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.kernels.interface import AttentionBatch
     from octavo.models.attention import AttentionConfig, AttentionTensors
     from octavo.models.layers import ModelContext
 
 
 class MLP(Protocol):
-    """What computes on each token alone."""
+    """The second part of a layer: computes each token without its neighbours."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape."""
+    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return [num_tokens, hidden] -> the same shape.
+
+        batch: describes these rows, for an MLP that computes requests differently (adapters by request). A row's result
+        must not depend on the other rows.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.stored_floats import StoredFloats
     from octavo.models.stored_quantization import StoredTensor
-    from octavo.models.weight_source import StoredTensors, WeightSource
+    from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
 _VALUES_AT_ONCE = 1 << 22  # in float32
 # OCP Microscaling Formats 1.0, section 5.3.3: what the four bits of an E2M1 mean.
@@ -51,23 +51,20 @@ class ExpandedFloats:
         expanded = self._expanded(name)
         return self.files.find(name) if expanded is None else expanded
 
-    def blocks(self, name: str) -> BlockWeight | None:
-        """Return a matrix of MXFP4 in GGUF's blocks, which are multiplied as they are; None for any other."""
-        module = name.removesuffix(".weight")
-        if self.stored.bits != 4 or (values := self.files.find(f"{module}.{self.stored.values_name}")) is None:
-            return None
-        (scale_name,) = self.stored.scale_names
-        return as_blocks(values.flatten(1), self.files.tensor(f"{module}.{scale_name}"))
+    def weight(self, name: str) -> StoredWeight:
+        """Return a matrix of MXFP4 in GGUF's blocks and one of FP8 as it is; any other in floats.
 
-    def fp8(self, name: str) -> Fp8Weight | None:
-        """Return a matrix of FP8 as it is; None for any other, and where its scales are of too few columns."""
+        FP8 whose scales are of too few columns for the kernels is expanded, too.
+        """
         module = name.removesuffix(".weight")
-        if self.stored.bits != 8 or (stored := self._stored(module)) is None:
-            return None
+        if (stored := self._stored(module)) is None:
+            return self.files.weight(name)
         values, scales = stored
+        if self.stored.bits == 4:
+            return as_blocks(values.flatten(1), scales)
         columns = self.stored.block[1] or values.shape[1]
         if columns % FP8_GROUP_MULTIPLE and columns < values.shape[1]:
-            return None
+            return expand(self.stored, values, scales, self.dtype)
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
 
     def tensor(self, name: str) -> Tensor:

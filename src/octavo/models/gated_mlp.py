@@ -10,7 +10,7 @@ from octavo.models.declared import Linear
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import Activation
+    from octavo.kernels.interface import Activation, AttentionBatch
     from octavo.models.config_file import ConfigFile
     from octavo.models.layers import ModelContext
 
@@ -78,6 +78,7 @@ class GatedMLP:
         self.gate_up = context.linear(tensors.gate_up)
         self.down = context.linear(tensors.down)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""
+        del batch  # all requests are computed with the same weights
         return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up, self.activation), self.down)

@@ -171,9 +171,12 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
     return architecture, _FAMILIES[architecture]
 
 
-def read_gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """Return what config.json would say. Raises `ModelError` for what is missing, or would give wrong tokens."""
-    architecture, family = find_gguf_family(file)
+def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
+    """Return the config.json that the metadata stands for.
+
+    architecture, family: of `find_gguf_family`. Raises `ModelError` for a key that is missing or that octavo does not
+    compute.
+    """
     if EMBEDDING not in file.tensors:
         raise ModelError(f"{file.path}: there is no tensor {EMBEDDING}; the file holds a vocabulary alone, or a part")
     fields = GGUFFields(file, architecture)

@@ -94,16 +94,12 @@ class GGUFTensors:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
         return self.tensor(name) if name in self._names else None
 
-    def fp8(self, name: str) -> None:
-        """Return None: no matrix is stored so."""
-        del name
-
-    def blocks(self, name: str) -> BlockWeight | None:
-        """Return a matrix in blocks as it stands in the file, its rows in the order of Hugging Face's layout."""
+    def weight(self, name: str) -> Tensor | BlockWeight:
+        """Return a matrix as it is stored, in blocks or in floats, its rows in the order of Hugging Face's layout."""
         own = self._names[name]
         stored = self._weights.file.tensors[own]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
-            return None
+            return self.tensor(name)
         out_features, in_features = stored.shape
         rows = self._bytes(stored).view(out_features, -1)
         weight = BlockWeight(_BLOCKS[stored.type], rows, in_features, partial(_forget, stored.path))
@@ -137,7 +133,7 @@ class GGUFTensors:
         heads = self._weights.heads_of_pairs(own)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
-        if self._weights.norms_around_one and name.endswith("norm.weight"):
+        if self._weights.family.norms_around_one and name.endswith("norm.weight"):
             numbers = numbers.float() - 1
         return numbers
 

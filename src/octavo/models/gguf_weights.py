@@ -53,19 +53,18 @@ _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the co
 class GGUFWeights:
     """The weights in a GGUF file, or in several of one model.
 
-    norms_around_one: see `octavo.models.gguf_config.GGUFFamily`.
+    architecture, family: what `find_gguf_family` found, looked up once for all readers of the file.
     """
 
-    __slots__ = ("_pairs", "file", "norms_around_one", "path")
+    __slots__ = ("_pairs", "architecture", "family", "file", "path")
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.path = file.path
-        architecture, family = find_gguf_family(file)
-        self.norms_around_one = family.norms_around_one
+        self.architecture, self.family = find_gguf_family(file)
         self._pairs: dict[str, int] = {}
-        if family.rotates_pairs:
-            fields = GGUFFields(file, architecture)
+        if self.family.rotates_pairs:
+            fields = GGUFFields(file, self.architecture)
             heads = fields.count("attention.head_count")
             self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
 
@@ -107,8 +106,7 @@ class GGUFWeights:
 
     def names(self) -> dict[str, str]:
         """Return the name in the file by the one of Hugging Face's layout. What has no other name keeps its own."""
-        family = find_gguf_family(self.file)[1]
-        parts = _LAYER_NAMES | family.names
+        parts = _LAYER_NAMES | self.family.names
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
 
     def block_bytes(self) -> dict[str, int]:

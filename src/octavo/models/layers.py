@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear
+    from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm
+    from octavo.models.declared import GroupedLinear, Linear, Norm
     from octavo.models.rope_config import RopeConfig
 
 
@@ -36,6 +36,10 @@ class Weights(Protocol):
 
     def linear(self, declared: Linear) -> PackedLinear:
         """Return linear layers fused by rows; see `Kernels.pack_linear`."""
+        ...
+
+    def grouped(self, declared: GroupedLinear) -> PackedGroups:
+        """Return the weights of all groups; see `Kernels.pack_groups`."""
         ...
 
     def norm(self, declared: Norm) -> Tensor:
@@ -71,6 +75,10 @@ class ModelContext:
         """Return linear layers fused by rows, and note them."""
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
+
+    def grouped(self, declared: GroupedLinear) -> PackedGroups:
+        """Return the weights of all groups. They are not in `linears`: checksums of a start do not cover them yet."""
+        return self.weights.grouped(declared)
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return the weight of a norm that a layer may have, and note it."""
@@ -131,7 +139,7 @@ class CausalLM:
                     return residual
             hidden = layer.attention.attend(q, batch, k_cache, v_cache)
             hidden = layer.after_attention.forward(hidden, residual)
-            hidden = layer.mlp.forward(hidden)
+            hidden = layer.mlp.forward(hidden, batch)
             hidden = layer.after_mlp.forward(hidden, residual)
         return hidden
 

@@ -1,4 +1,4 @@
-"""From a directory or hub id to a model whose weights are packed, one tensor at a time."""
+"""Load a model: read the weights of a checkpoint and pack them, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ConfigError, ModelError
+from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.quantization import (
     FP8_GROUP_MULTIPLE,
     ROUNDING_VERSION,
@@ -20,38 +22,29 @@ from octavo.kernels.quantization import (
     quantize_fp8,
 )
 from octavo.kernels.vector_math import start_vector_math
-from octavo.models.architecture import is_norm, rounded_bits
+from octavo.models.architecture import is_norm
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import FORMAT_VERSION, Identity, KeptWeights, PackedCache
-from octavo.models.quantized_weights import READING_VERSION, read_quantized, refuse_broken_scales
+from octavo.models.quantized_weights import READING_VERSION, StoredIntegers, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin, make_query_scale
+from octavo.models.weight_bytes import rounded_bits, weight_bytes
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor
-
-    from octavo.kernels.block_weight import BlockWeight
-    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
+    from octavo.kernels.interface import Kernels, PackedGroups, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm
-    from octavo.models.weight_source import StoredTensors, WeightSource
+    from octavo.models.declared import GroupedLinear, Linear, Norm
+    from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
 logger = logging.getLogger(__name__)
 
+WeightT = TypeVar("WeightT")
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class TensorSource(Protocol):
-    """Where tensors come from."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor, which may alias the source: nobody writes into it or keeps it."""
-        ...
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
@@ -93,15 +86,15 @@ def load_model(
             "which takes as much memory"
         )
     start_vector_math()
-    source, files = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
+    is_dummy = load_format == "dummy"
+    source = _open_source(weights, architecture, kernels, dtype, seed if is_dummy else None)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
-    keeps_fp8 = files is not None and kernels.multiplies_fp8 and quantization in {None, "fp8"}
+    keeps_fp8 = not is_dummy and kernels.multiplies_fp8 and quantization in {None, "fp8"}
     _tell_of_small_floats(architecture, dtype, norm_dtype, quantization, group_size, keeps_fp8=keeps_fp8)
-    total = replace(architecture, stored=None, block_bytes={}).weight_bytes(dtype, norm_dtype)
+    total = weight_bytes(replace(architecture, stored=None, block_bytes={}), dtype, norm_dtype)
     packer = _Packer(
         source,
-        files,
         architecture,
         kernels,
         _TORCH_DTYPES[dtype],
@@ -112,7 +105,7 @@ def load_model(
         total,
         progress,
     )
-    kept = None if packed_cache is None else _kept_weights(packed_cache, weights, packer, dtype)
+    kept = None if packed_cache is None or is_dummy else _kept_weights(packed_cache, weights, packer, dtype)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -132,18 +125,49 @@ def load_model(
     return model
 
 
-def _open_source(
-    weights: WeightSource, architecture: Architecture, dtype: str, seed: int | None
-) -> tuple[TensorSource, StoredTensors | None]:
-    """Return where tensors come from, and the files if they do from these: with a seed weights are random.
+def open_packed_cache(max_bytes: int) -> PackedCache | None:
+    """Return the cache of packed weights, or None if max_bytes is 0 or the user has no home directory."""
+    try:
+        return PackedCache(max_bytes) if max_bytes else None
+    except RuntimeError as error:
+        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
+        return None
 
-    The files hold all that the architecture needs.
-    """
-    if seed is not None:
-        norm_mean = 1.0 - architecture.norm_offset
-        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean), None
-    files = open_tensors(weights, architecture, _TORCH_DTYPES[dtype])
-    return files, files
+
+def _open_source(
+    weights: WeightSource, architecture: Architecture, kernels: Kernels, dtype: str, seed: int | None
+) -> StoredTensors:
+    """Open the files, which hold all that the architecture needs; with a seed weights are random instead."""
+    stored, source = architecture.stored, _source_of_floats(weights, architecture, dtype, seed)
+    if stored is None:
+        return source
+    shapes = architecture.tensor_shapes()
+
+    def read(name: str) -> QuantizedWeight:
+        rows, columns = shapes[name]
+        if seed is not None:
+            return kernels.round_weight(source.tensor(name), stored.bits, stored.group_size or columns)
+        module = name.removesuffix(".weight")
+        return read_quantized(stored, module, (rows, columns), source.find, kernels.round_weight)
+
+    return StoredIntegers(source, stored, read)
+
+
+def _source_of_floats(weights: WeightSource, architecture: Architecture, dtype: str, seed: int | None) -> StoredTensors:
+    if seed is None:
+        return open_tensors(weights, architecture, _TORCH_DTYPES[dtype])
+    norm_mean = 1.0 - architecture.norm_offset
+    return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed, norm_mean=norm_mean)
+
+
+def _keeps_format(architecture: Architecture, kernels: Kernels, quantization: str | None) -> bool:
+    """Return True if weights are packed in the format in which they are stored, False if floats are made of them."""
+    if architecture.stored is not None:
+        return True
+    floats = architecture.stored_floats
+    if floats is not None and floats.bits == 8:
+        return kernels.multiplies_fp8 and quantization in {None, "fp8"}
+    return quantization is None
 
 
 def _tell_of_small_floats(
@@ -171,7 +195,7 @@ def _tell_of_small_floats(
         )
         return
     gigabytes = [
-        architecture.weight_bytes(dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
+        weight_bytes(architecture, dtype, norm_dtype, each, group_size) / 1e9 for each in (None, "int8", "int4")
     ]
     if architecture.block_bytes:
         becomes, activations = "multiplied as it is", "Activations are rounded to int8 in groups of 32"
@@ -187,8 +211,8 @@ def _tell_of_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
-    if not packer.has_integers or packer.files is None or packer.kernels.layout is None:
+    """Return the weights that are found in a cache, or kept there; None if packing is as fast as reading."""
+    if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION, FORMAT_VERSION)
@@ -203,8 +227,7 @@ class _Packer:
 
     def __init__(
         self,
-        source: TensorSource,
-        files: StoredTensors | None,
+        source: StoredTensors,
         architecture: Architecture,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -216,10 +239,10 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
-        self.files = files  # None where the source has none
         self.stored = architecture.stored
         self.has_integers = bool(quantization or architecture.stored or architecture.block_bytes)
-        self.unchecked_scales = [] if files is None else architecture.scale_names()
+        self.keeps_format = _keeps_format(architecture, kernels, quantization)
+        self.unchecked_scales = architecture.scale_names()
         self.kernels = kernels
         self.dtype = dtype
         self.quantization = quantization
@@ -242,91 +265,68 @@ class _Packer:
         return self.kernels.pack_linear(weight, fused_bias)
 
     def _check_scales(self) -> None:
-        """Look at the scales of all weights before the first is packed: not where packed ones were kept."""
+        """Check the scales of all weights before the first one is packed; kept weights need no check."""
         names, self.unchecked_scales = self.unchecked_scales, []
-        if self.files is not None and names:
-            refuse_broken_scales(self.files, names)
+        if names:
+            refuse_broken_scales(self.source, names)
 
     def _weight(self, declared: Linear) -> WeightToPack:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
-        names = declared.names
-        blocks = self._blocks(declared)
+        names = {f"{name}.weight": rows * declared.in_features for name, rows in declared.parts}
+        if not self.keeps_format:
+            return self._of_floats(next(iter(names)), (self._counted(self.source.tensor(n), names[n]) for n in names))
+        stored = {name: self._counted(self.source.weight(name), size) for name, size in names.items()}
+        floats = [each for each in stored.values() if isinstance(each, Tensor)]
+        if floats and len(floats) < len(stored):
+            if self.stored is not None:
+                raise _mixed(stored)
+            floats = [each if isinstance(each, Tensor) else self.source.tensor(n) for n, each in stored.items()]
+        if floats:
+            return self._of_floats(next(iter(names)), floats)
+        return self._fused(stored)
+
+    def _fused(self, stored: Mapping[str, StoredWeight]) -> WeightToPack:
+        """Return parts of one format in the order in which they are computed."""
+        blocks = [each.to(self.device) for each in stored.values() if isinstance(each, BlockWeight)]
         if blocks:
             return blocks
-        fp8 = self._fp8(declared)
-        if fp8:
-            return fuse_quantized(fp8)
-        covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
-        if covered and len(covered) < len(names):
+        parts = [each.to(self.device) for each in stored.values() if not isinstance(each, Tensor | BlockWeight)]
+        if not have_one_order(parts):
             raise ModelError(
-                f"{', '.join(covered)} is stored as integers, but not {', '.join(set(names) - set(covered))}; octavo "
-                "computes them together and cannot mix them"
+                f"{', '.join(_modules(stored))} have their input features in different orders (g_idx); octavo computes "
+                "them together, and needs them quantized together if act-order is used"
             )
-        if covered:
-            parts = [self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts]
-            if not have_one_order(parts):
-                raise ModelError(
-                    f"{', '.join(names)} have their input features in different orders (g_idx); octavo computes them "
-                    "together, as they are quantized together where act-order is used"
-                )
-            return fuse_quantized(parts)
-        tensors = [f"{name}.weight" for name in names]
-        bits = rounded_bits(tensors[0], self.quantization)
+        return fuse_quantized(parts)
+
+    def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
+        """Return parts that are stored in floats, or expanded, rounded if that is asked for.
+
+        Each part is packed before the source changes, so it may alias it.
+        """
+        bits = rounded_bits(name, self.quantization)
+        placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
-            return [self._alias(tensor) for tensor in tensors]
-        rounded = fuse_quantized([self._round_as_asked(self._alias(tensor), bits) for tensor in tensors])
-        if self.files is not None:
-            self.files.release()  # before it is packed: the vocabulary's weight is the largest
+            return list(placed)
+        rounded = fuse_quantized([self._round_as_asked(part, bits) for part in placed])
+        self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
 
-    def _blocks(self, declared: Linear) -> list[BlockWeight]:
-        """Return the parts of a weight that stand in blocks; none unless all of them do: others are read as floats.
-
-        So are those that are to be rounded again.
-        """
-        if self.files is None or self.quantization is not None:
-            return []
-        found = [self.files.blocks(f"{name}.weight") for name in declared.names]
-        blocks = [each.to(self.device) for each in found if each is not None]
-        if not blocks or len(blocks) < len(declared.names):
-            return []
-        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
-        return blocks
-
-    def _fp8(self, declared: Linear) -> list[QuantizedWeight]:
-        """Return the parts of a weight that is stored as fp8 and multiplied so; none unless all of them are."""
-        if self.files is None or not self.kernels.multiplies_fp8 or self.quantization not in {None, "fp8"}:
-            return []
-        found = [self.files.fp8(f"{name}.weight") for name in declared.names]
-        parts: list[QuantizedWeight] = [each.to(self.device) for each in found if each is not None]
-        if not parts or len(parts) < len(declared.names):
-            return []
-        self._count(declared.out_features * declared.in_features * self.dtype.itemsize)
-        return parts
-
-    def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
-        """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
-        assert self.stored is not None
-        self._count(math.prod(shape) * self.dtype.itemsize)
-        if self.files is not None:
-            read = read_quantized(self.stored, name, shape, self.files.find, self.kernels.round_weight)
-            return read.to(self.device)
-        weight = self.source.tensor(f"{name}.weight").to(self.device)
-        return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
-
     def _round_as_asked(self, weight: Tensor, bits: int) -> QuantizedWeight:
-        return quantize_fp8(weight) if self.quantization == "fp8" else self._round(weight, bits, self.group_size)
-
-    def _round(self, weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
-        return self.kernels.round_weight(weight, bits, group_size)
+        if self.quantization == "fp8":
+            return quantize_fp8(weight)
+        return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
         """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
-        if self.files is not None:
-            for name in names:
-                bias = self.files.find(f"{name}.bias")
-                if bias is not None and bool(bias.any()):
-                    raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
+        for name in names:
+            bias = self.source.find(f"{name}.bias")
+            if bias is not None and bool(bias.any()):
+                raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
+
+    def grouped(self, declared: GroupedLinear) -> PackedGroups:
+        size = math.prod(declared.shapes[declared.name])
+        weight = self._counted(self.source.tensor(declared.name), size)
+        return self.kernels.pack_groups(weight.to(self.device, self.dtype))
 
     def norm(self, declared: Norm) -> Tensor:
         weight = self._fuse(list(declared.shapes.items()))
@@ -336,7 +336,7 @@ class _Packer:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
     def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Copy vectors, given by name and shape, behind one another; never an alias of the file."""
+        """Return a concatenated copy of vectors that are given by name and shape."""
         sizes = [math.prod(shape) for _, shape in tensors]
         dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
         fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -345,16 +345,28 @@ class _Packer:
             self._count(part.nbytes)
         return fused
 
-    def _alias(self, name: str) -> Tensor:
-        """Return a tensor, as its source holds it where that is possible: it is packed at once, so nobody keeps it."""
-        tensor = self.source.tensor(name).to(self.device, self.dtype)
-        self._count(tensor.nbytes)
-        return tensor
+    def _counted(self, weight: WeightT, size: int) -> WeightT:
+        """Return a weight after it was counted as read. size: its number of values."""
+        self._count(size * self.dtype.itemsize)
+        return weight
 
     def _count(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
         self.tell_progress()
 
     def tell_progress(self) -> None:
-        """Tell how far it is: also a call that tells nothing new says that the load goes on."""
+        """Report the progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
+
+
+def _modules(tensors: Iterable[str]) -> list[str]:
+    return [name.removesuffix(".weight") for name in tensors]
+
+
+def _mixed(stored: Mapping[str, StoredWeight]) -> ModelError:
+    floats = _modules(name for name, each in stored.items() if isinstance(each, Tensor))
+    integers = _modules(name for name, each in stored.items() if not isinstance(each, Tensor))
+    return ModelError(
+        f"{', '.join(integers)} is stored as integers, but not {', '.join(floats)}; octavo computes them together and "
+        "cannot mix them"
+    )

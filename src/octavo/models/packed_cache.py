@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import Kernels, PackedLinear
-    from octavo.models.declared import Linear, Norm
+    from octavo.kernels.interface import Kernels, PackedGroups, PackedLinear
+    from octavo.models.declared import GroupedLinear, Linear, Norm
     from octavo.models.layers import Weights
 
 logger = logging.getLogger(__name__)
@@ -178,6 +178,10 @@ class KeptWeights:
         if found != asked or len(kept) > len(declared.parts):
             raise ValueError(f"{'+'.join(declared.names)} is not as the model has it")
         return restored
+
+    def grouped(self, declared: GroupedLinear) -> PackedGroups:
+        """Return the weights of all groups, from the checkpoint: they are not kept packed."""
+        return self._source.grouped(declared)
 
     def norm(self, declared: Norm) -> Tensor:
         """Return the weight of a norm, from the checkpoint."""

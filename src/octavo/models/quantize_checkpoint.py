@@ -25,6 +25,7 @@ from octavo.models.float_weights import open_tensors
 from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
 from octavo.models.text_part import text_part
+from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
 
 if TYPE_CHECKING:
@@ -97,10 +98,8 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> int:
     writer = _ShardWriter(directory, max_shard_bytes)
-    total, done = (
-        architecture.weight_bytes(architecture.dtype),
-        0,
-    )  # a file may hold other dtypes: then it is about that
+    total = weight_bytes(architecture, architecture.dtype)  # an estimate if the files hold other dtypes
+    done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
         if len(shape) == 2 and not is_vocabulary(name):

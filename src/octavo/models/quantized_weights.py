@@ -18,12 +18,12 @@ from octavo.kernels.quantization import (
 from octavo.models.stored_quantization import StoredLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
-    from octavo.models.stored_quantization import StoredQuantization
-    from octavo.models.weight_source import StoredTensors
+    from octavo.models.stored_quantization import StoredQuantization, StoredTensor
+    from octavo.models.weight_source import StoredTensors, StoredWeight
 
 READING_VERSION = (
     2  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
@@ -33,6 +33,40 @@ _VALUES_AT_ONCE = 1 << 22  # of a weight of int8 that is rounded again, in float
 _NIBBLE = 15
 # AWQ's kernels want columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up: where column j stands.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class StoredIntegers:
+    """The `StoredTensors` of a checkpoint of integers: `weight` returns those that `stored` covers as integers.
+
+    read(name) returns such a weight; all else is as `files` holds it.
+    """
+
+    def __init__(
+        self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]
+    ) -> None:
+        self.files = files
+        self.stored = stored
+        self.read = read
+
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        self.files.check(expected)
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor of the files, or None if there is none of that name."""
+        return self.files.find(name)
+
+    def weight(self, name: str) -> StoredWeight:
+        """Return the weight of linear layers: integers if it is stored so."""
+        return self.read(name) if self.stored.covers(name.removesuffix(".weight")) else self.files.weight(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of floats."""
+        return self.files.tensor(name)
+
+    def release(self) -> None:
+        """Release the pages of the tensors that were handed out."""
+        self.files.release()
 
 
 def read_quantized(

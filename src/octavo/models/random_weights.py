@@ -13,15 +13,18 @@ from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
+
+    from octavo.models.stored_quantization import StoredTensor
 
 DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """Tensors of given shapes, normal around `norm_mean` for norms and around 0 for all else.
+    """The `StoredTensors` of no files: normal around `norm_mean` for norms and around 0 for all else.
 
     A tensor depends on the seed and its name alone, not on the order in which they are asked for.
     """
@@ -41,6 +44,20 @@ class RandomWeights:
         self.seed = seed
         self.std = std
         self.norm_mean = norm_mean
+
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Do nothing: each tensor is made with the shape that is asked for."""
+
+    def find(self, name: str) -> Tensor | None:
+        """Make a tensor, or return None if there is none of that name."""
+        return self.tensor(name) if name in self.shapes else None
+
+    def weight(self, name: str) -> Tensor:
+        """Make the weight of linear layers."""
+        return self.tensor(name)
+
+    def release(self) -> None:
+        """Do nothing: nobody keeps the tensors."""
 
     def tensor(self, name: str) -> Tensor:
         """Make one tensor."""

@@ -1,4 +1,4 @@
-"""Where the weights of a checkpoint come from, whatever holds them. No torch until they are opened."""
+"""The weights of a checkpoint in any file format. Does not import torch until they are opened."""
 
 from __future__ import annotations
 
@@ -13,63 +13,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.block_weight import BlockWeight
-    from octavo.kernels.quantization import Fp8Weight
+    from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.stored_quantization import StoredTensor
+
+    StoredWeight = Tensor | BlockWeight | QuantizedWeight
 
 
 class StoredTensors(Protocol):
     """The tensors of a checkpoint by name; its files are open while this or a tensor from it lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        """Raise `ModelError` unless the files hold exactly the expected tensors."""
         ...
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        """Return a tensor as `tensor` does, or None if there is none of that name."""
         ...
 
-    def blocks(self, name: str) -> BlockWeight | None:
-        """Return a matrix that stands in blocks, which may alias a file's pages; None where it does not."""
-        ...
+    def weight(self, name: str) -> StoredWeight:
+        """Return the weight of linear layers in the format in which it is stored; it may alias a file's pages.
 
-    def fp8(self, name: str) -> Fp8Weight | None:
-        """Return a matrix that is stored as fp8, which may alias a file's pages; None where it is not."""
+        A format that kernels multiply is returned as it is: blocks, fp8, integers. Any other is returned as floats.
+        """
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that may alias a file's pages: copy it before the file may change."""
+        """Return a tensor of floats that may alias a file's pages: copy it before the file may change."""
         ...
 
     def release(self) -> None:
-        """Let go of the pages of what was handed out: a tensor read again is read anew."""
+        """Release the pages of the tensors that were returned; a later call reads them again."""
         ...
 
 
 class WeightSource(Protocol):
-    """A checkpoint as far as its weights go: what is handed to whoever loads them."""
+    """The weights of a checkpoint, as the loader gets them."""
 
     @property
     def path(self) -> Path:
-        """Where it is, in messages and for what is kept of it."""
+        """Path of the checkpoint, for messages and for names of cached files."""
         ...
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Name the types of its matrices; none where the configuration says it."""
+        """Name the types of its matrices; empty if the configuration names them."""
         ...
 
     @property
     def quantization_level(self) -> str:
-        """Name of that mix of types, Q4_K_M say; "" where there are no `types`."""
+        """Name of that mix of types, such as Q4_K_M; "" if `types` is empty."""
         ...
 
     @property
     def file_type(self) -> int | None:
-        """Number of it, as the file gives it; None where it does not."""
+        """Number of that mix in the file; None if the file has none."""
         ...
 
     def weight_files(self) -> list[Path]:
-        """Return the files that hold the weights. Raises `ModelError` where there are none."""
+        """Return the files that hold the weights. Raises `ModelError` if there are none."""
         ...
 
     def config_files(self) -> list[Path]:
@@ -102,6 +103,6 @@ class FolderWeights:
 
     def open(self) -> StoredTensors:
         """Open the safetensors files."""
-        from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415 - only who loads weights needs it
+        from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415 - only the loader needs it
 
         return CheckpointFiles(self.path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.speculative.request_indices import RequestIndices
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -53,10 +55,8 @@ class NgramProposer:
         self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         # A leading one tells n-grams of different lengths apart, which may begin with token 0.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
-        self._most_tokens = min(max_tokens, _MOST_TOKENS)
-        self.num_bytes = self._most_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
-        self._indices: dict[str, _Index] = {}
-        self._num_tokens = 0
+        self._indices = RequestIndices[_Index](min(max_tokens, _MOST_TOKENS))
+        self.num_bytes = self._indices.max_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return the drafts of each task."""
@@ -64,24 +64,19 @@ class NgramProposer:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the indices of requests."""
-        for request_id in request_ids:
-            index = self._indices.pop(request_id, None)
-            if index is not None:
-                self._num_tokens -= index.num_tokens
+        self._indices.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
         """Drop their indices."""
         self.forget(request.request_id for request in ended)
 
     def _propose(self, task: DraftTask) -> list[int]:
-        index = self._indices.get(task.request_id)
-        num_new = len(task.token_ids) - (0 if index is None else index.num_tokens)
-        if self._num_tokens + num_new > self._most_tokens:
+        num_tokens = len(task.token_ids)
+        if num_tokens > self._indices.room(task.request_id):
             self.forget([task.request_id])
             return []
-        if index is None:
-            index = self._indices[task.request_id] = _Index()
-        self._num_tokens += num_new
+        index = self._indices.get(task.request_id) or _Index()
+        self._indices.keep(task.request_id, index, num_tokens)
         end = self._extend(index, task.token_ids)
         if end is None:
             return []

@@ -18,6 +18,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from octavo.speculative.answers import Answers
+from octavo.speculative.request_indices import RequestIndices
 from octavo.speculative.suffix_index import BYTES_PER_TOKEN, MAX_MATCH, MIN_CAPACITY, NGRAM, SuffixIndex
 
 if TYPE_CHECKING:
@@ -44,10 +45,8 @@ class SuffixProposer:
         self._factor = config.suffix_decoding_max_spec_factor
         self._min_probability = config.suffix_decoding_min_token_prob
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
-        self._most_tokens = min(max_num_seqs * self._max_model_len, _MOST_TOKENS)
-        self.num_bytes = self._most_tokens * BYTES_PER_TOKEN
-        self._indices: dict[str, SuffixIndex] = {}
-        self._num_tokens = 0  # that the indices have room for
+        self._indices = RequestIndices[SuffixIndex](min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
+        self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
         # Made when the first request ends: what is planned for it is not yet taken while memory is planned.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
@@ -61,10 +60,7 @@ class SuffixProposer:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the indices of requests."""
-        for request_id in request_ids:
-            index = self._indices.pop(request_id, None)
-            if index is not None:
-                self._num_tokens -= index.capacity
+        self._indices.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
         """Keep the answers, and drop the requests' own indices."""
@@ -99,13 +95,11 @@ class SuffixProposer:
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:
-            own = 0 if index is None else index.capacity
-            room = self._most_tokens - self._num_tokens + own
+            room = self._indices.room(task.request_id)
             capacity = min(num_tokens + max(num_tokens // 2, _LEAST_ROOM), self._max_model_len, room)
             if capacity >= (MIN_CAPACITY if index is None else num_tokens):
-                self.forget([task.request_id])
-                index = self._indices[task.request_id] = SuffixIndex(capacity)
-                self._num_tokens += capacity
+                index = SuffixIndex(capacity)
+                self._indices.keep(task.request_id, index, capacity)
         if index is not None:
             index.extend(task.token_ids[index.num_tokens :].tolist())
         return index

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.config import WEIGHT_BITS
 from octavo.errors import ConfigError, ModelError
 from octavo.models.draft_checkpoint import DraftCheckpoint
+from octavo.models.weight_bytes import weight_bytes
 from octavo.startup.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
     architecture = target.architecture
     if architecture.block_bytes and config.quantization is None:
         as_it_is, rounded = (
-            architecture.weight_bytes(architecture.dtype, quantization=each) for each in (None, quantization)
+            weight_bytes(architecture, architecture.dtype, quantization=each) for each in (None, quantization)
         )
         if rounded > _WORTHWHILE_SHARE * as_it_is:
             raise ConfigError(

@@ -12,7 +12,7 @@ from octavo.engine.generation_config import GenerationDefaults
 from octavo.engine.gguf_tokenizer import GGUFVocabulary
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
-from octavo.models.gguf_config import find_gguf_family, read_gguf_config
+from octavo.models.gguf_config import read_gguf_config
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_weights import GGUFWeights
 from octavo.models.registry import architecture_of
@@ -48,7 +48,7 @@ class GGUFCheckpoint:
 
     def read_config(self) -> dict[str, Any]:
         """Return what config.json would say."""
-        return read_gguf_config(self.file)
+        return read_gguf_config(self.file, self.weights.architecture, self.weights.family)
 
     def read_architecture(self) -> Architecture:
         """Let the family read the metadata."""
@@ -98,7 +98,7 @@ class GGUFCheckpoint:
 
     def read_embedding_config(self) -> EmbeddingConfig:
         """Return how states become an embedding, where the metadata says it."""
-        key = f"{find_gguf_family(self.file)[0]}.pooling_type"
+        key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:
             return EmbeddingConfig(problem=f"{key} = {kind!r}; octavo takes the last state or the mean")

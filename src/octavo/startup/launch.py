@@ -15,6 +15,7 @@ from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.models.weight_bytes import weight_bytes
 from octavo.sampling_params import SamplingParams
 from octavo.startup.checkpoint import open_checkpoint
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
@@ -157,8 +158,8 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
         model_type=str(described.get("model_type", "")),
         architectures=tuple(map(str, described.get("architectures") or ())),
         num_parameters=architecture.num_parameters,
-        weight_bytes=architecture.weight_bytes(
-            architecture.dtype, quantization=model_config.quantization, group_size=model_config.group_size
+        weight_bytes=weight_bytes(
+            architecture, architecture.dtype, quantization=model_config.quantization, group_size=model_config.group_size
         ),
         quantization_level=checkpoint.weights.quantization_level,
         file_type=checkpoint.weights.file_type,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from octavo.models.weight_bytes import weight_bytes
 from octavo.runtime.faults import is_fault
 from octavo.worker.draft_kv import OwnDraftKV, SharedDraftKV
 from octavo.worker.memory import activation_bytes, block_bytes, kernel_scratch_bytes
@@ -68,7 +69,7 @@ class DraftModel:
     def summary(self, num_blocks: int) -> str:
         """Return one line for the log, of what it takes beside a KV cache of so many blocks."""
         checkpoint, dtype = self.checkpoint, str(self.model.dtype).removeprefix("torch.")
-        weights = checkpoint.architecture.weight_bytes(self.dtype, dtype, checkpoint.quantization)
+        weights = weight_bytes(checkpoint.architecture, self.dtype, dtype, checkpoint.quantization)
         kv = self._scratch_bytes + num_blocks * self.bytes_per_block
         return (
             f"{checkpoint.name}: {checkpoint.architecture.num_parameters:,} parameters in {weights:,} bytes, {kv:,} "

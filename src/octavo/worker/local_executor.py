@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from octavo.errors import ExecutionError
-from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
+from octavo.worker.kv_transfers import NoKVMover
 from octavo.worker.step_modes import ComputesAtOnce
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class LocalExecutor:
         self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
         if store is not None:
-            self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
-                worker.kv_cache, store, self.ended_transfers.put, num_threads=num_threads
-            )
+            self._kv_mover = worker.start_kv_transfers(store, self.ended_transfers.put, num_threads=num_threads)
 
     @property
     def worker(self) -> Worker:

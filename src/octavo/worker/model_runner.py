@@ -52,6 +52,7 @@ class ModelRunner:
     proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
     draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
     kv_mover: moves KV from and to a store outside; set by who makes one. decodes: steps that become graphs.
+    share_tokens: see `Sampler`; ranks that must continue with the same tokens share them there.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModelRunner:
         draft_cache: PagedKVCache | None = None,
         verification: Verification | None = None,
         decodes: DecodePlan | None = None,
+        share_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda token_ids: token_ids,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -78,7 +80,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
-        self.sampler = Sampler(kernels, copies)
+        self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
         self._newest: LaunchedStep | None = None  # that was launched, until it is collected

@@ -206,12 +206,16 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Nothing of it waits for the device but typical sampling.
 
-    copies: of the device that the logits are on; None for a CPU.
+    copies: of the device that the logits are on; None for a CPU. share(token_ids): called with each
+    choice, drafts included, int64 [n] on the device; the ids that it returns are used, such as those of rank 0.
     """
 
-    def __init__(self, kernels: Kernels, copies: HostCopies | None = None) -> None:
+    def __init__(
+        self, kernels: Kernels, copies: HostCopies | None = None, share: Callable[[Tensor], Tensor] = lambda ids: ids
+    ) -> None:
         self._kernels = kernels
         self._copies = copies or SharedMemory()
+        self._share = share
 
     def choose(
         self,
@@ -226,7 +230,7 @@ class Sampler:
         """
         copies = self._copies
         if not tasks:
-            token_ids = (choose or self._kernels.sample)(logits, rows)
+            token_ids = self._share((choose or self._kernels.sample)(logits, rows))
             return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
@@ -236,7 +240,7 @@ class Sampler:
         are_numbers = None
         if restricted:
             are_numbers = copies.to_host(~logits[copies.to_device(np.array(restricted))].isnan().any(dim=-1))
-        token_ids = (choose or self._kernels.sample)(logits, rows)
+        token_ids = self._share((choose or self._kernels.sample)(logits, rows))
         logprobs: list[tuple[list[int], LogprobRows]] = []
         if raw_logprobs is not None:
             counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]

@@ -12,19 +12,21 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.data.fingerprint import EngineFingerprint
-from octavo.errors import ConfigError
+from octavo.data.kv_groups import KVGroupSpec
+from octavo.data.worker_info import KVGroupInfo, WorkerInfo
 from octavo.kernels import create_kernels
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.kv_layout import ROUNDED_KV
-from octavo.models.loader import load_model
-from octavo.models.packed_cache import PackedCache
+from octavo.models.loader import load_model, open_packed_cache
 from octavo.speculative import create_proposer
 from octavo.worker.decode_plan import make_decode_plan
+from octavo.worker.device import machine_name, resolve_device, use_device
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.fingerprint import check_tables, take_fingerprint
-from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_cache import LAYOUT_VERSION, LAYOUT_VERSION_OF_GROUPS, PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
+from octavo.worker.kv_transfers import KVTransferThreads
 from octavo.worker.memory import (
     block_bytes,
     decide_kv_size,
@@ -41,9 +43,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import DecodePlan
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.kv_layout import KVLayout
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
+    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.launched_step import LaunchedStep
 
 logger = logging.getLogger(__name__)
@@ -58,36 +63,13 @@ WARM_UP_TOKENS = 16
 ResultT = TypeVar("ResultT")
 
 
-def resolve_device(name: str | None) -> torch.device:
-    """Return the device asked for, or the best there is. Raises `ConfigError` for one that is not there."""
-    if name is None or name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known; use cpu or cuda") from None
-    if device.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from 0 on")
-    return device
-
-
-def use_device(device: torch.device) -> None:
-    """Make a GPU that was named by its number the current one of this thread.
-
-    torch goes where tensors are; a kernel in Triton is launched on the current device, wherever its tensors are.
-    """
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
 class Worker:
-    """Loads a model onto one device, sizes the KV cache, and runs steps.
+    """One device: loads a model, plans its memory, allocates the KV cache, and runs steps.
 
-    store_bytes(bytes of a block): host memory that stores of KV take.
+    It starts in three stages, each called once and in this order: `load`, `plan`, `allocate`.
+
+    store_bytes(block_bytes): host memory that stores of KV take. Raises `ConfigError` for a device or kernels that are
+    not there.
     """
 
     def __init__(
@@ -117,57 +99,123 @@ class Worker:
         check_kernels_have(self.kernels, cache_config.kv_cache_dtype)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
-        load = partial(
+        self.max_model_len, self.cache_config, self.scheduler_config = max_model_len, cache_config, scheduler_config
+        self.grammars = grammars
+        self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
+        self._device_config, self._speculative_config = device_config, speculative_config
+        self._checkpoint = (weights, architecture)
+        self._draft_checkpoint = draft_checkpoint
+        self._weight_dtype = dtype
+        self._quantization, self._group_size = quantization, group_size
+        self._store_bytes_of = store_bytes
+        self._load_model = partial(
             load_model,
             kernels=self.kernels,
             dtype=dtype,
             device=self.device,
             load_format=load_format,
-            packed_cache=_packed_cache(packed_cache_bytes),
+            packed_cache=open_packed_cache(packed_cache_bytes),
             seed=seed,
             progress=progress,
         )
-        self.model = load(
-            weights, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
+
+    def load(self) -> None:
+        """Load and pack the weights of the model, and of the drafting model. Raises `ModelError`."""
+        weights, architecture = self._checkpoint
+        self.model = self._load_model(
+            weights,
+            architecture,
+            max_model_len=self.max_model_len,
+            quantization=self._quantization,
+            group_size=self._group_size,
         )
-        self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
-        self.kv_dtype = ROUNDED_KV.get(cache_config.kv_cache_dtype, self.dtype)
-        self.grammars = grammars
-        self.max_model_len, self.cache_config, self.scheduler_config = max_model_len, cache_config, scheduler_config
+        self.kv_dtype = ROUNDED_KV.get(self.cache_config.kv_cache_dtype, self.dtype)
         self.proposer = create_proposer(
-            speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
+            self._speculative_config,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
-        self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
-        plan_decodes = partial(
-            make_decode_plan,
-            config=device_config,
-            device=self.device,
-            max_num_seqs=scheduler_config.max_num_seqs,
-            block_size=cache_config.block_size,
-        )
-        self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load, plan_decodes)
-        self.verification = create_verification(speculative_config, self.kernels)
-        self._store_bytes = store_bytes(block_bytes(architecture, cache_config.block_size, self.kv_dtype))
-        self._decodes = plan_decodes(
-            self.model, num_rows=sorted({1, 1 + self.num_speculative_tokens}), max_model_len=max_model_len
+        self.verification = create_verification(self._speculative_config, self.kernels)
+        self.draft = None if self._draft_checkpoint is None else self._load_draft(self._draft_checkpoint)
+
+    def plan(self) -> WorkerInfo:
+        """Divide the memory that is free among steps and KV groups. Allocates nothing.
+
+        Lowers max_num_batched_tokens if no larger step fits, with a warning. Raises `ConfigError` if there is too
+        little memory.
+        """
+        architecture = self.model.architecture
+        self._store_bytes = self._store_bytes_of(block_bytes(architecture, self.cache_config.block_size, self.kv_dtype))
+        self._decodes = self._plan_decodes(
+            self.model, num_rows=sorted({1, 1 + self.num_speculative_tokens}), max_model_len=self.max_model_len
         )
         self._take_steps_that_fit()
-        self.runner = self._make_runner(*self._decide_num_blocks())
+        self.info = self._describe(*self._decide_num_blocks())
+        return self.info
+
+    def allocate(self) -> None:
+        """Reserve the KV cache as planned, and compute a first step."""
+        self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
-        self._on_device(lambda: warm_up(self.runner, self.num_warm_up_tokens))
-        if self.device.type == "cpu" and cache_config.asks_for_memory:
+        self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
+        if self.device.type == "cpu" and self.cache_config.asks_for_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
                     weakref.finalize(self, Prefault(blocks).stop)
 
+    def start_kv_transfers(
+        self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
+    ) -> KVMover:
+        """Let steps load KV from a store and save KV there, from now on. report: called by any thread at each end."""
+        self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
+        return self.runner.kv_mover
+
+    def _plan_decodes(self, model: CausalLM, *, num_rows: list[int], max_model_len: int) -> DecodePlan | None:
+        return make_decode_plan(
+            model,
+            num_rows=num_rows,
+            max_model_len=max_model_len,
+            config=self._device_config,
+            device=self.device,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            block_size=self.cache_config.block_size,
+        )
+
+    def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
+        """Return the plan as data."""
+        layout, block_size, draft = self.model.architecture.kv_layout, self.cache_config.block_size, self.draft
+        each_bytes = layout.block_bytes(block_size, self.kv_dtype)
+        groups = [
+            KVGroupInfo(KVGroupSpec(group.kind, num_blocks), block_bytes)
+            for group, num_blocks, block_bytes in zip(layout.kv_groups, size.blocks_of_groups, each_bytes, strict=True)
+        ]
+        # Scratch blocks of drafts belong to the cache that the drafting model writes: the target's own if it is shared.
+        num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
+        num_tokens = min(size.blocks_of_groups) * block_size
+        most_tokens = self.scheduler_config.max_num_batched_tokens
+        return WorkerInfo(
+            device=self.device.type,
+            machine=machine_name(self.device),
+            kernels=self.kernels.identity,
+            kernel_layout=self.kernels.layout,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            scheduler_config=self.scheduler_config,
+            block_size=block_size,
+            kv_groups=tuple(groups),
+            num_host_blocks=num_host_blocks,
+            draft_block_bytes=0 if draft is None else draft.bytes_per_block,
+            kv_cache_bytes=sum((group.spec.num_blocks + num_scratch_blocks) * group.block_bytes for group in groups),
+            kv_layout_version=LAYOUT_VERSION if len(groups) == 1 else LAYOUT_VERSION_OF_GROUPS,
+            num_warm_up_tokens=min(WARM_UP_TOKENS, most_tokens, self.max_model_len, num_tokens),
+            draft_summary=None if draft is None else draft.summary(size.num_blocks),
+        )
+
     @property
-    def num_warm_up_tokens(self) -> int:
-        """Tokens of the prompt that is computed at the start: no more than a step, a sequence and the cache hold."""
-        cache = self.kv_cache
-        num_blocks = min(group.num_blocks for group in cache.groups)
-        config = self.scheduler_config
-        return min(WARM_UP_TOKENS, config.max_num_batched_tokens, self.max_model_len, num_blocks * cache.block_size)
+    def _num_scratch_blocks(self) -> int:
+        """Number of blocks after the usual ones, into which the drafts of all requests are written."""
+        return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
         """Check the tables, and return checksums of weights, tables and logits.
@@ -181,10 +229,10 @@ class Worker:
             self._on_device(partial(check_tables, model))
         if not isinstance(kernels, CpuKernels):
             return EngineFingerprint(kernels.identity, torch.get_num_threads())
-        return self._on_device(lambda: take_fingerprint(self.runner, self.num_warm_up_tokens, kernels.num_threads))
+        return self._on_device(lambda: take_fingerprint(self.runner, self.info.num_warm_up_tokens, kernels.num_threads))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
-        """Return the size of the KV cache, and how many blocks host memory has beside it."""
+        """Return the size of the KV cache on the device, and the number of blocks in host memory."""
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         num_host_blocks = decide_num_host_blocks(
@@ -209,10 +257,8 @@ class Worker:
         )
         return size, num_host_blocks
 
-    def _load_draft(
-        self, checkpoint: DraftCheckpoint, load: partial[CausalLM], plan_decodes: partial[DecodePlan | None]
-    ) -> DraftModel:
-        model = load(
+    def _load_draft(self, checkpoint: DraftCheckpoint) -> DraftModel:
+        model = self._load_model(
             checkpoint.weights,
             checkpoint.architecture,
             max_model_len=checkpoint.max_model_len,
@@ -222,27 +268,25 @@ class Worker:
         return DraftModel(
             checkpoint=checkpoint,
             model=model,
-            dtype=load.keywords["dtype"],
+            dtype=self._weight_dtype,
             kv_dtype=self.kv_dtype if checkpoint.shares_kv else own_kv_dtype,
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # Of its own keys and values those of the last draft are not there where all came true.
-            decodes=plan_decodes(
+            # If all drafts were accepted, the model's own KV of the last one is missing: that pass has two rows.
+            decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
         )
 
-    def _make_runner(self, size: KVSize, num_host_blocks: int) -> ModelRunner:
-        draft, num_scratch_blocks = self.draft, 0
-        if draft is not None:
-            num_scratch_blocks = draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
-        make_cache = partial(self._make_cache, num_host_blocks=num_host_blocks)
+    def _make_runner(self) -> ModelRunner:
+        draft, info, num_scratch_blocks = self.draft, self.info, self._num_scratch_blocks
+        make_cache = partial(self._make_cache, num_host_blocks=info.num_host_blocks)
         draft_cache = None
         if draft is not None and not draft.checkpoint.shares_kv:
             draft_layout = draft.model.architecture.kv_layout.without_windows
             draft_cache = make_cache(
-                draft_layout, draft.kv_dtype, [size.num_blocks], num_scratch_blocks=num_scratch_blocks
+                draft_layout, draft.kv_dtype, [info.num_blocks], num_scratch_blocks=num_scratch_blocks
             )
             num_scratch_blocks = 0
         return ModelRunner(
@@ -251,7 +295,7 @@ class Worker:
             make_cache(
                 self.model.architecture.kv_layout,
                 self.kv_dtype,
-                size.blocks_of_groups,
+                [group.spec.num_blocks for group in info.kv_groups],
                 num_scratch_blocks=num_scratch_blocks,
             ),
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -293,7 +337,7 @@ class Worker:
         )
 
     def _take_steps_that_fit(self) -> None:
-        """Use the largest step that memory allows where that is less than what was asked for, and say so."""
+        """Lower max_num_batched_tokens, with a warning, if memory does not allow steps of that size."""
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
         if num_tokens < wanted:
             logger.warning(
@@ -340,7 +384,7 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something that computes, in any thread; alone on it, where the kernels bring threads of their own.
+        """Run something that computes, in any thread. If kernels have their own threads, torch gets one.
 
         torch's workers would spin on the cores that those need.
         (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
@@ -355,12 +399,3 @@ class Worker:
             return run()
         finally:
             torch.set_num_threads(num_threads)
-
-
-def _packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache, or None where nothing is to be kept, or where this user has no home to keep it in."""
-    try:
-        return PackedCache(max_bytes) if max_bytes else None
-    except RuntimeError as error:
-        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
-        return None

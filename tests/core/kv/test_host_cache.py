@@ -10,9 +10,9 @@ from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import ComputedBlocks
 from octavo.data import events
+from octavo.data.core_output import EngineCoreOutput
 from octavo.data.request import Request
 from octavo.data.scheduler_output import BlockCopies
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import SamplingParams
 
 PROMPT = list(range(100, 113))  # three blocks of four tokens, and one token

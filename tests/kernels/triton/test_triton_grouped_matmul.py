@@ -28,13 +28,18 @@ def make(generator, counts, width, columns, dtype):
     return x, weights, torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
+def of_plain_torch(x, weights, start):
+    reference = ReferenceKernels()
+    return reference.grouped_linear(x, reference.pack_groups(weights), start)
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "columns"), [(16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_its_bits_are_those_of_each_group_alone(kernels, generator, counts, width, columns, dtype):
     x, weights, start = make(generator, counts, width, columns, dtype)
-    result = kernels.grouped_linear(x, weights, start)
+    result = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
     assert (result.shape, result.dtype) == ((sum(counts), columns), dtype)
     for weight, first, end in zip(weights, start[:-1].tolist(), start[1:].tolist(), strict=True):
         if first < end:
@@ -44,14 +49,16 @@ def test_its_bits_are_those_of_each_group_alone(kernels, generator, counts, widt
 
 
 def test_it_is_what_plain_torch_has(kernels, generator):
-    arguments = make(generator, [4, 0, 70], 96, 40, torch.float32)
-    torch.testing.assert_close(kernels.grouped_linear(*arguments), ReferenceKernels().grouped_linear(*arguments))
+    x, weights, start = make(generator, [4, 0, 70], 96, 40, torch.float32)
+    found = kernels.grouped_linear(x, kernels.pack_groups(weights), start)
+    torch.testing.assert_close(found, of_plain_torch(x, weights, start))
 
 
 def test_rows_may_stand_apart(kernels, generator):
     x, weights, start = make(generator, [2, 3], 48, 7, torch.float32)
     wide = torch.cat([x, x], dim=1)
-    assert torch.equal(kernels.grouped_linear(wide[:, :48], weights, start), kernels.grouped_linear(x, weights, start))
+    packed = kernels.pack_groups(weights)
+    assert torch.equal(kernels.grouped_linear(wide[:, :48], packed, start), kernels.grouped_linear(x, packed, start))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def test_rows_may_stand_apart(kernels, generator):
 def test_what_is_broken_is_caught(generator, tmp_path, right, wrong):
     """A row too many is one of the group that comes next, whose tile may be stored before."""
     x, weights, start = make(generator, [BLOCK_M + 1, 2, 3], 24, 5, torch.float32)
-    expected = ReferenceKernels().grouped_linear(x, weights, start)
+    expected = of_plain_torch(x, weights, start)
     module = broken(tmp_path, "grouped_matmul", right, wrong)
     outputs = torch.full((len(x) + 1, 5), torch.nan)
     module.grouped_matmul(x, weights, start, outputs)

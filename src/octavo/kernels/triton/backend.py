@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from octavo.kernels.interface import PackedLinear
+from octavo.kernels.interface import PackedGroups, PackedLinear
 from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
@@ -131,10 +131,16 @@ class TritonKernels(ReferenceKernels):
         """Return activation(gate) * up of x @ weight.T + bias."""
         return self.gate(self.linear(x, packed), activation)
 
-    def grouped_linear(self, x: Tensor, weights: Tensor, group_start: Tensor) -> Tensor:
+    def pack_groups(self, weights: Tensor) -> PackedGroups:
+        """Keep `weights` as they are on a GPU, and a copy of those in this process's memory, which may be a file's."""
+        kept = weights.contiguous() if weights.is_cuda else weights.clone(memory_format=torch.contiguous_format)
+        num_groups, out_features, in_features = weights.shape
+        return PackedGroups(num_groups, out_features, in_features, kept, kept.nbytes)
+
+    def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
         """Return each row times the weight of its group."""
-        out = torch.empty(x.shape[0], weights.shape[1], dtype=x.dtype, device=x.device)
-        return grouped_matmul(x, weights, group_start, out)
+        out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype, device=x.device)
+        return grouped_matmul(x, packed.storage, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""

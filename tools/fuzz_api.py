@@ -1,4 +1,4 @@
-"""Throw made-up requests at a real server: `python tests/system/fuzz_api.py --cases 10000`.
+"""Throw made-up requests at a real server: `python tools/fuzz_api.py --cases 10000`.
 
 schemathesis (https://schemathesis.readthedocs.io, `pip install schemathesis`, in this environment or in one that
 `--schemathesis` points into) makes them from /openapi.json, sound ones and broken ones. What must come of it: no answer
@@ -12,8 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 from serving_process import Served, serve
 
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}

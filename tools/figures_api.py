@@ -1,4 +1,4 @@
-"""What octavo promises of its server, in numbers: `python tests/system/figures_api.py 5 7 8`, or `all` of them.
+"""What octavo promises of its server, in numbers: `python tools/figures_api.py 5 7 8`, or `all` of them.
 
 Each figure starts `octavo serve` on the built-in model, does to it what its docstring says, prints a line, and fails
 the run where the promise does not hold. Counts are those of the promise; `--scale 0.1` does a tenth.
@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,16 +28,18 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
-from raw_http import Answer, Connection, NarrowConnection, events, text_of
 from real_tokenizers import ended
-from serving_process import DEADLINE_S, Served, Stream, serve
 
 from octavo.config import ServerConfig
+from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.app import create_app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
+from raw_http import Answer, Connection, NarrowConnection, events, text_of
+from serving_process import DEADLINE_S, Served, Stream, serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -59,38 +61,43 @@ class BrokenPromiseError(Exception):
 
 
 def check(holds: object, what: str) -> None:
+    """Raise `BrokenPromiseError` unless something holds."""
     if not holds:
         raise BrokenPromiseError(what)
 
 
 def address(served: Served) -> tuple[str, int]:
+    """Return the host and the port of a server."""
     return str(served.http.base_url.host), int(served.http.base_url.port or 80)
 
 
-def figures(served: Served) -> Counter[str]:
-    """The sum of each of the server's own figures over its labels."""
-    totals: Counter[str] = Counter()
+def figures(served: Served) -> dict[str, float]:
+    """Return each metric of the server, summed over its labels; 0 for one that it does not have."""
+    totals: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(served.http.get("/metrics").text):
         for sample in family.samples:
             totals[sample.name] += sample.value
     return totals
 
 
-def requests_in(told: Counter[str]) -> float:
+def requests_in(told: dict[str, float]) -> float:
     """How many requests the engine has, of its figures."""
     return told["octavo:num_requests_running"] + told["octavo:num_requests_waiting"]
 
 
 def percentile(values: Iterable[float], share: float) -> float:
+    """Return the value below which a share of the values lies."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def rss_mb(served: Served) -> float:
-    return psutil.Process(served.process.pid).memory_info().rss / 2**20
+    """Return the resident memory of the server process in MB."""
+    return float(psutil.Process(served.process.pid).memory_info().rss / 2**20)
 
 
 async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
+    """Return the seconds that some work took, and its result."""
     start = time.perf_counter()
     result = await work
     return time.perf_counter() - start, result
@@ -156,7 +163,7 @@ def _lose_engine(kind: signal.Signals, rounds: int, whole: dict[str, str]) -> tu
                 )
             ended.append(time.monotonic() - start)
             _check_beginnings(streams, whole)
-            served._wait(served.is_ready)
+            served.wait_for(served.is_ready)
             back.append(time.monotonic() - start)
             check(served.answer() == expected, "another answer after a restart")
             check(not psutil.pid_exists(engine.pid), "an engine was left over")
@@ -530,7 +537,7 @@ def figure_8(scale: float) -> str:
     """
     count, num_bystanders, num_blocks = max(round(1000 * scale), 50), 4, 4096
     bystander = {**LONG, "max_tokens": 300}
-    most_blocks = num_bystanders * (1 + (len(LONG["prompt"]) + 300) // 16)  # a token has a character at least
+    most_blocks = num_bystanders * (1 + (len(str(LONG["prompt"])) + 300) // 16)  # a token has a character at least
 
     async def vanish(where: tuple[str, int], rng: random.Random) -> None:
         async with Connection(where) as connection:
@@ -682,7 +689,7 @@ async def soak_watcher(where: tuple[str, int], key: str, end: float) -> None:
 
 def own_megabytes(process: psutil.Process) -> float:
     """Memory of a process that no file backs."""
-    return sum(each.anonymous for each in process.memory_maps()) / 2**20
+    return float(sum(each.anonymous for each in process.memory_maps()) / 2**20)
 
 
 def figure_9(scale: float) -> str:
@@ -896,7 +903,7 @@ def figure_13(scale: float) -> str:
         text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
         data = text.encode()[: rng.choice([None, -1, -2])]
         stops = ["".join(rng.choice(words) for _ in range(rng.randrange(1, 3))) for _ in range(rng.randrange(3))]
-        params = {"max_tokens": 100, "stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
+        params: dict[str, Any] = {"max_tokens": 100, "stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
         tokens = _cut(data, rng)
         whole, piecewise = (
             _answer(tokens, params, kind, rng) for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA)
@@ -979,7 +986,7 @@ class _Bytes:
     def __init__(self, tokens: list[bytes]) -> None:
         self._tokens = tokens
 
-    def incremental_detokenizer(self, _prompt: list[int], *, skip_special_tokens: bool) -> _Decoder:
+    def incremental_detokenizer(self, _prompt: list[int], *, skip_special_tokens: bool) -> _Decoder:  # noqa: ARG002  a tokenizer's signature
         return _Decoder(self._tokens)
 
     def decode_token(self, token_id: int) -> str:
@@ -1009,7 +1016,7 @@ def _cut(data: bytes, rng: random.Random) -> list[bytes]:
 
 
 def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind, rng: random.Random) -> str:
-    processor = OutputProcessor(_Bytes(tokens), lambda: 0.0)
+    processor = OutputProcessor(cast("Any", _Bytes(tokens)), lambda: 0.0)
     processor.add_request("a", ["a"], None, [0], SamplingParams(**params, output_kind=kind), arrival_time=0.0)
     text, position, is_over = "", 0, False
     while not is_over:

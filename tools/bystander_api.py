@@ -1,4 +1,4 @@
-"""What the worst requests that limits allow cost a bystander: `python tests/system/bystander_api.py`, or some kinds.
+"""What the worst requests that limits allow cost a bystander: `python tools/bystander_api.py`, or some kinds.
 
 `octavo serve` as it stands, with its default limits. Of each kind eight requests are in flight, sent again as they end,
 while one client asks for one token, again and again. In each round it is measured
@@ -28,10 +28,13 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 from serving_process import serve
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 
 
 def spell(**fields: Any) -> bytes:
+    """Return a JSON object of these fields."""
     return json.dumps(fields).encode()
 
 
@@ -58,15 +62,18 @@ def filled(begin: bytes, entry: bytes, end: bytes, num_bytes: int = BODY_BYTES) 
 
 
 def words(num_chars: int) -> str:
+    """Return prose of so many characters."""
     sentence = "The quick brown fox jumps over the lazy dog, 12 times; they said: it's enough!\n"
     return (sentence * (num_chars // len(sentence) + 1))[:num_chars]
 
 
 def user(content: str) -> list[dict[str, str]]:
+    """Return the messages of one user turn."""
     return [{"role": "user", "content": content}]
 
 
 def tools(count: int, description: str) -> list[dict[str, Any]]:
+    """Return so many tools with one described parameter."""
     fields = {"type": "object", "properties": {"city": {"type": "string", "description": description}}}
     return [
         {"type": "function", "function": {"name": f"tool_{index}", "description": description, "parameters": fields}}
@@ -75,6 +82,7 @@ def tools(count: int, description: str) -> list[dict[str, Any]]:
 
 
 def keys(count: int) -> bytes:
+    """Return the members of a JSON object with so many keys."""
     return b",".join(b'"key_%d":1' % index for index in range(count))
 
 
@@ -269,6 +277,7 @@ async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def serve_elsewhere(sock: socket.socket) -> None:
+    """Run a server that reads bodies and answers at once."""
     config = uvicorn.Config(read_and_answer, log_config=None, lifespan="off")
     uvicorn.Server(config).run(sockets=[sock])
 
@@ -349,6 +358,7 @@ def settle(client: Client, body: bytes, alone: float) -> None:
 
 
 def main() -> int:
+    """Measure the kinds that were asked for. Returns 1 if one breaks the promise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--model", help="a checkpoint's folder; default: the built-in model")

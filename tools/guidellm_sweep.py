@@ -1,5 +1,4 @@
-# ruff: noqa: T201
-"""Let guidellm sweep a real server: `python tests/system/guidellm_sweep.py --seconds 10`.
+"""Let guidellm sweep a real server: `python tools/guidellm_sweep.py --seconds 10`.
 
 guidellm (https://github.com/vllm-project/guidellm) measures a server from one request at a time up to as many as it can
 take. It lives in an environment of its own (`--environment`), which is made where there is none, and loads nothing: its
@@ -26,9 +25,11 @@ from typing import Any
 from figures_api import figures
 from fuzz_api import statuses
 from prometheus_client.parser import text_string_to_metric_families
-from serving_process import Served, serve
 
 from octavo.assets import built_in_model_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
+from serving_process import Served, serve
 
 GUIDELLM = "0.8.1"  # another one has other options, and another report
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -40,7 +41,7 @@ LEFT = 499  # the client was gone: cut off at the end
 def main() -> int:
     """Sweep every route; the exit status is 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--environment", type=Path, default=Path(__file__).parents[2] / "build" / "guidellm")
+    parser.add_argument("--environment", type=Path, default=Path(__file__).parents[1] / "build" / "guidellm")
     parser.add_argument("--seconds", type=int, default=10, help="of each strategy")
     parser.add_argument("--strategies", type=int, default=5, help="one by one, all at once, and rates between these")
     parser.add_argument("--concurrency", type=int, default=512, help="most requests at once")

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 ANSWER = "HTTP Response: "  # in the client's log, with its status
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare `--answers`."""
     parser.addoption("--answers", type=Path, required=True)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Append the line of a test that has run, or that could not."""
     report = yield
     if report.when == "call" or not report.passed:
         line = {
@@ -27,7 +35,7 @@ def pytest_runtest_makereport(item, call):
             "test": item.name,
             "outcome": report.outcome,
             "answered": ANSWER in report.caplog,
-            "failure": told(call.excinfo.value) if report.failed else None,
+            "failure": told(call.excinfo.value) if report.failed and call.excinfo is not None else None,
         }
         with item.config.getoption("answers").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -38,7 +46,7 @@ def told(error: BaseException) -> dict[str, object]:
     """Return what the answer was that a client's exception is about; a status of None: it is about none."""
     request, cause = getattr(error, "request", None), error.__cause__
     param = getattr(error, "param", None)
-    if hasattr(cause, "errors"):  # pydantic's: the answer is not of its type, and where
+    if cause is not None and hasattr(cause, "errors"):  # pydantic's: the answer is not of its type, and where
         param = ".".join(str(part) for part in cause.errors()[0]["loc"])
     return {
         "status": getattr(error, "status_code", None),

@@ -1,5 +1,4 @@
-# ruff: noqa: T201
-"""Figure 13 with tokenizers of real models: `python tests/system/real_tokenizers.py`, a million examples.
+"""Figure 13 with tokenizers of real models: `python tools/real_tokenizers.py`, a million examples.
 
 The sdist of llama-cpp-python brings vocabularies of models, each with texts and the token ids that they have. Of those
 `tokenizer.json` files are made, which must give these ids, and are kept in a folder (`--folder`) for the next time.
@@ -29,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from text_behind import text_behind
 
+from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
-from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=1_000_000, help="of all tokenizers (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[2] / "build" / "real-tokenizers")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "build" / "real-tokenizers")
     parser.add_argument("--sdist", type=Path, help=f"{PACKAGE}, where it is there already")
     arguments = parser.parse_args()
     names = prepare(arguments.folder, arguments.sdist)

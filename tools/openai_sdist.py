@@ -1,5 +1,4 @@
-# ruff: noqa: T201
-"""Run the tests that openai-python brings in its sdist against a real server: `python tests/system/openai_sdist.py`.
+"""Run the tests that openai-python brings in its sdist against a real server: `python tools/openai_sdist.py`.
 
 They are those of the resources that the server has (`FILES`), as they are: nothing of them is changed or left out. They
 were made for a mock of OpenAI's API that answers everything: each sends made-up values, some every parameter at once,
@@ -33,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_api import statuses
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
 from serving_process import Served, serve
 
 REQUIREMENTS = ("pytest==9.2.0", "pytest-asyncio==1.4.1", "rich==14.3.3")  # beside openai[aiohttp]
@@ -70,7 +71,7 @@ def main() -> int:
     """Run all files; the exit status is 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--version", default=version("openai"), help="of openai-python (default: the installed one)")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[2] / "build" / "openai-sdist")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "build" / "openai-sdist")
     parser.add_argument("--tests", action="store_true", help="name the tests of each group of failures")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute() / arguments.version
@@ -100,7 +101,7 @@ def environment(folder: Path, wanted: str) -> Path:
     python = folder / "environment" / "bin" / "python"
     if not python.exists():
         venv.create(folder / "environment", with_pip=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, f"openai[aiohttp]=={wanted}", *REQUIREMENTS], check=True)
     return python
 
@@ -121,14 +122,14 @@ def sdist(folder: Path, wanted: str) -> Path:
 
 def names_of_models(source: Path) -> list[str]:
     """Return the names that the tests pass as `model`, and those that they retrieve."""
-    found = set()
+    found: set[str] = set()
     for file in FILES:
         for node in ast.walk(ast.parse((source / "tests" / "api_resources" / file).read_text())):
             if isinstance(node, ast.Call):
                 values = [word.value for word in node.keywords if word.arg == "model"]
                 if file == "test_models.py" and isinstance(node.func, ast.Attribute) and node.func.attr == "retrieve":
                     values += node.args
-                found |= {value.value for value in values if isinstance(value, ast.Constant)}
+                found |= {str(value.value) for value in values if isinstance(value, ast.Constant)}
     return sorted(found - {""})
 
 
@@ -141,7 +142,7 @@ def run(python: Path, source: Path, served: Served) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         answers = Path(place) / "answers"
         command = [
-            python, "-m", "pytest", "-p", "answers_plugin", "--answers", answers, "-p", "no:cacheprovider",
+            str(python), "-m", "pytest", "-p", "answers_plugin", "--answers", str(answers), "-p", "no:cacheprovider",
             "--override-ini", "addopts=", "--quiet", "--tb=short", *(f"tests/api_resources/{file}" for file in FILES),
         ]  # fmt: skip
         done = subprocess.run(command, cwd=source, env=variables, capture_output=True, text=True, check=False)
@@ -157,7 +158,7 @@ def refusals(served: Served, tests: list[dict[str, Any]]) -> dict[str, list[str]
     for failure in (test["failure"] for test in tests if test["failure"] is not None):
         if failure["status"] == 400 and failure["request"].startswith("POST "):
             bodies[answer_of(failure)].add((failure["request"].removeprefix("POST "), failure["body"]))
-    refused = defaultdict(list)
+    refused: dict[str, list[str]] = defaultdict(list)
     for answer, requests in bodies.items():
         for path, text in sorted(requests):
             body = json.loads(text)
@@ -183,7 +184,7 @@ def report(tests: list[dict[str, Any]], refused: dict[str, list[str]], is_long: 
         for answer, failed in sorted(groups.items(), key=lambda group: -len(group[1])):
             pattern = next((pattern for pattern in REASONS if fnmatchcase(answer, pattern)), None)
             needed.add(pattern)
-            print(f"  {len(failed)}: {answer}: {REASONS.get(pattern) or failed[0]['failure']['text']}")
+            print(f"  {len(failed)}: {answer}: {REASONS.get(pattern or '') or failed[0]['failure']['text']}")
             if answer in refused:
                 print(f"     refused one by one: {', '.join(refused[answer])}")
             if is_long:

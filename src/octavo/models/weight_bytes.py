@@ -1,0 +1,84 @@
+"""Compute how much memory the weights of an architecture take. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from octavo.config import DEFAULT_GROUP_SIZE
+from octavo.models.architecture import DTYPE_BYTES, is_norm, is_vocabulary
+from octavo.models.declared import Linear, in_order
+
+if TYPE_CHECKING:
+    from octavo.models.architecture import Architecture
+
+
+def weight_bytes(
+    architecture: Architecture,
+    dtype: str,
+    norm_dtype: str | None = None,
+    quantization: str | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
+) -> int:
+    """Return the bytes of all weights in `dtype`.
+
+    norm_dtype: of norms, which is that of activations; norms with an offset are in float32.
+    quantization, group_size: how matrices are rounded that are not stored as integers. An int8 or fp8 matrix takes
+    a byte a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point,
+    four for the unit of each row, and four for each input feature if these may stand in another order. FP8 of a
+    checkpoint counts as expanded.
+    """
+    norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
+    in_blocks = _kept_blocks(architecture) if quantization is None else {}
+    total = _order_bytes(architecture) + sum(in_blocks.values())
+    for name, shape in architecture.tensor_shapes().items():
+        if name in in_blocks:
+            continue
+        bits, groups, zeros = _rounding(architecture, name, shape, quantization, group_size)
+        if bits == 8:
+            total += math.prod(shape) + 4 * shape[0]
+        elif bits == 4:
+            total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1) + 4 * shape[0]
+        else:
+            total += math.prod(shape) * DTYPE_BYTES[norm_dtype if is_norm(name) else dtype]
+    return total
+
+
+def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
+    """Return the bits that a matrix is rounded to as it is loaded, or None; see `octavo.config.ModelConfig`."""
+    if quantization is None or (quantization == "fp8" and is_vocabulary(matrix_name)):
+        return None
+    if quantization == "fp8":
+        return 8
+    is_int8 = quantization == "int8" or (quantization == "int4" and is_vocabulary(matrix_name))
+    return 8 if is_int8 else 4
+
+
+def _order_bytes(architecture: Architecture) -> int:
+    """Return the bytes of the orders of input features (act-order)."""
+    stored = architecture.stored
+    if stored is None or not stored.may_reorder:
+        return 0
+    linears = (each for each in in_order(architecture.tensors()) if isinstance(each, Linear))
+    return sum(4 * each.in_features for each in linears if stored.covers(each.names[0]))
+
+
+def _kept_blocks(architecture: Architecture) -> dict[str, int]:
+    """Return `block_bytes` of the matrices that stay in blocks: all parts of their product are stored so."""
+    sizes = architecture.block_bytes
+    linears = [each for each in in_order(architecture.tensors()) if isinstance(each, Linear)]
+    products = [[f"{name}.weight" for name in linear.names] for linear in linears]
+    return {name: sizes[name] for names in products if all(name in sizes for name in names) for name in names}
+
+
+def _rounding(
+    architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
+) -> tuple[int | None, int, bool]:
+    """Return (bits, scales of a row, whether there are zero points) of a tensor; bits None: not rounded."""
+    if len(shape) != 2:
+        return None, 0, False
+    stored = architecture.stored
+    if stored is not None and stored.covers(name.removesuffix(".weight")):
+        return stored.bits, stored.num_groups(shape[1]), stored.has_zeros
+    bits = rounded_bits(name, quantization)
+    return bits, -(-shape[1] // group_size) if bits == 4 else 1, False

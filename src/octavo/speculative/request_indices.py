@@ -1,0 +1,40 @@
+"""Indices of the tokens of running requests, bounded together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+IndexT = TypeVar("IndexT")
+
+
+class RequestIndices(Generic[IndexT]):
+    """One index for each running request; all of them together have room for at most max_tokens tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._kept: dict[str, tuple[IndexT, int]] = {}
+
+    def get(self, request_id: str) -> IndexT | None:
+        """Return the index of a request, or None if it has none."""
+        return self._kept[request_id][0] if request_id in self._kept else None
+
+    def room(self, request_id: str) -> int:
+        """Return the largest number of tokens that the index of this request may have now."""
+        own = self._kept[request_id][1] if request_id in self._kept else 0
+        return self.max_tokens - self.num_tokens + own
+
+    def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
+        """Set the index of a request, which has room for num_tokens tokens: at most `room()`."""
+        self.forget((request_id,))
+        self._kept[request_id] = (index, num_tokens)
+        self.num_tokens += num_tokens
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop the indices of requests; unknown ids are ignored."""
+        for request_id in request_ids:
+            if (kept := self._kept.pop(request_id, None)) is not None:
+                self.num_tokens -= kept[1]

@@ -1,0 +1,114 @@
+"""What an engine computes with, as text: checksums of a start, and the keys under which engines share KV."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo import __version__
+from octavo.config import cache_directory, kv_secret_from_environment
+from octavo.models.packed_cache import HASHES_FILE
+from octavo.models.weight_hashes import FileHashes
+from octavo.models.weights_identity import WeightsIdentity
+from octavo.worker.kept_fingerprints import KeptFingerprints, describe_installation, describe_model
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig, ModelConfig
+    from octavo.data.fingerprint import EngineFingerprint
+    from octavo.data.worker_info import WorkerInfo
+    from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.startup.launch import ServedModel
+
+logger = logging.getLogger(__name__)
+_SHOWN_KEY = 100  # characters
+
+
+def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
+    """Start to hash the weights in the background while they are loaded."""
+    seed = config.seed if config.load_format == "dummy" else None
+    return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
+
+
+def check_fingerprint(
+    config: EngineConfig,
+    served: ServedModel,
+    fingerprint: EngineFingerprint,
+    info: WorkerInfo,
+    draft: DraftCheckpoint | None,
+    dtype: str,
+    identity: WeightsIdentity | None,
+) -> EngineFingerprint:
+    """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
+
+    identity: it hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
+    Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
+    Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
+    """
+    logger.info("fingerprint: %s", fingerprint.summary)
+    if not config.model.packed_cache_bytes or not fingerprint.logits:
+        return fingerprint
+    if identity is not None:
+        identity.result()  # writes the hashes, which `_describe_engine` reads
+    try:
+        kept = KeptFingerprints(cache_directory() / "fingerprints")
+        engine = _describe_engine(config, served, info, draft, dtype)
+    except (OSError, RuntimeError) as error:  # a file of the checkpoint was removed, or this user has no home
+        logger.warning("the fingerprint of this start cannot be compared: %s", error)
+        return fingerprint
+    kept.check(engine, fingerprint)
+    return fingerprint
+
+
+def _describe_engine(
+    config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
+) -> dict[str, Any]:
+    """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
+    model = config.model
+    seed = model.seed if model.load_format == "dummy" else None
+    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
+    return {
+        "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
+        "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
+        "formats": [dtype, info.dtype, info.kv_dtype, model.quantization, model.group_size],
+        "draft_formats": None if draft is None else [draft.quantization, draft.max_model_len],
+        "kernels": [info.kernels, info.kernel_layout],
+        "lengths": [served.max_model_len, info.num_warm_up_tokens],
+        **describe_installation(),
+    }
+
+
+def cache_keys(
+    config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
+) -> tuple[str, ...]:
+    """Return all that the KV of a token depends on, except the tokens before it.
+
+    identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
+    """
+    model, cache = config.model, config.cache
+    keys = [
+        f"kv:{info.kv_dtype} in blocks of {cache.block_size}, layout {info.kv_layout_version}",
+        f"weights:{dtype} for {info.dtype}, {model.quantization}:{model.group_size}",
+        f"kernels:{info.kernels} on {info.device}",
+    ]
+    if identity is not None:
+        secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
+        versions = f"octavo {__version__}, torch {torch.__version__} on {info.machine}"
+        keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
+        keys.append(f"fingerprint:{fingerprint.kv_identity}")
+    return tuple(keys)
+
+
+def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
+    """Return the cache keys by name, for a router: engines share KV only if all of them are equal.
+
+    The secret is omitted. Long texts, such as architectures, are hashed.
+    """
+    values = dict(key.split(":", 1) for key in keys)
+    values.pop("secret", None)
+    return {
+        name: text if len(text) <= _SHOWN_KEY else hashlib.sha256(text.encode()).hexdigest()[:16]
+        for name, text in values.items()
+    }

@@ -1,0 +1,38 @@
+"""The device of a worker: which one it is, and its name."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.errors import ConfigError
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Return the named device; for None or "auto" the best one. Raises `ConfigError` for one that is missing."""
+    if name is None or name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known; use cpu or cuda") from None
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, from 0 on")
+    return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU that was named by its number the current one of this thread.
+
+    torch computes where its tensors are; a Triton kernel is launched on the current device, wherever its tensors are.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the instruction sets of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
