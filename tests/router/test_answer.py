@@ -287,6 +287,7 @@ def test_unmodified_answer_tells_no_length_but_to_head():
             asked.connection.data_received(b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n")
             async with await asked.answer as answer:
                 assert (await answer.read(), answer.headers) == (b"", told)
+            assert len(asked.idle) == (not is_head), "a body may follow in spite of all"
 
     run_virtually(work)
 
@@ -318,6 +319,10 @@ def test_compressed_events_are_not_split():
         (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
         (b"Wed, 99 Oct 2015 07:28:00 GMT", None),
         (b"Wed, 21 Oct " + b"2" * 5000, None),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT (" + b"x" * 32 + b")", 0.0),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT (" + b"x" * 33 + b")", None),
+        (b"9" * 10, None),
+        (b"Wed, 21 Oct 2015 07:28:00", 0.0),
         (b"1 Jan 99999999999999999999 1:1:1", None),
         (b"1 Jan 2024 1:1:1 +99999999999999999999", None),
     ],
