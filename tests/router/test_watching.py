@@ -111,7 +111,6 @@ class Figures:
             "/model_info": (200, b"{}"),
             "/v1/models": (404, b""),
         }
-        self.told.update({"/" + name: told for name, told in texts.items()})
         self.asked = []
 
     async def get(self, _engine, path, key, _timeout_s):
@@ -269,7 +268,12 @@ def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
         watch._change([URL, "http://other"])
         await asyncio.sleep(1.0)
         assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 2
+        left = pool.engines["http://other"]
+        left.flights.add(request := object())
         watch._change([URL])
+        await asyncio.sleep(10.0)
+        assert (len(watch._tasks), left in watch._wake) == (2, True), "its requests end if it is lost"
+        left.flights.remove(request)
         await asyncio.sleep(10.0)
         assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 1
         assert "http://other has left" in caplog.text
