@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from router.in_process import URLS, USAGE, Client, answer
@@ -445,5 +446,51 @@ def test_limit_of_time_ends_with_its_block():
             await asyncio.sleep(100.0)
         async with flight.guarded():
             await asyncio.sleep(5.0)
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("usage", "known", "noted"),
+    [
+        ((600, 300), 0.0, ("usage", 0.5, 0.0)),
+        ((600, 0), 0.5, ("usage", 0.0, 0.5)),
+        ((600, None), 0.5, ("figures", 600, 300.0)),
+        ((None, None), 0.5, ("figures", 600, 300.0)),
+        ((400, 0), 0.5, None),
+        ((511, 0), 0.5, None),
+        ((512, 0), 0.5, ("usage", 0.0, 0.5)),
+    ],
+)
+def test_pair_notes_whether_kv_came_if_enough_was_new(usage, known, noted):
+    """Enough: 256 tokens, of which the decode engine was not expected to have any."""
+
+    async def work(_now):
+        client = pair_of()
+        client.service.pool.sent = lambda *_: known
+        heard = []
+        client.service.pool.partners = SimpleNamespace(
+            may_pair=lambda *_: True,
+            ended=lambda _prefill, _decode, share, known, _now: heard.append(("usage", share, known)),
+            ended_without_usage=lambda _prefill, _decode, _before, *told: heard.append(("figures", *told)),
+        )
+        prompt, cached = usage
+        told = {"usage": {"total_tokens": 1, **({} if prompt is None else {"prompt_tokens": prompt})}}
+        if cached is not None:
+            told["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
+        client.answers(answer(told), of=1)
+        assert (await client.ask(prompt=[7] * 600))[0] == 200
+        assert heard == ([] if noted is None else [noted])
+
+    run_virtually(work)
+
+
+def test_pair_whose_answer_or_prefill_failed_notes_nothing():
+    async def work(_now):
+        for of, given in ((0, answer(None, 500)), (1, answer(None, 400)), (1, ConnectionResetError())):
+            client = pair_of()
+            client.answers(given, of=of)
+            client.service.pool.partners = SimpleNamespace(may_pair=lambda *_: True)  # anything else is an error
+            await client.ask(**LONG)
 
     run_virtually(work)

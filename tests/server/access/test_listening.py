@@ -1,7 +1,8 @@
-"""What a server does before it has a model: its address, its files, signals, and what the system says of connections."""
+"""What a server does before it has a model: its address, files, signals, and what the system says of connections."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -95,7 +96,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
 
 def test_signals_are_heard_until_the_block_is_left(handlers: dict[int, Any]) -> None:
-    with pytest.raises(ZeroDivisionError), hearing_signals():
+    with contextlib.suppress(ZeroDivisionError), hearing_signals():
         assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: signal.SIG_IGN}
         raise ZeroDivisionError
     assert handlers == {signal.SIGTERM: "first", signal.SIGHUP: "second"}
@@ -187,7 +188,7 @@ def test_door_opens_for_lingering_connections_too() -> None:
     sock: Any = Socket(None)
     open_door(sock)
     assert sock.calls == [(socket.SO_REUSEADDR, 1), ("listen", 2048)]
-    with pytest.raises(ConfigError, match="cannot listen on h, port 1: .*in use"):
+    with pytest.raises(ConfigError, match=r"cannot listen on h, port 1: .*in use"):
         open_door(Socket(IN_USE))  # type: ignore[arg-type]
 
 
