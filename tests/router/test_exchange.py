@@ -314,14 +314,19 @@ def pair_of(**options) -> Client:
 def test_prefill_that_takes_too_long_for_its_length_is_given_up(caplog):
     async def work(now):
         client = pair_of()
-        client.answers(hang)
-        assert (await client.ask(**LONG))[0] == 200
         prefill, decode = client.engines
+        client.answers(hang)
+
+        async def look(connection):
+            await asyncio.sleep(0.01)
+            status = 500 if prefill.flights else 200  # it ends before the other one answers
+            connection.data_received(answer({"usage": USAGE}, status))
+
+        client.answers(look, of=1)
+        assert (await client.ask(**LONG))[0] == 200
         assert now() == pytest.approx(5.0 + 0.002 * 300, abs=0.05)
         assert (prefill.num_failed_prefills, decode.num_paired) == (1, 0)
         assert prefill.prefills_from == pytest.approx(now() + 1.0, abs=0.05)
-        await asyncio.sleep(0)
-        assert not prefill.flights
         text = f"{prefill.url} computed no prompt for {decode.url}, which does it itself: nothing within 5.6 s"
         assert text in caplog.text
 

@@ -308,8 +308,10 @@ def test_work_that_was_given_counts_and_fades(engines):
     known = aware.sent(asked, engines[0])
     assert 0.8 < known <= 1.0
     assert aware._work[engines[0]] == pytest.approx(300.0 + (1 - known) * 300)
-    aware.sent(ask(prompt=[8] * 400), engines[1])
-    assert aware._work[engines[1]] == pytest.approx(350.0)  # above 640 all are halved
+    aware.sent(ask(prompt=[8] * 340), engines[1])
+    assert aware._work[engines[1]] == 640.0
+    aware.sent(ask(prompt=[9] * 2), engines[1])
+    assert aware._work[engines[1]] == 321.0  # above 640 all are halved
     aware.forget(engines[1])
     assert set(aware._work) == {engines[0]}
 

@@ -256,8 +256,9 @@ def test_changes_of_an_engine_are_logged(caplog):
     looked_at(Figures(), is_ready=False, engine={"is_ready": True})
     assert f"{URL} takes nothing new" in caplog.text
     upstream = Figures()
-    upstream.told["/metrics"] = ConnectionResetError("reset")
+    upstream.told["/metrics"], upstream.told["/v1/models"] = ConnectionResetError("reset"), (200, b"nonsense")
     looked_at(upstream)
+    assert f"{URL} does not say which models it has" in caplog.text
     assert f"{URL} does not answer /metrics: reset" in caplog.text
 
 

@@ -45,7 +45,7 @@ class Transport:
 
     def __init__(self, client: Any) -> None:
         self.sock, self.written, self.buffered, self.high = Socket(client), b"", 0, None
-        self.is_closed = self.is_aborted = False
+        self.closed, self.is_aborted = asyncio.Event(), False
         self.is_reading = True
         self._extra = {"socket": self.sock, "peername": client, "sockname": ("10.0.0.9", 80)}
 
@@ -55,11 +55,16 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.written += data
 
+    @property
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
+
     def close(self) -> None:
-        self.is_closed = True
+        self.closed.set()
 
     def abort(self) -> None:
-        self.is_closed = self.is_aborted = True
+        self.is_aborted = True
+        self.close()
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -130,8 +135,7 @@ def statuses(transport: Transport) -> list[bytes]:
 async def closes_at(transport: Transport, now: Any) -> float:
     """Return when a connection is closed."""
     async with asyncio.timeout(1000.0):
-        while not transport.is_closed:
-            await asyncio.sleep(0.25)
+        await transport.closed.wait()
     return now()
 
 

@@ -604,9 +604,7 @@ def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
     limiter.change((few, flood))
     limiter.enter(few, 2)
     limiter.enter(flood, 4)
-    with pytest.raises(
-        RateLimitError, match="this key has 2 answers open, and this request asks for 1; its limit is 2"
-    ):
+    with pytest.raises(RateLimitError, match="has 2 answers open, and this request asks for 1; its limit is 2 "):
         limiter.enter(few, 1)
     with pytest.raises(QueueFullError, match="the limit is 10") as error:
         limiter.enter(flood, 5)

@@ -264,7 +264,7 @@ def test_everybody_shares_caches_and_reads_metrics_and_a_key_does_not(kept: str)
 
 
 def test_one_key_has_one_table_only(tmp_path: Path) -> None:
-    text = '[keys.ab]\nsha256 = "{0}"\n[keys.a]\nsha256 = "{1}"\n'.format(digest("a"), digest("b"))
+    text = f'[keys.ab]\nsha256 = "{digest("a")}"\n[keys.a]\nsha256 = "{digest("b")}"\n'
     path = tmp_path / "keys.toml"
     path.write_text(text)
     remove_key(path, "a")
