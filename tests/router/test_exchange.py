@@ -347,6 +347,10 @@ def test_decode_engine_hears_of_kv_only_if_the_prefill_was_computed(status):
         assert prefill.num_failed_prefills == (status in {429, 500, 503})
         assert prefill.num_prefill_tokens == (300 if status == 200 else 0)
         assert prefill.num_prefills == 1
+        client.answers(answer({}, status))
+        prefill.prefills_from = 0.0
+        await client.ask(**LONG)
+        assert prefill.num_prefill_tokens == (300 if status == 200 else 0)  # this one says nothing of its prompt
 
     run_virtually(work)
 

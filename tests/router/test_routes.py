@@ -152,6 +152,10 @@ def test_the_routers_own_are_nobody_elses(routed):
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"say \\"usage\\": 3"}]}', (8, None, 8)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"\\"usage":{\\"prompt_tokens":9"}]}', (8, None, 8)),
         (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
+        (b'"usage":{"prompt_tokens":8}', (8, None, 8)),
+        (b'\\"usage":{"prompt_tokens":8}', (None, None, 0)),
+        (b'{"usage":%s{"prompt_tokens":8}}' % (b" " * (2048 - 26)), (8, None, 8)),
+        (b'{"usage":%s{"prompt_tokens":8}}' % (b" " * (2048 - 25)), (None, None, 0)),
         (
             b'{"usage":{"input_tokens":3},"text":"%s","total_duration":5,"prompt_eval_count":8,"cached_tokens":4}\n'
             % (b"x" * 4000),

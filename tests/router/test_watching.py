@@ -76,6 +76,15 @@ def test_an_engine_that_tells_no_figures_is_kept():
     assert {"/ready", "/metrics", "/model_info", "/v1/models"} == set(upstream.paths)
 
 
+def test_engine_that_never_answers_is_known_after_two_questions():
+    async def work(now):
+        launcher = HearingLauncher()
+        await watched(MadeUpUpstream(num_answers=0), 2.5 * CONFIG.health_timeout_s, now, launcher)
+        assert launcher.heard == [2]
+
+    run_virtually(work)
+
+
 class HearingLauncher(NoLauncher):
     def __init__(self):
         self.heard = []
