@@ -277,6 +277,7 @@ def test_what_is_no_request_is_told_so_and_closed(virtually: Any, caplog: pytest
         assert transport.is_closed
         assert server.refused == [(("1.2.3.4", 5), 400)]
 
+    caplog.set_level(logging.WARNING, "uvicorn.error")
     virtually(work)
     assert caplog.text.count("Invalid HTTP request received.") == 1
 
@@ -286,6 +287,7 @@ def test_refused_headers_are_no_invalid_request(virtually: Any, caplog: pytest.L
         made, _ = server.connect()
         made.data_received(b"GET /x HTTP/1.1\r\na: " + b"b" * MAX_HEADER_BYTES + b"\r\n\r\n")
 
+    caplog.set_level(logging.WARNING, "uvicorn.error")
     virtually(work)
     assert "Invalid HTTP" not in caplog.text
 
@@ -379,6 +381,7 @@ def test_client_that_leaves_ends_the_request_that_is_answered(virtually: Any) ->
         cycle = made._answered
         assert cycle is not None
         cycle.message_event.clear()
+        transport.sock.under_way = 5000
         made.connection_lost(None)
         assert cycle.disconnected
         assert cycle.message_event.is_set()
@@ -386,6 +389,18 @@ def test_client_that_leaves_ends_the_request_that_is_answered(virtually: Any) ->
         assert made._reader_timer is None
         await asyncio.sleep(2 * READER_S)
         assert not transport.is_aborted
+        assert made._reader_timer is None
+
+    virtually(work)
+
+
+def test_request_after_the_last_one_is_not_read_in_any_protocol(virtually: Any) -> None:
+    async def work(server: Server, _now: Any) -> None:
+        made, transport = server.connect()
+        made.data_received(b"GET /x HTTP/1.1\r\nConnection: upgrade, close\r\nUpgrade: h2c\r\n\r\n" + GET)
+        await asyncio.sleep(1.0)
+        assert (statuses(transport), transport.is_closed) == ([b"200"], True)
+        assert server.refused == []
 
     virtually(work)
 

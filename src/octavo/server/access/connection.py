@@ -120,7 +120,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
         self._came_further = False
-        self._unset_keepalive_if_required()
         self._parse(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:

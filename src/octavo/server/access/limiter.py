@@ -393,8 +393,7 @@ class RequestLimiter:
             )
 
     def _check_rate(self, bucket: Bucket | None, amount: float, unit: str, now: float) -> None:
-        wait = 0.0 if bucket is None else bucket.wait_s(amount, now)
-        if bucket is not None and wait > 0:
+        if bucket is not None and (wait := bucket.wait_s(amount, now)) > 0:
             raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
