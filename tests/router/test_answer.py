@@ -488,7 +488,12 @@ def test_kind_of_an_answer_is_that_of_its_headers(headers, is_stream, is_of_line
 
 
 def test_headers_of_the_connection_and_the_engines_address_stay_here():
-    headers = [(b"connection", b"X-Own ,close"), (b"x-own", b"1"), (b"location", b"http://e:1/a"), (b"x", b"http://e:1")]
+    headers = [
+        (b"connection", b"X-Own ,close"),
+        (b"x-own", b"1"),
+        (b"location", b"http://e:1/a"),
+        (b"x", b"http://e:1"),
+    ]
     headers += [(b"date", b"d"), (b"server", b"s"), (b"x-request-id", b"i"), (b"content-length", b"5")]
     kept = [(b"location", b"/a"), (b"x", b"http://e:1")]
     assert headers_for_client(headers, "http://e:1", has_length=False) == kept

@@ -223,7 +223,8 @@ def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) ->
     assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
     few = Tenant(name="few", max_concurrency=5)
     assert limiter.enter(few, 64, at_least=2).num_streams == 4
-    assert limiter.enter(EVERYBODY, 20, at_least=20).num_streams == 20
+    assert limiter.enter(few, 64, at_least=1).num_streams == 1  # the last of its five
+    assert limiter.enter(EVERYBODY, 19, at_least=19).num_streams == 19
     assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
     with pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 10, at_least=1)

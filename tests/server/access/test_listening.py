@@ -116,6 +116,13 @@ def test_other_threads_hear_no_signals(handlers: dict[int, Any]) -> None:
     assert hears_hang_up()
 
 
+def test_system_without_hang_up_hears_none(handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "signal", SimpleNamespace(SIGTERM=signal.SIGTERM, signal=listening.signal.signal))
+    assert not hears_hang_up()
+    with hearing_signals():
+        assert handlers == {signal.SIGTERM: listening._leave, signal.SIGHUP: "second"}
+
+
 def test_process_that_is_told_to_end_ends_whatever_its_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     class Timer:
         daemon = False
