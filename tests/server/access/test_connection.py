@@ -491,6 +491,19 @@ def test_reader_has_to_take_enough_in_time(
     virtually(work)
 
 
+def test_reader_without_an_address_is_a_client(virtually: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(server: Server, _now: Any) -> None:
+        made, transport = server.connect(None)
+        transport.sock.under_way = 5000
+        made.data_received(GET.replace(b"/x", b"/wait"))
+        await asyncio.sleep(2 * READER_S)
+        assert transport.is_aborted
+        assert "a client took 0 of 5000 bytes" in caplog.text
+
+    caplog.set_level(logging.INFO)
+    virtually(work)
+
+
 @pytest.mark.parametrize("taken", [None, 0])
 def test_connection_of_which_the_system_says_nothing_is_kept(virtually: Any, taken: int | None) -> None:
     async def work(server: Server, _now: Any) -> None:

@@ -108,7 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._stop_watching_reader()
         super().connection_lost(exc)
-        if self._answered is not None and not self._answered.response_complete:  # uvicorn tells only what came last
+        if self._answered is not None:  # uvicorn tells only what came last
             self._answered.disconnected = True
             self._answered.message_event.set()
 

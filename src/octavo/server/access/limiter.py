@@ -303,10 +303,9 @@ class RequestLimiter:
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
-        if least < num_streams:
-            own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
-            most = min(num_streams, own, self.streams.share(tenant))
-            num_streams = max(int(most // least), 1) * least
+        own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
+        most = min(num_streams, own, self.streams.share(tenant))
+        num_streams = max(int(most // least), 1) * least
         self.streams.take(tenant, num_streams)
         return Permit(tenant, num_streams, self)
 
