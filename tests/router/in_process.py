@@ -1,4 +1,4 @@
-"""A router's service in this process, whose engines answer with bytes that a test wrote: no socket, no thread."""
+"""A router's service in this process. Its engines answer with bytes from the test: no socket, no thread."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class MadeUpUpstream:
 
 
 class Client:
-    """A client of a router whose engines are all ready. sent: ASGI's messages. state: of the last request."""
+    """A client of a router. All engines are ready. sent: ASGI's messages. state: of the last request."""
 
     def __init__(self, num_engines: int = 2, **options: Any) -> None:
         self.service = RouterService(RouterConfig(engines=URLS[:num_engines], policy="round_robin", **options))

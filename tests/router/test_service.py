@@ -29,7 +29,7 @@ class HearingLauncher(NoLauncher):
 
 
 class Watch:
-    """Stands in for the watch over the engines."""
+    """A fake of `EngineWatch`."""
 
     def __init__(self):
         self.heard = []

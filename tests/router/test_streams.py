@@ -113,3 +113,11 @@ def test_events_are_counted_by_their_ends():
     assert (stream.rest, share.num_events) == (b"data: c\n", 2)
     assert stream.whole(b"\ndata") == b"data: c\n\n"
     assert (stream.rest, share.num_events) == (b"data", 3)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
+def test_end_of_an_event_may_come_byte_by_byte(end):
+    for text in (b"", b"a", b"abc"):
+        stream = EventStream(Counted(), is_of_lines=False, max_bytes=1000)
+        pieces = [stream.whole(bytes([byte])) for byte in text + end]
+        assert pieces == [*[b""] * (len(text + end) - 1), text + end]

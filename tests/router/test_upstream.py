@@ -1,4 +1,4 @@
-"""Connections to engines: which are used again, what a request looks like on them, whose fault a failure is."""
+"""Connections to engines: their reuse, the bytes of a request, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDLE_S = 30.0  # for so long an idle connection may be used again
 
 
 class Connection:
-    """Stands in for a connection; its answers are given in turn, the last one again and again."""
+    """A fake connection. It gives its answers in turn, and repeats the last one."""
 
     def __init__(self, *answers, url=URL):
         self.url, self.is_closing, self.is_closed = url, False, False
@@ -40,7 +40,7 @@ class Connection:
 
 
 def upstream_with(monkeypatch, *connections, **options):
-    """Return an upstream whose new connections are these, in turn."""
+    """Return an upstream that opens these connections in turn."""
     made = Upstream(RouterConfig(engines=(URL,), **options))
     left = list(connections)
 

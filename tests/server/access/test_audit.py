@@ -1,4 +1,4 @@
-"""The line that each request leaves in the log, what is counted of it, and its id."""
+"""The log line of a request, its counters, and its id."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def answers(status: int, **state: Any) -> Any:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what is logged as lines, as fields."""
+    """Return the logged lines as mappings."""
     told: list[Any] = []
     logger = SimpleNamespace(isEnabledFor=lambda level: level >= logging.INFO, info=told.append)
     monkeypatch.setattr(audit, "logger", logger)

@@ -1,4 +1,4 @@
-"""A request's body by itself: what is read of it, what room it takes, and which field a fault names."""
+"""A request's body: its limits, its room in the pool, and the field that an error names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fields(BaseModel):
 
 
 class Request:
-    """A request whose body comes in these pieces, the last one after `pause_s`."""
+    """A request with a body in pieces. The last one comes after `pause_s`."""
 
     def __init__(self, *pieces: bytes, headers: Any = (), tenant: Tenant = EVERYBODY, pause_s: float = 0.0) -> None:
         self._pieces, self._pause_s = pieces, pause_s

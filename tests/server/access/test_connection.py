@@ -1,4 +1,4 @@
-"""A client's connection without a socket, in virtual time: its times, its limits, and what it is told."""
+"""A client's connection without a socket, in virtual time: its timeouts, its limits and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS_S, IDLE_S, READER_S = 10.0, 30.0, 20.0
 
 
 class Socket:
-    """What the system says of a connection. taken: bytes that arrived, under_way: those that have not."""
+    """A fake socket. taken: bytes that the client has acknowledged. under_way: bytes that it has not."""
 
     taken: int | None = 1000
     under_way = 0
@@ -41,7 +41,7 @@ class Socket:
 
 
 class Transport:
-    """What a connection writes to; nobody is there."""
+    """A fake transport that keeps the bytes."""
 
     def __init__(self, client: Any) -> None:
         self.sock, self.written, self.buffered, self.high = Socket(client), b"", 0, None

@@ -19,7 +19,7 @@ from octavo.server.access.timeouts import TimeoutQueue
 
 
 class Service:
-    """A service that notes what it hears. drain_s: how long its requests take to end."""
+    """A service that records its calls. drain_s: seconds that `drain` takes."""
 
     def __init__(self, **config: Any) -> None:
         self.heard: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a server does before it has a model: its address, files, signals, and what the system says of connections."""
+"""A server before it has a model: its address, files and signals, and the system's counts of a connection."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_process_that_is_told_to_end_ends_whatever_its_threads_do(monkeypatch: p
 
 
 class Socket:
-    """Stands in for a socket. outcomes: of `bind` or `listen`, in turn."""
+    """A fake socket. outcomes: of `bind` or `listen`, in turn."""
 
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes, self.calls, self.is_closed = list(outcomes), [], False

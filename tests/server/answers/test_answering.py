@@ -35,9 +35,9 @@ def output(*texts: str, finished: bool = False, error: str | None = None) -> Req
 
 
 class Service:
-    """Generates each prompt's outputs, which are `(seconds, output)`; a number alone is waited for.
+    """Generates the outputs of each prompt: pairs of a pause in seconds and an output or an exception.
 
-    asked: what each was generated with. ended: prompts whose generation is over or was ended.
+    asked: request ids and options of the calls. ended: prompts whose generator has ended.
     """
 
     def __init__(self, **outputs: Any) -> None:
@@ -88,7 +88,7 @@ class Place:
 
 
 class Client:
-    """A client's request. leaves_after_s: when it leaves."""
+    """A client's request. leaves_after_s: seconds until it disconnects."""
 
     def __init__(self, leaves_after_s: float = 1e9, transfer: KVTransferParams | None = None) -> None:
         self._leaves_after_s = leaves_after_s
@@ -113,7 +113,7 @@ class Client:
 
 @pytest.fixture
 def virtually(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what runs a test in virtual time, in which texts are read at once."""
+    """Return a function that runs a test in virtual time, without threads for texts."""
 
     async def at_once(_text: Any, _size: int, work: Any, **_: Any) -> Any:
         return work()
@@ -255,7 +255,7 @@ def test_silent_stream_begins_in_time_and_gives_signs_of_life(virtually: Any) ->
 
 
 def test_stream_that_was_never_sent_leaves_nothing_behind(virtually: Any) -> None:
-    """Its client left just before: the response cannot send its first message."""
+    """The client disconnected before the first message was sent."""
 
     async def work(_now: Any) -> None:
         service = Service(a=[(1.0, output("x")), (100.0, output("y", finished=True))])
