@@ -92,7 +92,13 @@ class Client:
         self.upstream.answers[self.engines[of].url] = list(given)
 
     async def ask(
-        self, path: str = "/v1/completions", *, tenant: Tenant = EVERYBODY, headers: Any = (), **body: Any
+        self,
+        path: str = "/v1/completions",
+        *,
+        method: str = "POST",
+        tenant: Tenant = EVERYBODY,
+        headers: Any = (),
+        **body: Any,
     ) -> tuple[int, bytes]:
         """Send a request; return the answer's status, 0 for none, and its body."""
         content = json.dumps(body or {"prompt": "a", "max_tokens": 4}).encode()
@@ -111,7 +117,7 @@ class Client:
 
         scope = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",

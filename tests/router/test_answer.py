@@ -448,6 +448,21 @@ def test_relay_takes_what_has_come_and_asks_for_room_only_when_full():
     run_virtually(work)
 
 
+def test_relay_ends_when_its_taker_has_room_again():
+    async def work(now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer, taken = await asked.answer, []
+        relaying = asyncio.ensure_future(answer.relay(taken.append, lambda: asyncio.sleep(5.0)))  # which takes no more
+        await asyncio.sleep(1.0)
+        asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+        await relaying
+        assert (taken, now()) == ([b"a", b"b"], 10.0)
+
+    run_virtually(work)
+
+
 def test_answer_that_is_given_up_closes_its_connection():
     async def work(_now):
         asked = Asked(limits=LIMITS)

@@ -302,6 +302,47 @@ def test_key_without_read_metrics_sees_nothing_of_other_keys():
     run_virtually(work)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "num_held"),
+    [("POST", "/v1/completions", 3), ("POST", "/tokenize", 3), ("GET", "/v1/completions", 0), ("POST", "/other", 0)],
+)
+def test_only_requests_that_a_model_serves_take_places(method, path, num_held):
+    async def work(_now):
+        client, held = Client(1), []
+
+        async def look(connection):
+            held.append(client.service.limiter.streams.num_held)
+            connection.data_received(answer({}))
+
+        client.answers(look)
+        assert (await client.ask(path, method=method, prompt="a", n=3))[0] == 200
+        assert held == [num_held]
+        assert client.service.limiter.streams.num_held == 0
+
+    run_virtually(work)
+
+
+def test_get_has_a_limit_of_time_only_if_it_asks_for_one():
+    """The answer of a dashboard has no end."""
+
+    async def work(now):
+        client = Client(1, request_timeout_s=5.0)
+
+        async def late(connection):
+            await asyncio.sleep(20.0)
+            connection.data_received(answer({}))
+
+        client.answers(late)
+        assert (await client.ask("/x", method="GET"))[0] == 200
+        assert (await client.ask("/x", method="HEAD"))[0] == 200
+        begun_at = now()
+        assert (await client.ask("/x", method="GET", headers=[(b"x-request-timeout", b"9")]))[0] == 504
+        assert now() == pytest.approx(begun_at + 5.0, abs=0.1)
+        assert (await client.ask("/x"))[0] == 504
+
+    run_virtually(work)
+
+
 # --- pairs of engines ---------------------------------------------------------------------------------------------
 
 

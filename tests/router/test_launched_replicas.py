@@ -33,7 +33,8 @@ class Process:
 
 def replica(process=None):
     made = _Replica(0, ["command"], {})
-    made._process = process
+    if process is not None:
+        made._process = process
     return made
 
 
