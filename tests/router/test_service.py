@@ -15,6 +15,7 @@ from octavo.router.asked import Asked
 from octavo.router.engines import Engine, EnginePool
 from octavo.router.flight import Flight
 from octavo.router.launcher import NoLauncher
+from octavo.router.metrics import RouterCollector
 from octavo.router.policies import LeastLoaded
 from octavo.router.service import RouterService
 from octavo.server.access.tenants import EVERYBODY, Tenant, add_key, remove_key
@@ -301,3 +302,28 @@ def test_models_of_all_engines_are_told_once(monkeypatch):
             await ask()
 
     run_virtually(work)
+
+
+def test_metrics_tell_each_figure_of_each_engine():
+    client = Client(2)
+    for index, engine in enumerate(client.engines):
+        engine.is_ready = bool(index)
+        engine.flights |= set(range(index + 1))
+        counts = [name for name in Engine.__slots__ if name.startswith("num_") or name.endswith("_tokens")]
+        for place, name in enumerate(counts):
+            setattr(engine, name, 100 * place + index)
+    told = {}
+    for family in RouterCollector(client.service.pool).collect():
+        assert [sample.labels["engine"] for sample in family.samples] == list(URLS[:2])
+        told[family.name, family.type] = [sample.value for sample in family.samples]
+    assert told.pop(("octavo:router_engine_ready", "gauge")) == [0.0, 1.0]
+    assert told.pop(("octavo:router_open_requests", "gauge")) == [1, 2]
+    assert told.pop(("octavo:router_open_tokens", "gauge")) == [0.0, 1.0]
+    names = ("requests", "prompt_tokens", "cached_tokens", "failures", "paired_requests", "paired_in_vain", "prefills")
+    names += ("failed_prefills", "prefill_tokens", "engine_restarts")
+    assert set(told) == {
+        ("octavo:router_other_tokens", "gauge"),
+        *((f"octavo:router_{name}", "counter") for name in names),
+    }
+    assert all(second == first + 1 for first, second in told.values())
+    assert len({first for first, _ in told.values()}) == len(told)
