@@ -57,6 +57,7 @@ def test_decode_engine_hears_of_kv_only_if_the_prefill_was_computed(status):
         assert dict(first["headers"])[b"x-kv-transfer-role"] == b"prefill"
         assert prefill.num_failed_prefills == (status in {429, 500, 503})
         assert prefill.num_prefill_tokens == (300 if status == 200 else 0)
+        assert (prefill.num_prompt_tokens, prefill.num_cached_tokens) == ((300, 30) if status == 200 else (0, 0))
         assert prefill.num_prefills == 1
         client.answers(answer({}, status))
         prefill.prefills_from = 0.0

@@ -167,6 +167,12 @@ def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothi
     assert read_usage(b"", text) == usage
 
 
+def test_last_count_of_a_stream_is_its_usage():
+    first, last = b'{"input_tokens":5,"output_tokens":1}', b'{"usage":{"input_tokens":9,"output_tokens":2}}'
+    assert read_usage(first, last) == (9, None, 11)
+    assert read_usage(first, b"") == (5, None, 6)
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])
 def test_an_engine_that_tells_no_models_is_left_out(text):
     assert _cards(text, "data", "id") == []

@@ -59,6 +59,12 @@ def test_round_robin_goes_on_where_one_is_missing(engines):
     assert policy.choose(ask(), engines) is engines[3]
 
 
+def test_round_robin_begins_with_the_first_engine():
+    engines = [Engine(f"http://e{index}", number=index) for index in range(3)]
+    policy = RoundRobin()
+    assert [policy.choose(ask(), engines).number for _ in range(4)] == [0, 1, 2, 0]
+
+
 def test_the_least_loaded_has_fewest_tokens_to_do(engines):
     for engine, tokens in zip(engines, (30, 10, 20, 10), strict=True):
         engine.open_tokens = tokens

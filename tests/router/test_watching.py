@@ -290,6 +290,7 @@ def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
         await watch.stop()
         await asyncio.sleep(0)
         assert not watch._tasks
+        assert "Exception in callback" not in caplog.text
 
     caplog.set_level("INFO")
     run_virtually(work)
