@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import shutil
@@ -100,15 +101,18 @@ class _Idleness:
     """Ends this process when it only waits, which no limit of processor time does.
 
     Ticks are counted in which the process was given the processor and used it for nothing but the tick: a busy machine
-    delays ticks, it does not make them idle.
-
-    limit_s: how long it may wait without a pause.
+    delays ticks, it does not make them idle. A process that waits for ever may have threads that work now and then, so
+    that it is never idle: all ticks have a limit, too.
     """
 
     def __init__(self) -> None:
-        self.limit_s = 10.0
-        self._idle_s = 0.0
+        self.allow(10.0, math.inf)
         self._used_s = 0.0
+
+    def allow(self, idle_s: float, all_s: float) -> None:
+        """Begin anew: the process may be idle for `idle_s` without a pause, and live for `all_s`."""
+        self._limits_s = idle_s, all_s
+        self._idle_s = self._all_s = 0.0
 
     def watch(self) -> None:
         """Begin."""
@@ -120,7 +124,8 @@ class _Idleness:
         used_s = time.process_time()
         self._idle_s = self._idle_s + _TICK_S if used_s - self._used_s < _BUSY_TICK_S else 0.0
         self._used_s = used_s
-        if self._idle_s > self.limit_s:
+        self._all_s += _TICK_S
+        if self._idle_s > self._limits_s[0] or self._all_s > self._limits_s[1]:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGALRM)
 

@@ -22,6 +22,7 @@ class Report:
         self._known = known
         self._list_name = list_name
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._signals: Counter[str] = Counter()
         self._seen: dict[Key, Verdict] = {}
         self._live: set[Key] = set()
         self.exit_code = 0
@@ -40,6 +41,8 @@ class Report:
         file = mutant.module.file
         if verdict.killed_by is not None:
             self._counts[file, "killed"] += 1
+            if verdict.killed_by.startswith("SIG"):
+                self._signals[verdict.killed_by] += 1
             self._seen.setdefault(key, verdict)
             return
         self._live.add(key)
@@ -66,7 +69,8 @@ class Report:
         killed, _, alive = outcomes
         if not sum(outcomes) or 100 * killed < min_killed * (killed + alive):
             self.exit_code = 1
-        print(f"{sum(outcomes)} of {num_chosen} judged in {seconds:.0f} s")
+        limits = "".join(f", {count} of them by {name}" for name, count in sorted(self._signals.items()))
+        print(f"{sum(outcomes)} of {num_chosen} judged in {seconds:.0f} s; {killed} killed{limits}")
 
     @staticmethod
     def _row(file: str, outcomes: list[int]) -> str:

@@ -93,7 +93,7 @@ ROOMS = (
     Room(
         "access",
         "octavo.server.access",
-        ("server/access",),
+        ("server/access", "server/test_http_errors.py"),
         left_out=("tests/server/access/test_limits.py::test_open_files_are_allowed_as_far_as_the_system_lets",),
     ),
     Room(

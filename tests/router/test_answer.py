@@ -10,7 +10,7 @@ import pytest
 from router.asking_engine import Asked
 from router.virtual_time import run_virtually
 
-from octavo.router.answer import AnswerLimits, MalformedAnswerError, SilentEngineError
+from octavo.router.answer import AnswerError, AnswerLimits, MalformedAnswerError, NoAnswerError, SilentEngineError
 from octavo.router.answer_headers import headers_for_client, retry_after_s
 
 LIMITS = AnswerLimits(first_byte_s=30.0, idle_s=10.0, max_bytes=1 << 20)
@@ -287,6 +287,7 @@ def test_unmodified_answer_tells_no_length_but_to_head():
             asked.connection.data_received(b"HTTP/1.1 304 Not Modified\r\nETag: x\r\nContent-Length: 5\r\n\r\n")
             async with await asked.answer as answer:
                 assert (await answer.read(), answer.headers) == (b"", told)
+            assert len(asked.idle) == (not is_head), "a body may follow in spite of all"
 
     run_virtually(work)
 
@@ -318,6 +319,10 @@ def test_compressed_events_are_not_split():
         (b"Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
         (b"Wed, 99 Oct 2015 07:28:00 GMT", None),
         (b"Wed, 21 Oct " + b"2" * 5000, None),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT (" + b"x" * 32 + b")", 0.0),
+        (b"Wed, 21 Oct 2015 07:28:00 GMT (" + b"x" * 33 + b")", None),
+        (b"9" * 10, None),
+        (b"Wed, 21 Oct 2015 07:28:00", 0.0),
         (b"1 Jan 99999999999999999999 1:1:1", None),
         (b"1 Jan 2024 1:1:1 +99999999999999999999", None),
     ],
@@ -331,3 +336,180 @@ def test_retry_after_is_seconds_or_a_date(value, seconds):
 def test_retry_after_of_a_date_to_come():
     date = datetime.now(UTC) + timedelta(hours=1)
     assert 3500 < retry_after_s(format_datetime(date, usegmt=True).encode()) <= 3600
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1 << 16, True), ((1 << 16) + 1, False)])
+def test_headers_may_be_as_large_as_the_limit(size, fits):
+    """Names and values count as they are, and all bytes until the headers are complete."""
+
+    async def work(_now):
+        whole = b"HTTP/1.1 200 OK\r\nA: " + b"x" * (size - 1 - 15) + b"\r\nContent-Length: 1\r\n\r\na"
+        begun = b"HTTP/1.1 200 OK\r\nA: "
+        begun += b"x" * (size - len(begun))
+        if fits:
+            assert await Asked(limits=LIMITS).gets(whole, 1 << 20) == (200, b"a")
+        else:
+            with pytest.raises(MalformedAnswerError, match="its headers exceed 65536 bytes"):
+                await Asked(limits=LIMITS).gets(whole, 1 << 20)
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(begun)
+        await asyncio.sleep(0)
+        assert asked.answer.done() is not fits
+        if not fits:
+            with pytest.raises(MalformedAnswerError, match="its headers or chunk lines exceed 65536 bytes"):
+                await asked.answer
+
+    run_virtually(work)
+
+
+def test_framing_is_counted_from_the_last_piece_of_the_body_on():
+    async def work(_now):
+        asked = Asked(limits=LONG_LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED)
+        answer = await asked.answer
+        for _ in range(3):
+            asked.connection.data_received(b"1\r\nx\r\n3;")
+            asked.connection.data_received(b"y" * (1 << 16))
+            asked.connection.data_received(b"\r\nabc\r\n")
+            assert await answer.next() == b"xabc"
+        asked.connection.data_received(b"3;")
+        asked.connection.data_received(b"y" * ((1 << 16) - 2))
+        asked.connection.data_received(b"y")
+        with pytest.raises(MalformedAnswerError, match="chunk lines exceed 65536 bytes"):
+            await answer.next()
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize("error", [None, ConnectionResetError("reset")])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", NoAnswerError),
+        (b"HTTP/1.1 20", AnswerError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", AnswerError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabc", AnswerError),
+        (CHUNKED + b"3\r\nabc\r\n", AnswerError),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", None),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
+    ],
+)
+def test_end_of_a_connection_ends_an_answer_or_cuts_it(data, expected, error):
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(asked.read())
+        asked.connection.data_received(data)
+        asked.connection.connection_lost(error)
+        outcome = (AnswerError if error else b"abc") if expected is None else expected
+        if isinstance(outcome, bytes):
+            assert await reading == (200, outcome)
+            return
+        with pytest.raises(outcome, match=f"{'closed the connection' if outcome is NoAnswerError else 'cut'}: {error}"):
+            await reading
+
+    run_virtually(work)
+
+
+def test_relay_takes_what_has_come_and_asks_for_room_only_when_full():
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer = await asked.answer
+        taken, rooms = [], []
+
+        def take(piece):
+            taken.append((piece, answer._num_waiting_bytes))
+            return len(taken) != 2
+
+        async def room():
+            await asyncio.sleep(1.0)
+            rooms.append(asked.transport.is_reading)
+
+        relaying = asyncio.ensure_future(answer.relay(take, room))
+        await asyncio.sleep(0)
+        assert (taken, answer._take) == ([(b"a", 0)], take)
+        asked.connection.data_received(b"1\r\nb\r\n")
+        await asyncio.sleep(0.5)
+        asked.connection.data_received(b"1\r\nc\r\n1\r\nd\r\n")
+        assert not asked.transport.is_reading
+        await asyncio.sleep(1.0)
+        asked.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
+        await relaying
+        assert [piece for piece, _ in taken] == [b"a", b"b", b"cd", b"e"]
+        assert (rooms, answer._take, asked.transport.is_reading) == ([False], None, True)
+        async with answer:
+            pass
+        assert len(asked.idle) == 1
+
+    run_virtually(work)
+
+
+def test_relay_ends_when_its_taker_has_room_again():
+    async def work(now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED + b"1\r\na\r\n")
+        answer, taken = await asked.answer, []
+        relaying = asyncio.ensure_future(answer.relay(taken.append, lambda: asyncio.sleep(5.0)))  # which takes no more
+        await asyncio.sleep(1.0)
+        asked.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+        await relaying
+        assert (taken, now()) == ([b"a", b"b"], 10.0)
+
+    run_virtually(work)
+
+
+def test_answer_that_is_given_up_closes_its_connection():
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\na")
+        async with await asked.answer as answer:
+            assert await answer.read() == b"a"
+            answer.give_up()
+            assert asked.transport.is_closed
+        assert asked.idle == []
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_stream", "is_of_lines", "is_json", "is_plain"),
+    [
+        (b"Content-Type: application/x-ndjson", True, True, False, True),
+        (b"Content-Type: text/event-stream", True, False, False, True),
+        (b"Content-Type:  Application/JSON ; a=b", False, False, True, True),
+        (b"Content-Type: application/json\r\nContent-Encoding: GZIP", False, False, True, False),
+        (b"Content-Type: application/x-ndjson\r\nContent-Encoding: br", False, True, False, False),
+        (b"Content-Encoding: Identity", False, False, False, True),
+    ],
+)
+def test_kind_of_an_answer_is_that_of_its_headers(headers, is_stream, is_of_lines, is_json, is_plain):
+    async def work(_now):
+        asked = Asked(limits=LIMITS)
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n" + headers + b"\r\n\r\nab")
+        async with await asked.answer as answer:
+            found = (answer.is_stream, answer.is_of_lines, answer.is_json, answer.is_plain)
+            assert found == (is_stream, is_of_lines, is_json, is_plain)
+            assert ((b"content-length", b"2") in answer.headers) is not is_stream
+            assert answer.retry_after_s is None
+
+    run_virtually(work)
+
+
+def test_headers_of_the_connection_and_the_engines_address_stay_here():
+    headers = [
+        (b"connection", b"X-Own ,close"),
+        (b"x-own", b"1"),
+        (b"location", b"http://e:1/a"),
+        (b"x", b"http://e:1"),
+    ]
+    headers += [(b"date", b"d"), (b"server", b"s"), (b"x-request-id", b"i"), (b"content-length", b"5")]
+    kept = [(b"location", b"/a"), (b"x", b"http://e:1")]
+    assert headers_for_client(headers, "http://e:1", has_length=False) == kept
+    assert headers_for_client(headers, "http://e:1", has_length=True) == [*kept, (b"content-length", b"5")]

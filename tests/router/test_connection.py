@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -225,3 +227,44 @@ def test_a_connection_that_ends_as_it_is_asked_again_is_no_engine_lost(method, s
     """What may have been begun is not asked twice."""
     server = Server("answers once", "keeps")
     assert asyncio.run(ask_of(server, method, 2)) == [b"[1,2,34]", second]
+
+
+def test_reading_pauses_when_too_much_waits():
+    """Exactly above 256 KiB; it goes on when the reader has taken what waits."""
+
+    async def ask():
+        asked = Asked()
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n")
+        answer = await asked.answer
+        asked.connection.data_received(b"x" * (256 << 10))
+        assert asked.transport.is_reading
+        asked.connection.data_received(b"x")
+        assert not asked.transport.is_reading
+        assert len(await answer.next()) == (256 << 10) + 1
+        assert asked.transport.is_reading
+        asked.connection.data_received(b"x" * (256 << 10))
+        assert asked.transport.is_reading
+
+    asyncio.run(ask())
+
+
+def test_answer_is_freed_at_once_when_it_has_been_read():
+    """Nothing waits for the garbage collector: an answer may hold megabytes."""
+
+    async def ask():
+        asked = Asked()
+        await asyncio.sleep(0)
+        asked.connection.data_received(LENGTH)
+        answer = await asked.answer
+        async with answer:
+            await answer.read()
+        gone = weakref.ref(answer)
+        del answer, asked.answer
+        return gone
+
+    gc.disable()
+    try:
+        assert asyncio.run(ask())() is None
+    finally:
+        gc.enable()

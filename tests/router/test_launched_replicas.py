@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from octavo.router import launcher
 from octavo.router.engines import Engine
-from octavo.router.launcher import LocalReplicas, _Replica
+from octavo.router.launcher import LocalReplicas, _Replica, free_ports
 from octavo.router.watching import EngineWatch
 
 
@@ -31,7 +33,8 @@ class Process:
 
 def replica(process=None):
     made = _Replica(0, ["command"], {})
-    made._process = process
+    if process is not None:
+        made._process = process
     return made
 
 
@@ -144,3 +147,83 @@ def test_the_cache_of_an_engine_that_refuses_connections_is_forgotten(error, for
     )
     watch._lost(Engine("http://e"), error)
     assert heard == (["forget", "lost"] if forgets else ["lost"])
+
+
+def test_frozen_and_slow_replicas_are_logged(caplog, monkeypatch):
+    made = replica(Process())
+    made._thread = SimpleNamespace(join=lambda timeout=None: None, is_alive=lambda: True)
+    made.join()
+    made.kill_frozen()
+    assert "replica 0 does not end: it is killed" in caplog.text
+    assert "replica 0 says nothing any more: it is killed" in caplog.text
+    run(monkeypatch, (7, 1.0))
+    assert "replica 0 has ended with 7; it is started again in 1 s" in caplog.text
+
+
+def test_replica_that_was_never_started_is_joined_alone():
+    made, waits = replica(), []
+    made._thread = SimpleNamespace(join=lambda timeout=None: waits.append(timeout), is_alive=lambda: True)
+    made.join()
+    assert waits == [15.0]
+
+
+@pytest.mark.parametrize("stops_after", [0, 1])
+def test_replica_that_is_to_stop_is_not_started_again(monkeypatch, stops_after):
+    made, statuses, paused = replica(), [], []
+
+    def run_once():
+        statuses.append(1)
+        return 1
+
+    monkeypatch.setattr(made, "_run_once", run_once)
+    is_set = lambda: len(statuses) >= stops_after  # noqa: E731
+    monkeypatch.setattr(made, "_is_stopping", SimpleNamespace(is_set=is_set, wait=paused.append))
+    made._run()
+    assert (len(statuses), paused, made._has_failed) == (stops_after, [], False)
+
+
+def test_child_is_started_with_its_command_and_ends_with_this_process(monkeypatch):
+    made, started = _Replica(0, ["command", "option"], {"A": "b"}), []
+
+    class Child(Process):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def wait(self):
+            return 9
+
+    def start(command, **options):
+        started.append((command, options))
+        return Child()
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    assert made._run_once() == 9
+    ((command, options),) = started
+    assert command == ["command", "option"]
+    assert options == {"stdin": launcher.subprocess.PIPE, "env": {"A": "b"}, "start_new_session": True}
+    made.tell_to_stop()
+    assert made._run_once() is None
+    assert len(started) == 1
+
+
+def test_replicas_are_started_told_to_stop_and_waited_for_in_this_order():
+    replicas, acts = LocalReplicas({"http://a": ["a"], "http://b": ["b"]}, {}), []
+    assert [made._index for made in replicas._replicas.values()] == [0, 1]
+    assert all(made._thread.daemon for made in replicas._replicas.values())
+    for url in replicas._replicas:
+        names = ("start", "tell_to_stop", "join")
+        replicas._replicas[url] = SimpleNamespace(**{name: partial(acts.append, (name, url)) for name in names})
+    with replicas as entered:
+        assert entered is replicas
+    assert acts == [(name, f"http://{host}") for name in ("start", "tell_to_stop", "join") for host in "ab"]
+
+
+def test_free_ports_are_different_and_free_again():
+    ports = free_ports(3)
+    assert len({*ports}) == 3
+    for port in ports:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))

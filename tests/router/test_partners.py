@@ -70,9 +70,10 @@ def test_difference_is_named_in_the_log(pair, caplog):
     assert caplog.messages == [expected]
 
 
-def test_engine_that_does_not_describe_its_kv_is_paired(pair):
+@pytest.mark.parametrize("index", [0, 1])
+def test_engine_that_does_not_describe_its_kv_is_paired(pair, index):
     prefill, decode = pair
-    decode.kv_format = None
+    pair[index].kv_format = None
     assert Partners().may_pair(prefill, decode, 0.0)
 
 

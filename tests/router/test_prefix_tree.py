@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.router.asked import read_asked
 from octavo.router.engines import Engine
-from octavo.router.policies.prefix_tree import PrefixTree
+from octavo.router.policies.prefix_tree import Found, PrefixTree
 
 ENGINE = Engine("http://a")
 
@@ -48,3 +48,60 @@ def test_tree_keeps_exactly_as_many_entries_as_it_may():
         tree = PrefixTree(max_entries)
         tree.add(asked, ENGINE)
         assert len(tree) == num_kept
+
+
+def test_unknown_prompt_is_nobodys_and_no_branch():
+    tree, asked = PrefixTree(1000), prompt("new ")
+    assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+    tree.add(prompt("other "), ENGINE)
+    assert tree.find(asked, [ENGINE]) == Found({ENGINE: 0}, is_branch=False)
+
+
+def test_only_a_prompt_that_others_have_gone_on_from_is_a_branch():
+    tree = PrefixTree(1000)
+    common = "common " * 20
+    first, second, longer = (
+        read_asked(b'{"prompt":"%b"}' % (common + more).encode(), tenant="", headers={}, session_header="")
+        for more in ("a" * 200, "b" * 200, "a" * 400)
+    )
+    tree.add(first, ENGINE)
+    found = tree.find(second, [ENGINE])
+    assert (0 < found.num_bytes[ENGINE] <= len(common) + 10, found.is_branch) == (True, True)
+    assert tree.find(longer, [ENGINE]).is_branch is False
+    assert tree.find(first, [ENGINE]).is_branch is False
+
+
+def test_time_since_is_that_of_the_oldest_piece():
+    tree, short = PrefixTree(1000), prompt("old ")
+    first = tree.add(short, ENGINE)
+    assert (first.since, first.now) == (1, 1)
+    tree.close(ENGINE, first)
+    tree.add(prompt("other "), ENGINE)
+    third = tree.add(short, ENGINE)
+    assert (third.since, third.now) == (1, 3)
+    assert tree.add(short, ENGINE).since == 3
+
+
+def test_pieces_that_were_used_last_are_kept_and_parents_longer():
+    tree, old, new = PrefixTree(1000), prompt("old "), prompt("new ")
+    tree.add(old, ENGINE)
+    tree.add(new, ENGINE)
+    tree.add(old, ENGINE)
+    tree._max_entries = len(old.pieces[0]) + 1
+    tree.add(old, ENGINE)
+    assert tree.find(old, [ENGINE]).num_bytes[ENGINE] == old.pieces[1][-1]
+    assert tree.find(new, [ENGINE]).num_bytes[ENGINE] == new.pieces[1][0]
+
+
+def test_engines_own_what_they_were_sent_and_no_more():
+    other = Engine("http://b")
+    tree, asked = PrefixTree(1000), prompt("mine ")
+    tree.close(ENGINE, tree.add(asked, ENGINE))
+    assert tree._open == {}
+    assert tree.find(asked, [ENGINE, other]).num_bytes == {ENGINE: asked.pieces[1][-1], other: 0}
+    tree.lost(ENGINE, 1)
+    tree.lost(ENGINE, 0)  # it has lost what is older already
+    assert tree.find(asked, [ENGINE]).num_bytes == {ENGINE: 0}
+    tree.add(asked, other)
+    tree.forget(other)
+    assert tree.find(asked, [other]).num_bytes == {other: 0}

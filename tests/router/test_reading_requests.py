@@ -155,3 +155,37 @@ def test_a_request_takes_its_share_of_an_engine_until_it_is_over() -> None:
         share.came_back(100)
         assert engine.open_tokens == 0
     assert (engine.open_tokens, engine.num_sent_tokens, engine.num_requests, len(engine.flights)) == (0, 120, 1, 0)
+
+
+def test_numbers_of_a_request_have_bounds() -> None:
+    """They steer where requests go, so a client may not set them to anything."""
+    found = asked(prompt="a", n=10**9, max_tokens=10**9)
+    assert (found.num_choices, found.num_streams, found.max_tokens) == (1024, 1024, 1 << 17)
+    found = asked(prompt="a", n=1024, max_tokens=1 << 17)
+    assert (found.num_choices, found.max_tokens) == (1024, 1 << 17)
+    assert asked(prompt="a").max_tokens == 256
+    assert len(pieces(bytes(6 << 20))[0]) == 4096
+    assert pieces(bytes(10_000))[1][126:130] == [127 * 64, 128 * 64, 128 * 64 + 1024]
+    assert len(pieces(bytes(63))[0]) == 0
+    assert pieces(bytes(64))[1] == [64]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens"), [("x" * 39, 10), ([5], 1), ([], 0), ([[1, 2], [3, 4]], 3), (" [1,2]", 1)]
+)
+def test_tokens_are_four_bytes_of_text_or_an_id_each(prompt: Any, num_tokens: int) -> None:
+    assert asked(prompt=prompt).num_tokens == num_tokens
+
+
+@pytest.mark.parametrize("num_quotes", [1, 4095, 4096, 4097, 9000])
+def test_what_closes_a_prompt_is_no_part_of_it(num_quotes: int) -> None:
+    body = b'{"prompt":"ab' + b" " * num_quotes + b'"}'
+    found = read_asked(body, tenant="", headers={}, session_header="")
+    assert [bytes(part) for part in found.prompt] == [b'"ab']
+    found = read_asked(b'{"system":"s","prompt":"  "}', tenant="", headers={}, session_header="")
+    assert [bytes(part) for part in found.prompt] == [b'"s"', b""]
+
+
+def test_list_of_prompts_may_begin_with_blanks() -> None:
+    body = b'{"prompt": \n [ "a", "b"]}'
+    assert read_asked(body, tenant="", headers={}, session_header="").num_streams == 2

@@ -152,6 +152,10 @@ def test_the_routers_own_are_nobody_elses(routed):
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"say \\"usage\\": 3"}]}', (8, None, 8)),
         (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"\\"usage":{\\"prompt_tokens":9"}]}', (8, None, 8)),
         (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
+        (b'"usage":{"prompt_tokens":8}', (8, None, 8)),
+        (b'\\"usage":{"prompt_tokens":8}', (None, None, 0)),
+        (b'{"usage":%s{"prompt_tokens":8}}' % (b" " * (2048 - 26)), (8, None, 8)),
+        (b'{"usage":%s{"prompt_tokens":8}}' % (b" " * (2048 - 25)), (None, None, 0)),
         (
             b'{"usage":{"input_tokens":3},"text":"%s","total_duration":5,"prompt_eval_count":8,"cached_tokens":4}\n'
             % (b"x" * 4000),
@@ -161,6 +165,12 @@ def test_the_routers_own_are_nobody_elses(routed):
 )
 def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothing(text, usage):
     assert read_usage(b"", text) == usage
+
+
+def test_last_count_of_a_stream_is_its_usage():
+    first, last = b'{"input_tokens":5,"output_tokens":1}', b'{"usage":{"input_tokens":9,"output_tokens":2}}'
+    assert read_usage(first, last) == (9, None, 11)
+    assert read_usage(first, b"") == (5, None, 6)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])

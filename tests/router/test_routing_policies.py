@@ -59,6 +59,12 @@ def test_round_robin_goes_on_where_one_is_missing(engines):
     assert policy.choose(ask(), engines) is engines[3]
 
 
+def test_round_robin_begins_with_the_first_engine():
+    engines = [Engine(f"http://e{index}", number=index) for index in range(3)]
+    policy = RoundRobin()
+    assert [policy.choose(ask(), engines).number for _ in range(4)] == [0, 1, 2, 0]
+
+
 def test_the_least_loaded_has_fewest_tokens_to_do(engines):
     for engine, tokens in zip(engines, (30, 10, 20, 10), strict=True):
         engine.open_tokens = tokens
@@ -277,3 +283,60 @@ def test_a_prompt_is_not_copied(num_spaces):
     finally:
         tracemalloc.stop()
     assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")
+
+
+def test_prompts_too_short_for_a_piece_are_spread_by_work(engines, aware):
+    got = Counter(serve(aware, ask(prompt="x" * 40), engines) for _ in range(40))
+    assert sorted(got.values()) == [10, 10, 10, 10]
+
+
+@pytest.mark.parametrize(("load", "is_home"), [(4096, True), (4097, False)])
+def test_more_than_the_balance_is_too_much(engines, aware, load, is_home):
+    home = serve(aware, chat(1, 2), engines)
+    home.open_tokens = load
+    assert (aware.choose(chat(1, 3), engines) is home) is is_home
+    for engine in engines:
+        if engine is not home:
+            engine.open_tokens = 2 * load
+    home.open_tokens = 3 * load  # half as much again
+    assert aware.choose(chat(1, 3), engines) is home
+    home.open_tokens += 1
+    assert aware.choose(chat(1, 3), engines) is not home
+
+
+def test_work_that_was_given_counts_and_fades(engines):
+    aware = CacheAware(balance_tokens=10, balance_ratio=1.5, max_entries=1 << 16)
+    asked = ask(prompt=[7] * 300)
+    assert aware.sent(asked, engines[0]) == 0.0
+    assert aware._work == {engines[0]: 300.0}
+    assert aware._work_of(engines[1]) == 300.0  # one that comes later begins with the least
+    aware.ended(asked, engines[0], None)
+    known = aware.sent(asked, engines[0])
+    assert 0.8 < known <= 1.0
+    assert aware._work[engines[0]] == pytest.approx(300.0 + (1 - known) * 300)
+    aware.sent(ask(prompt=[8] * 340), engines[1])
+    assert aware._work[engines[1]] == 640.0
+    aware.sent(ask(prompt=[9] * 2), engines[1])
+    assert aware._work[engines[1]] == 321.0  # above 640 all are halved
+    aware.forget(engines[1])
+    assert set(aware._work) == {engines[0]}
+
+
+@pytest.mark.parametrize(("cached_share", "is_lost"), [(0.0, True), (0.3, True), (0.6, False), (None, False)])
+def test_engine_that_finds_less_than_half_has_lost_the_prompt(engines, aware, cached_share, is_lost):
+    asked = ask(prompt=[7] * 1000)
+    aware.sent(asked, engines[0])
+    aware.ended(asked, engines[0], 0.0)
+    assert aware.sent(asked, engines[0]) > 0.8
+    aware.ended(asked, engines[0], cached_share)
+    assert aware._open == {}
+    assert (engines[0].number in aware._tree._lost) is is_lost
+
+
+def test_few_missing_tokens_are_no_loss(engines, aware):
+    asked = ask(prompt=[77777] * 64)
+    aware.sent(asked, engines[0])
+    aware.ended(asked, engines[0], 0.0)
+    aware.sent(asked, engines[0])
+    aware.ended(asked, engines[0], 0.0)
+    assert not aware._tree._lost

@@ -10,6 +10,7 @@ from router.routing import run_router
 from router.streams import ask, ask_many, event, events_of, request, stream_engine
 from server.running import connect, wait_until
 
+from octavo.router.answer import MalformedAnswerError
 from octavo.router.event_stream import EventStream
 
 
@@ -68,3 +69,55 @@ def test_a_client_that_does_not_read_fills_no_memory(engine):
         assert streams.num_sent_bytes < size * count / 2
         with sock.makefile("rb") as answer:
             assert events_of(answer.read()) == [event("a", number, size) for number in range(count)]
+
+
+def test_first_events_and_the_last_ones_are_kept_for_their_counts():
+    stream = EventStream(Counted(), is_of_lines=True, max_bytes=1 << 30)
+    assert (stream.first, stream.last, stream.last_event) == (b"", b"", b"")
+    stream.whole(b"a" * 3000 + b"\n")
+    stream.whole(b"b\n")
+    assert stream.first == b"a" * 2048
+    for letter in b"cdef":
+        stream.whole(bytes([letter]) + b"\n")
+    assert stream.last == b"c\nd\ne\nf\n"  # four pieces
+    assert stream.last_event == b"f"
+    half = (1 << 19) - 1
+    stream.whole(b"x" * half + b"\n")
+    stream.whole(b"y" * half + b"\n")
+    assert len(stream.last) == 1 << 20  # so many bytes
+    stream.whole(b"z\n")
+    assert stream.last == b"y" * half + b"\nz\n"
+    stream.whole(b"w" * (2 << 20) + b"\n")
+    assert len(stream.last) == (2 << 20) + 1
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
+def test_event_above_the_limit_is_refused(end):
+    """Its end is known only when it has come: until then all bytes count."""
+    stream = EventStream(Counted(), is_of_lines=False, max_bytes=10)
+    assert stream.whole(b"x" * 11 + end) == b"x" * 11 + end  # it need not be kept
+    assert stream.whole(b"x" * 10) == b""
+    assert stream.whole(end) == b"x" * 10 + end
+    stream.whole(b"x" * 10)
+    with pytest.raises(MalformedAnswerError, match="exceeds the limit of 10 bytes"):
+        stream.whole(b"x")
+
+
+def test_events_are_counted_by_their_ends():
+    share = Counted()
+    stream = EventStream(share, is_of_lines=False, max_bytes=1000)
+    assert stream.whole(b"data: a\n\ndata: b\r\n\r\n") == b"data: a\n\ndata: b\r\n\r\n"
+    assert share.num_events == 2
+    assert stream.last_event == b"data: b"
+    assert stream.whole(b"data: c\n") == b""
+    assert (stream.rest, share.num_events) == (b"data: c\n", 2)
+    assert stream.whole(b"\ndata") == b"data: c\n\n"
+    assert (stream.rest, share.num_events) == (b"data", 3)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
+def test_end_of_an_event_may_come_byte_by_byte(end):
+    for text in (b"", b"a", b"abc"):
+        stream = EventStream(Counted(), is_of_lines=False, max_bytes=1000)
+        pieces = [stream.whole(bytes([byte])) for byte in text + end]
+        assert pieces == [*[b""] * (len(text + end) - 1), text + end]

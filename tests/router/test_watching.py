@@ -76,6 +76,15 @@ def test_an_engine_that_tells_no_figures_is_kept():
     assert {"/ready", "/metrics", "/model_info", "/v1/models"} == set(upstream.paths)
 
 
+def test_engine_that_never_answers_is_known_after_two_questions():
+    async def work(now):
+        launcher = HearingLauncher()
+        await watched(MadeUpUpstream(num_answers=0), 2.5 * CONFIG.health_timeout_s, now, launcher)
+        assert launcher.heard == [2]
+
+    run_virtually(work)
+
+
 class HearingLauncher(NoLauncher):
     def __init__(self):
         self.heard = []
@@ -99,3 +108,282 @@ def test_an_engine_that_refuses_is_not_silent():
     run_virtually(lambda now: watched(upstream, 40.0, now, launcher))
     assert launcher.heard[-2:] == [0, 0]
     assert max(launcher.heard) > 5
+
+
+class Figures:
+    """Answers each path with what a test says: status and text, or an exception."""
+
+    def __init__(self):
+        self.told = {
+            "/ready": (200, b""),
+            "/metrics": (200, b""),
+            "/model_info": (200, b"{}"),
+            "/v1/models": (404, b""),
+        }
+        self.asked = []
+
+    async def get(self, _engine, path, key, _timeout_s):
+        self.asked.append((path, key))
+        told = self.told[path]
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+
+def looked_at(upstream, *, num_looks=1, engine=None, is_ready=True, config=CONFIG):
+    """Let a watch hear of an engine; return the engine and the pool."""
+
+    async def work(_now):
+        pool = EnginePool(create_policy(config))
+        (made,), _ = pool.change([URL])
+        watch = EngineWatch(pool, upstream, config, NO_LAUNCHER)
+        for name, value in (engine or {}).items():
+            setattr(made, name, value)
+        for _ in range(num_looks):
+            await watch._heard(made, is_ready=is_ready)
+        return made, pool
+
+    return run_virtually(work)
+
+
+def test_engine_that_is_ready_is_asked_once_for_its_role_and_models():
+    upstream = Figures()
+    upstream.told["/v1/models"] = (200, b'{"data":[{"id":"m"}]}')
+    engine, _ = looked_at(upstream, num_looks=2)
+    assert [path for path, _ in upstream.asked] == ["/model_info", "/v1/models", "/metrics", "/metrics"]
+    assert (engine.is_ready, engine.models) == (True, {"m"})
+    upstream.asked.clear()
+    looked_at(upstream, engine={"models": frozenset(), "role": "decode"})
+    assert [path for path, _ in upstream.asked] == ["/model_info", "/metrics"]  # its port may have changed
+
+
+@pytest.mark.parametrize("engine", [{}, {"models": frozenset(), "role": "decode", "is_ready": True}])
+def test_engine_that_is_not_ready_is_asked_nothing_more(engine):
+    upstream = Figures()
+    found, _ = looked_at(upstream, is_ready=False, engine=engine)
+    assert (found.is_ready, upstream.asked) == (False, [])
+
+
+def test_engine_that_has_left_stays_out():
+    engine, _ = looked_at(Figures(), engine={"is_member": False})
+    assert not engine.is_ready
+
+
+@pytest.mark.parametrize(
+    ("text", "models"),
+    [
+        ((200, b'{"data":[{"id":"a"},{"id":"b"}]}'), {"a", "b"}),
+        ((200, b"nonsense"), frozenset()),
+        ((403, b'{"data":[{"id":"a"}]}'), None),
+        (ConnectionResetError(), None),
+    ],
+)
+def test_models_are_those_that_an_engine_tells(text, models):
+    upstream = Figures()
+    upstream.told["/v1/models"] = text
+    engine, _ = looked_at(upstream)
+    assert (engine.models, engine.is_ready) == (models, True)
+
+
+def test_silence_behind_an_answer_is_told():
+    upstream = Figures()
+    upstream.told["/metrics"] = TimeoutError()
+    with pytest.raises(TimeoutError):
+        looked_at(upstream)
+
+
+@pytest.mark.parametrize(
+    ("text", "role", "port", "timeout_s"),
+    [
+        (b'{"role":"prefill","kv_transfer_port":65535,"request_timeout":0}', "prefill", 65535, 0.0),
+        (b'{"role":"decode","kv_transfer_port":1,"request_timeout":9.5}', "decode", 1, 9.5),
+        (b'{"role":"decode","kv_transfer_port":0}', "both", None, None),
+        (b'{"role":"decode","kv_transfer_port":65536}', "both", None, None),
+        (b'{"role":"decode","request_timeout":-1}', "both", None, None),
+        (b"{}", "both", None, None),
+    ],
+)
+def test_role_is_what_an_engine_tells_or_both(text, role, port, timeout_s):
+    upstream = Figures()
+    upstream.told["/model_info"] = (200, text)
+    engine, _ = looked_at(upstream)
+    assert (engine.role, engine.kv_transfer_port, engine.request_timeout_s) == (role, port, timeout_s)
+
+
+def metrics(start: float, restarts: float, running: float, waiting: float, more: str = "") -> tuple[int, bytes]:
+    text = (
+        f"process_start_time_seconds {start}\nocta:other 9\noctavo:engine_restarts_total {restarts}\n"
+        f'octavo:num_requests_running{{a="b"}} {running}\noctavo:num_requests_waiting {waiting}\n{more}'
+    )
+    return 200, text.encode()
+
+
+def test_engine_that_begins_anew_has_an_empty_cache():
+    async def work(_now):
+        pool = EnginePool(create_policy(CONFIG))
+        (engine,), _ = pool.change([URL])
+        upstream = Figures()
+        watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
+        restarts = []
+        for told in ((1, 0), (1, 0), (2, 0), (2, 1), (2, 1)):
+            upstream.told["/metrics"] = metrics(*told, 0, 0)
+            await watch._heard(engine, is_ready=True)
+            restarts.append(engine.num_restarts)
+        assert restarts == [0, 0, 1, 2, 2]
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("running", "num_requests", "num_own", "tokens"), [(3, 4, 1, 400), (3, 4, 9, 0), (3, 0, 0, 0), (0, 4, 0, 100)]
+)
+def test_requests_of_others_are_estimated_by_those_of_this_router(running, num_requests, num_own, tokens):
+    """An engine with one request waiting and some running; this router sent it 100 tokens a request."""
+    upstream = Figures()
+    upstream.told["/metrics"] = metrics(1, 0, running, 1 if running != 3 else 2)
+    given = {"num_requests": num_requests, "num_sent_tokens": 400, "flights": set(range(num_own))}
+    engine, _ = looked_at(upstream, engine=given)
+    assert engine.other_tokens == tokens
+
+
+def test_figures_of_prompts_are_those_of_the_metrics():
+    upstream = Figures()
+    loaded = "octavo:kv_load_tokens_total 5\n"
+    queries, hits = "octavo:prefix_cache_queries_total 9\n", "octavo:prefix_cache_hits_total 2\n"
+    figures = []
+    for more in ("", loaded, loaded + queries + hits, loaded + queries):
+        upstream.told["/metrics"] = metrics(1, 0, 0, 0, more)
+        engine, _ = looked_at(upstream, engine={"num_sent_prompt_tokens": 70})
+        figures.append(engine.prompt_figures)
+    assert figures == [None, (5.0, None, 70), (5.0, 7.0, 70), (5.0, None, 70)]
+
+
+def test_changes_of_an_engine_are_logged(caplog):
+    caplog.set_level("DEBUG")
+    looked_at(Figures())
+    assert f"{URL} is ready" in caplog.text
+    looked_at(Figures(), is_ready=False, engine={"is_ready": True})
+    assert f"{URL} takes nothing new" in caplog.text
+    upstream = Figures()
+    upstream.told["/metrics"], upstream.told["/v1/models"] = ConnectionResetError("reset"), (200, b"nonsense")
+    looked_at(upstream)
+    assert f"{URL} does not say which models it has" in caplog.text
+    assert f"{URL} does not answer /metrics: reset" in caplog.text
+
+
+def test_watch_keeps_nothing_of_engines_that_have_left(caplog):
+    async def work(_now):
+        upstream, pool = MadeUpUpstream(), EnginePool(create_policy(CONFIG))
+        watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
+        watch._change([URL, "http://other"])
+        await asyncio.sleep(1.0)
+        assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 2
+        left = pool.engines["http://other"]
+        left.flights.add(request := object())
+        watch._change([URL])
+        await asyncio.sleep(10.0)
+        assert (len(watch._tasks), left in watch._wake) == (2, True), "its requests end if it is lost"
+        left.flights.remove(request)
+        await asyncio.sleep(10.0)
+        assert len(watch._tasks) == len(watch._wake) == len(pool.ready()) == 1
+        assert "http://other has left" in caplog.text
+        await watch.stop()
+        await asyncio.sleep(0)
+        assert not watch._tasks
+        assert "Exception in callback" not in caplog.text
+
+    caplog.set_level("INFO")
+    run_virtually(work)
+
+
+def test_suspected_engine_is_looked_at_now():
+    async def work(now):
+        upstream, pool = MadeUpUpstream(), EnginePool(create_policy(CONFIG))
+        watch = EngineWatch(pool, upstream, CONFIG, NO_LAUNCHER)
+        (engine,) = [*(watch._change([URL]) or pool.engines.values())]
+        await asyncio.sleep(0.5)
+        num_asked = upstream.paths.count("/ready")
+        watch.suspect(engine)
+        await asyncio.sleep(0.01)
+        assert upstream.paths.count("/ready") == num_asked + 1
+        await asyncio.sleep(0.9 * CONFIG.health_interval_s)
+        assert upstream.paths.count("/ready") == num_asked + 1
+        await asyncio.sleep(0.2 * CONFIG.health_interval_s)
+        assert upstream.paths.count("/ready") == num_asked + 2
+        watch.suspect(object())  # one that has left
+        await watch.stop()
+        assert now() < 2.0 * CONFIG.health_interval_s + 1.0
+
+    run_virtually(work)
+
+
+def test_faults_of_a_watch_are_logged_and_end_nothing(caplog):
+    class Faulty(MadeUpUpstream):
+        async def get(self, engine, path, key, timeout_s):
+            answer = await super().get(engine, path, key, timeout_s)
+            if path == "/ready" and self.paths.count("/ready") == 2:
+                raise RuntimeError("a fault")
+            return answer
+
+    upstream = Faulty()
+    assert len(run_virtually(lambda now: watched(upstream, 10.0, now))) == 1
+    assert f"{URL} cannot be looked at now" in caplog.text
+    assert upstream.paths.count("/ready") > 5
+
+
+def test_sources_that_fail_are_asked_again(caplog):
+    class Source:
+        num_asked = 0
+
+        async def urls(self):
+            self.num_asked += 1
+            if self.num_asked < 3:
+                raise RuntimeError("a fault")
+            return [URL]
+
+    async def work(_now):
+        pool = EnginePool(create_policy(CONFIG))
+        watch = EngineWatch(pool, MadeUpUpstream(), CONFIG, NO_LAUNCHER)
+        watch._sources = [Source()]
+        watch.start()
+        await asyncio.sleep(2.5 * CONFIG.health_interval_s)
+        assert len(pool.engines) == 1
+        assert watch._sources[0].num_asked == 3
+        await watch.stop()
+
+    run_virtually(work)
+    assert caplog.text.count("which engines there are cannot be found out now") == 2
+
+
+def test_end_of_a_watch_by_a_fault_is_an_error(caplog):
+    async def work(_now):
+        watch = EngineWatch(EnginePool(create_policy(CONFIG)), MadeUpUpstream(), CONFIG, NO_LAUNCHER)
+
+        async def fail():
+            raise RuntimeError("a fault")
+
+        watch._begin(fail())
+        watch._begin(asyncio.sleep(0))
+        await asyncio.sleep(1.0)
+        assert not watch._tasks
+
+    run_virtually(work)
+    assert caplog.text.count("engines are not looked after any more") == 1
+    assert "a fault" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "was_ready", "logs"),
+    [
+        (TimeoutError("late"), True, True),
+        (TimeoutError("late"), False, False),
+        (ConnectionRefusedError("no"), True, True),
+    ],
+)
+def test_loss_of_an_engine_is_logged_once(caplog, error, was_ready, logs):
+    pool = EnginePool(create_policy(CONFIG))
+    (engine,), _ = pool.change([URL])
+    engine.is_ready, engine.models = was_ready, frozenset({"m"})
+    EngineWatch(pool, MadeUpUpstream(), CONFIG, NO_LAUNCHER)._lost(engine, error)
+    assert (f"{URL} is lost: {type(error).__name__}: {error}" in caplog.text) is logs
+    assert (engine.is_ready, engine.models) == (False, None)

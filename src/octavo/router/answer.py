@@ -215,7 +215,7 @@ class Answer:
         self._wake()
 
     def _taken(self) -> bytes:
-        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        body = b"".join(self._pieces)
         self._pieces.clear()
         self._num_waiting_bytes = 0
         self._progress_at = self._loop.time()

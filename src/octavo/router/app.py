@@ -89,12 +89,13 @@ async def _models(service: RouterService, field: str, key: str, more: dict[str, 
     service.check_ready()
     ready = service.pool.ready()
     answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))
-    refused = next((answer for answer in answers if answer is not None and answer[0] != 200), None)
-    told = [_cards(answer[1], field, key) for answer in answers if answer is not None and answer[0] == 200]
+    given = [answer for answer in answers if answer is not None]
+    told = [_cards(text, field, key) for status, text in given if status == 200]
+    if not given:
+        raise NoEngineError(service.config.health_interval_s)
     if not told:
-        if refused is None:
-            raise NoEngineError(service.config.health_interval_s)
-        return Response(refused[1], refused[0], media_type="application/json")
+        status, refusal = given[0]
+        return Response(refusal, status, media_type="application/json")
     cards: dict[str, Any] = {}
     for card in itertools.chain.from_iterable(told):
         cards.setdefault(card[key], card)

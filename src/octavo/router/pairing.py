@@ -80,11 +80,8 @@ def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, b
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
-    """Return a client's request without headers by which engines are told of one another: they are the router's."""
-    headers = scope["headers"]
-    if not any(name in _NAMES for name, _ in headers):
-        return scope
-    return {**scope, "headers": [(name, value) for name, value in headers if name not in _NAMES]}
+    """Return a client's request without the headers that name engines to one another: only the router sets them."""
+    return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in _NAMES]}
 
 
 class Pair:
@@ -151,16 +148,17 @@ class Pair:
         """Wait until the prompt is computed, for a while; return whether it is."""
         timeout_s = _LEAST_S + _S_PER_TOKEN * self._flight.asked.num_tokens
         await asyncio.wait({self._task}, timeout=timeout_s)
-        if self._task.done():
-            return self._task.result()
-        self._failed(f"nothing within {timeout_s:.1f} s")
-        self._task.cancel()
-        return False
+        if not self._task.done():
+            self._failed(f"nothing within {timeout_s:.1f} s")
+            self._task.cancel()
+            return False
+        return self._task.result()
 
     async def _compute(self) -> bool:
         """Have the prompt computed; return True if it is. Counts the answer's tokens and discards it. Never raises."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
+        is_computed = False
         try:
             async with self._flight.guarded():
                 upstream = self._service.upstream
@@ -168,20 +166,18 @@ class Pair:
                     told = await answer.read()
             if answer.status == 200:
                 self._count(told)
+                is_computed = True
             elif answer.status == _FULL or answer.status >= _SERVERS:
                 self._failed(f"status {answer.status}", answer.retry_after_s)
         except FAILURES as error:
             self._service.suspect(self._prefill)
             self._failed(f"{type(error).__name__}: {error}")
-            return False
         except OctavoError as error:
             self._failed(str(error))
-            return False
         except Exception as error:  # the decode engine's answer may not depend on a fault here
             logger.exception("a prompt was not computed for another engine")
             self._failed(type(error).__name__)
-            return False
-        return answer.status == 200
+        return is_computed
 
     def _count(self, told: bytes) -> None:
         usage, engine = read_usage(b"", told), self._prefill

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.access.limiter import Bucket, Permit, Pool, RequestLimiter
+from octavo.server.access.limiter import Bucket, Line, Permit, Pool, RequestLimiter
 from octavo.server.access.tenants import EVERYBODY, Tenant
 from octavo.server.errors import RateLimitError
 
@@ -223,7 +223,8 @@ def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) ->
     assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
     few = Tenant(name="few", max_concurrency=5)
     assert limiter.enter(few, 64, at_least=2).num_streams == 4
-    assert limiter.enter(EVERYBODY, 20, at_least=20).num_streams == 20
+    assert limiter.enter(few, 64, at_least=1).num_streams == 1  # the last of its five
+    assert limiter.enter(EVERYBODY, 19, at_least=19).num_streams == 19
     assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
     with pytest.raises(QueueFullError):
         limiter.enter(EVERYBODY, 10, at_least=1)
@@ -480,3 +481,194 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
     for place in places:
         place.leave()
     assert limiter.streams.num_held == 0
+
+
+@pytest.mark.parametrize("per_minute", [1, 30, 60, 600])
+def test_rate_is_so_much_a_minute_and_no_more_is_kept(per_minute: float) -> None:
+    bucket = Bucket(per_minute, now=100.0)
+    bucket.take(per_minute, 100.0)
+    assert bucket.wait_s(per_minute, 100.0) == pytest.approx(60.0)
+    assert bucket.wait_s(per_minute, 115.0) == pytest.approx(45.0)
+    assert bucket.wait_s(per_minute / 2, 130.0) == 0
+    bucket.take(per_minute / 2, 130.0)
+    assert bucket.wait_s(per_minute, 10_000.0) == 0
+    bucket.take(per_minute, 10_000.0)
+    assert bucket.wait_s(per_minute, 10_000.0) == pytest.approx(60.0)
+
+
+def test_key_without_rates_waits_for_nothing(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    tenant = Tenant(name="a")
+    for _ in range(100):
+        limiter.begin(tenant)
+        limiter.charge(tenant, 10**9)
+    limiter.enter(tenant, 1)
+
+
+def test_begun_request_takes_one_of_the_rate_and_asks_for_a_place(clock: Clock) -> None:
+    limiter = RequestLimiter(2, clock=clock)
+    tenant = Tenant(name="a", requests_per_minute=2)
+    held = limiter.enter(EVERYBODY, 2)
+    with pytest.raises(QueueFullError, match="2 answers are open, and this request asks for 1"):
+        limiter.begin(tenant)  # and nothing of its rate is taken
+    held.leave()
+    limiter.begin(tenant)
+    limiter.begin(tenant)
+    with pytest.raises(RateLimitError) as error:
+        limiter.begin(tenant)
+    assert error.value.retry_after_s == pytest.approx(30.0)
+
+
+def test_key_without_rates_gets_them_by_a_reload_and_loses_them(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a"),))
+    new = Tenant(name="a", requests_per_minute=1, tokens_per_minute=1)
+    limiter.begin(new)
+    limiter.change((new,))
+    limiter.begin(new)
+    with pytest.raises(RateLimitError):
+        limiter.begin(new)
+    limiter.change((Tenant(name="a"),))
+    limiter.begin(Tenant(name="a"))
+
+
+@pytest.mark.parametrize(("num_tenants", "is_shared"), [(0, False), (1, False), (2, True), (3, True)])
+def test_pools_are_shared_by_several_keys(clock: Clock, num_tenants: int, is_shared: bool) -> None:
+    limiter = RequestLimiter(10, 10, 10, clock=clock)
+    limiter.change(tuple(Tenant(name=str(index)) for index in range(num_tenants)))
+    pools = (limiter.streams, limiter.waiting_tokens, limiter.body_bytes)
+    assert [pool.is_shared for pool in pools] == [is_shared] * 3
+
+
+def test_reload_lets_in_whom_its_shares_have_room_for() -> None:
+    async def run() -> None:
+        flood = Tenant(name="flood")
+        waiting = Waiting(flood, Tenant(name="other"))
+        first, second = await waiting.begin(flood), await waiting.begin(flood)
+        await first.hold_tokens(500)
+        task = asyncio.create_task(second.hold_tokens(400))
+        await waiting.settle()
+        assert not task.done()
+        waiting.limiter.change((flood,))
+        await waiting.settle()
+        assert task.done()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("endings", "num_ahead", "seconds"),
+    [
+        ([], 10, 1.0),
+        ([(0.0, 1)], 10, 60.0),
+        ([(0.0, 1), (0.0, 5)], 10, 60.0),
+        ([(-10.0, 9), (0.0, 5)], 10, 20.0),
+        ([(-10.0, 9), (-5.0, 1), (0.0, 4)], 10, 20.0),
+        ([(-10.0, 9), (0.0, 100)], 10, 1.0),
+        ([(-10.0, 9), (0.0, 1)], 10, 60.0),
+        ([(-60.0, 9), (0.0, 60)], 7, 7.0),
+        ([(-61.0, 9), (0.0, 60)], 7, 60.0),
+        ([(-10.0, 1), (0.0, 3)], 1, 4.0),
+    ],
+)
+def test_time_to_wait_is_that_of_the_last_minute(
+    clock: Clock, endings: list[tuple[float, int]], num_ahead: int, seconds: float
+) -> None:
+    """So many streams ended so many seconds from now; the first ending says only when the counting begins."""
+    limiter = RequestLimiter(None, clock=clock)
+    now = clock.now
+    for moment, num_streams in endings:
+        clock.now = now + moment
+        place = limiter.enter(EVERYBODY, num_streams)
+        place.is_in = True
+        place.leave()
+    assert limiter._soon(now, num_ahead) == seconds
+
+
+def test_only_the_last_endings_count(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    for _ in range(100):
+        clock.now += 0.5
+        place = limiter.enter(EVERYBODY, 1)
+        place.is_in = True
+        place.leave()
+    assert len(limiter._endings) == 64
+    assert limiter._soon(clock.now, 10) == 5.0
+
+
+def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
+    """For one of its own places, for all that are open, or for its own that are open."""
+    limiter = RequestLimiter(10, 1000, clock=clock)
+    asked: list[int] = []
+    limiter._soon = lambda _, num_ahead: asked.append(num_ahead) or 7.0  # type: ignore[assignment]
+    few, flood = Tenant(name="few", max_concurrency=2), Tenant(name="flood")
+    limiter.change((few, flood))
+    limiter.enter(few, 2)
+    limiter.enter(flood, 4)
+    with pytest.raises(RateLimitError, match="has 2 answers open, and this request asks for 1; its limit is 2 "):
+        limiter.enter(few, 1)
+    with pytest.raises(QueueFullError, match="the limit is 10") as error:
+        limiter.enter(flood, 5)
+    assert error.value.retry_after_s == 7.0
+    with pytest.raises(QueueFullError, match="4 answers open and may not take more of the 4 places"):
+        limiter.enter(flood, 1)
+    assert asked == [1, 6, 4]
+
+
+def test_line_is_passed_by_weights() -> None:
+    """One of weight 1 is passed by half as many of its units as one of weight 2 takes."""
+
+    async def run() -> None:
+        heavy, light = Tenant(name="heavy", weight=2.0), Tenant(name="light", weight=0.5)
+        pool = Pool(100)
+        line = Line(pool)
+        pool.take(EVERYBODY, 60)
+        waits = asyncio.ensure_future(line.take(light, 50))
+        await asyncio.sleep(0)
+        (head,) = line._heads()
+        assert (head.tenant, head.amount, head.number, head.passed) == (light, 50, 0, 0.0)
+        assert line.take_now(heavy, 40)
+        assert head.passed == 10.0
+        line.give_back(heavy, 40)
+        assert line.take_now(EVERYBODY, 40)
+        assert (head.passed, head.is_next) == (30.0, False)
+        line.give_back(EVERYBODY, 40)
+        assert line.take_now(EVERYBODY, 40)
+        assert (head.passed, head.is_next) == (50.0, True)
+        line.give_back(EVERYBODY, 40)
+        assert not line.take_now(EVERYBODY, 1), "its room is kept now"
+        assert not line.take_now(light, 1), "nor does its own key pass"
+        line.give_back(EVERYBODY, 60)
+        await waits
+        assert pool.held_by(light) == 50
+        assert line._heads() == []
+
+    asyncio.run(run())
+
+
+def test_heads_of_a_line_are_served_as_they_came() -> None:
+    async def run() -> None:
+        pool = Pool(10)
+        line = Line(pool)
+        pool.take(EVERYBODY, 10)
+        served: list[str] = []
+
+        async def take(tenant: Tenant) -> None:
+            await line.take(tenant, 10)
+            served.append(tenant.name)
+            line.give_back(tenant, 10)
+
+        names = ["c", "a", "b"]
+        # One of "z" waits first and leaves: its key's second one came after the others.
+        first = asyncio.ensure_future(line.take(Tenant(name="z"), 10))
+        await asyncio.sleep(0)
+        tasks = [asyncio.ensure_future(take(Tenant(name=name))) for name in [*names, "z"]]
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert [head.tenant.name for head in line._heads()] == [*names, "z"]
+        line.give_back(EVERYBODY, 10)
+        await asyncio.gather(*tasks)
+        assert served == [*names, "z"]
+
+    asyncio.run(run())

@@ -92,6 +92,14 @@ def test_a_request_needs_its_key(headers: Any, status: int) -> None:
     assert (found, "tenant" in seen.get("state", {})) == (status, status == 200)
 
 
+@pytest.mark.parametrize(("header", "status"), [("x-api-key", 200), ("authorization", 401)])
+def test_only_a_password_of_a_browser_depends_on_the_page_that_asks(header: str, status: int) -> None:
+    key = basic(f"any:{KEY}")[1]
+    keyring = Keyring.of_one(key if header == "x-api-key" else KEY)
+    headers = [(header, key), ("sec-fetch-site", "cross-site")]
+    assert call(lambda app: ApiKeyMiddleware(app, lambda: keyring), headers=headers)[0] == status
+
+
 def test_another_site_may_open_a_page_and_nothing_else() -> None:
     assert keyed([BROWSERS, *OPENS], path="/dashboard")[0] == 200
     assert keyed([BROWSERS, *OPENS], path="/dashboard", method="POST")[0] == 401

@@ -205,3 +205,85 @@ def test_salts_of_tenants_never_meet() -> None:
     assert sharing.cache_salt("x") == other.cache_salt("x")
     for asked in (*salts, "a\0", "key\0a\0", "x"):
         assert sharing.cache_salt(asked) not in salts
+
+
+def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    first = add_key(path, Tenant(name="alice", weight=2.5, share_prefix_cache=True))
+    second = add_key(path, Tenant(name="bob"))
+    assert path.read_text() == (
+        f'[keys."alice"]\nsha256 = "{digest(first)}"\nweight = 2.5\nshare_prefix_cache = true\n'
+        f'\n[keys."bob"]\nsha256 = "{digest(second)}"\n'
+    )
+    assert first.startswith("octavo-")
+    path.chmod(0o644)
+    add_key(path, Tenant(name="carol"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # only a new file is closed to others
+
+
+def test_changed_file_is_closed_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, modes = tmp_path / "keys.toml", []
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    path.chmod(0o644)
+    write = Path.write_text
+
+    def look(written: Path, *arguments: object, **options: object) -> int:
+        modes.append(stat.S_IMODE(written.stat().st_mode))
+        return write(written, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", look)
+    rotate_key(path, "alice")
+    assert modes == [0o600]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("change", [rotate_key, lambda path, _: add_key(path, Tenant(name="new"))])
+def test_file_that_cannot_be_written_is_told_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, str], object]
+) -> None:
+    path = tmp_path / "keys.toml"
+    text = FILE.format(digest("a"), digest("b"))
+    path.write_text(text)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        patched.setattr(Path, "open", fail)
+        patched.setattr(Path, "read_text", lambda *_, **__: text)
+        with pytest.raises(ConfigError, match=f"{path} cannot be written: No space left on device"):
+            change(path, "alice")
+    assert (path.read_text(), list(tmp_path.iterdir())) == (text, [path])
+
+
+@pytest.mark.parametrize("kept", ["share_prefix_cache", "read_metrics"])
+def test_everybody_shares_caches_and_reads_metrics_and_a_key_does_not(kept: str) -> None:
+    assert getattr(EVERYBODY, kept) is True
+    assert getattr(Tenant(name="a"), kept) is False
+
+
+def test_one_key_has_one_table_only(tmp_path: Path) -> None:
+    text = f'[keys.ab]\nsha256 = "{digest("a")}"\n[keys.a]\nsha256 = "{digest("b")}"\n'
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    remove_key(path, "a")
+    assert path.read_text() == text[: text.index("[keys.a]")]
+
+
+def test_keyring_names_its_tenants(tmp_path: Path) -> None:
+    keyring = ring(tmp_path, FILE.format(digest("a"), digest("b")))
+    assert keyring.named("alice") == Tenant(name="alice", weight=2.0)
+    assert keyring.named("nobody") is None
+    assert keyring.find(b"") is None
+
+
+@pytest.mark.parametrize("name", ["a", "A9", "9._-", "a" * 64])
+def test_name_of_a_key_may_be_so(tmp_path: Path, name: str) -> None:
+    assert ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"').find(b"a") == Tenant(name=name)
+
+
+@pytest.mark.parametrize("name", ["", ".a", "-a", "_", "a" * 65, "a/b", "\u00e9"])
+def test_name_of_a_key_may_not_be_so(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a name is 1 to 64 letters"):
+        ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"')

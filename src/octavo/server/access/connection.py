@@ -108,7 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._stop_watching_reader()
         super().connection_lost(exc)
-        if self._answered is not None and not self._answered.response_complete:  # uvicorn tells only what came last
+        if self._answered is not None:  # uvicorn tells only what came last
             self._answered.disconnected = True
             self._answered.message_event.set()
 
@@ -120,7 +120,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
         self._came_further = False
-        self._unset_keepalive_if_required()
         self._parse(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:

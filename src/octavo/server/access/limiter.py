@@ -303,10 +303,9 @@ class RequestLimiter:
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
-        if least < num_streams:
-            own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
-            most = min(num_streams, own, self.streams.share(tenant))
-            num_streams = max(int(most // least), 1) * least
+        own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
+        most = min(num_streams, own, self.streams.share(tenant))
+        num_streams = max(int(most // least), 1) * least
         self.streams.take(tenant, num_streams)
         return Permit(tenant, num_streams, self)
 
@@ -393,8 +392,7 @@ class RequestLimiter:
             )
 
     def _check_rate(self, bucket: Bucket | None, amount: float, unit: str, now: float) -> None:
-        wait = 0.0 if bucket is None else bucket.wait_s(amount, now)
-        if bucket is not None and wait > 0:
+        if bucket is not None and (wait := bucket.wait_s(amount, now)) > 0:
             raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:

@@ -1,0 +1,78 @@
+"""A request under way: the reasons that end it, and its limit of time, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from router.virtual_time import run_virtually
+
+from octavo.errors import DeadlineError
+from octavo.router.asked import Asked
+from octavo.router.flight import Flight
+from octavo.server.access.tenants import EVERYBODY
+from octavo.server.access.timeouts import TimeoutQueue
+from octavo.server.errors import EngineLostError
+
+
+def test_end_between_two_guarded_blocks_is_raised_at_the_next_one():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+        async with flight.guarded():
+            pass
+        flight.end(EngineLostError())
+        flight.end(DeadlineError("later"))
+        with pytest.raises(EngineLostError):
+            async with flight.guarded():
+                pytest.fail("the block is not entered")
+        async with flight.guarded():
+            pass  # it was told once
+
+    run_virtually(work)
+
+
+def test_task_that_was_ended_may_be_cancelled_again():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+        task = asyncio.current_task()
+        asyncio.get_running_loop().call_later(1.0, flight.end, EngineLostError())
+        with pytest.raises(EngineLostError):
+            async with flight.guarded():
+                await asyncio.sleep(10.0)
+        assert task.cancelling() == 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.sleep(10.0)
+
+    run_virtually(work)
+
+
+def test_cancellation_from_outside_passes_a_guarded_block():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+
+        async def wait():
+            async with flight.guarded():
+                await asyncio.sleep(10.0)
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    run_virtually(work)
+
+
+def test_limit_of_time_ends_with_its_block():
+    async def work(_now):
+        flight = Flight(Asked(), EVERYBODY)
+        with flight.limited(TimeoutQueue(), 1.0):
+            pass
+        with flight.limited(TimeoutQueue(), None):
+            await asyncio.sleep(100.0)
+        async with flight.guarded():
+            await asyncio.sleep(5.0)
+
+    run_virtually(work)

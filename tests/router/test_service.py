@@ -1,0 +1,329 @@
+"""A router's service by itself: keys read anew, its end, and whether it takes requests. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from router.in_process import URLS, Client
+from router.virtual_time import run_virtually
+
+from octavo.config import RouterConfig
+from octavo.router.app import _cards
+from octavo.router.asked import Asked
+from octavo.router.engines import Engine, EnginePool
+from octavo.router.flight import Flight
+from octavo.router.launcher import NoLauncher
+from octavo.router.metrics import RouterCollector
+from octavo.router.policies import LeastLoaded
+from octavo.router.service import RouterService
+from octavo.server.access.tenants import EVERYBODY, Tenant, add_key, remove_key
+from octavo.server.errors import AuthenticationError, EngineLostError, NoEngineError, ServerClosingError
+
+
+class HearingLauncher(NoLauncher):
+    num_reloads = 0
+
+    def reload(self):
+        self.num_reloads += 1
+
+
+class Watch:
+    """A fake of `EngineWatch`."""
+
+    def __init__(self):
+        self.heard = []
+
+    def suspect(self, engine):
+        self.heard.append(engine)
+
+    async def stop(self):
+        self.heard.append("stop")
+
+
+def test_removed_key_ends_its_requests_and_no_others(tmp_path, caplog):
+    path = tmp_path / "keys.toml"
+    for name in ("alice", "bob"):
+        add_key(path, Tenant(name=name))
+    launcher = HearingLauncher()
+    service = RouterService(RouterConfig(engines=URLS, api_keys_file=path), launcher)
+    flights = {name: Flight(Asked(), Tenant(name=name)) for name in ("alice", "bob")}
+    service._flights |= set(flights.values())
+    remove_key(path, "alice")
+    service.reload()
+    assert service.keyring.named("alice") is None
+    assert isinstance(flights["alice"]._why, AuthenticationError)
+    assert flights["bob"]._why is None
+    assert launcher.num_reloads == 1
+    path.write_text("nonsense")
+    service.reload()
+    assert service.keyring.named("bob") == Tenant(name="bob")
+    assert (flights["bob"]._why, launcher.num_reloads) == (None, 1)
+    assert "the API keys stay as they were" in caplog.text
+
+
+def test_limits_of_a_file_hold_and_without_keys_nobody_has_any(tmp_path):
+    path = tmp_path / "keys.toml"
+    add_key(path, Tenant(name="alice"))
+    add_key(path, Tenant(name="bob"))
+    assert RouterService(RouterConfig(engines=URLS, api_keys_file=path)).limiter.streams.is_shared
+    service = RouterService(RouterConfig(engines=URLS, max_body_bytes=1000, max_open_requests=7))
+    assert service.keyring is None
+    service._flights.add(flight := Flight(Asked(), EVERYBODY))
+    assert (service.limiter.streams.limit, service.limiter.body_bytes.limit) == (7, 64 * 1000)
+    assert not service.limiter.streams.is_shared
+    service.reload()  # there is nothing to read
+    assert flight._why is None
+
+
+def test_router_whose_launcher_has_failed_is_dead():
+    launcher = NoLauncher()
+    service = RouterService(RouterConfig(engines=URLS), launcher)
+    assert not service.is_dead
+    launcher.has_failed = True
+    assert service.is_dead
+
+
+def test_requests_are_taken_while_an_engine_is_ready_and_the_router_stays():
+    async def work(_now):
+        client = Client(2, health_interval_s=4.0)
+        service = client.service
+        service.check_ready()
+        begun = []
+        service.limiter.begin = begun.append
+        service.begin(EVERYBODY)
+        for engine in client.engines:
+            engine.is_ready = False
+        with pytest.raises(NoEngineError) as error:
+            service.begin(EVERYBODY)
+        assert error.value.retry_after_s == 4.0
+        with pytest.raises(NoEngineError), service.entering(Flight(Asked(), EVERYBODY), takes_place=False):
+            pytest.fail("nothing is entered")
+        assert begun == [EVERYBODY]
+        await service.drain(0.0)
+        with pytest.raises(ServerClosingError):
+            service.check_ready()
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize("takes_place", [False, True])
+def test_places_of_a_request_are_given_back(takes_place):
+    service = Client(1, max_open_requests=10).service
+    flight = Flight(Asked(num_streams=4, num_choices=2), EVERYBODY)
+    with service.entering(flight, takes_place=takes_place):
+        assert service.limiter.streams.num_held == (4 if takes_place else 0)
+        assert service._flights == {flight}
+        assert not service._is_idle.is_set()
+        with service.entering(Flight(Asked(), EVERYBODY), takes_place=False):
+            pass
+        assert not service._is_idle.is_set()
+    assert service.limiter.streams.num_held == 0
+    assert service._is_idle.is_set()
+
+
+def test_router_that_leaves_waits_for_its_requests_and_then_ends_them(caplog):
+    async def work(now):
+        client = Client(1)
+        service = client.service
+        service._watch = watch = Watch()
+        flight = Flight(Asked(), EVERYBODY)
+        service._flights.add(flight)
+        service._is_idle.clear()
+        await service.drain(20.0)
+        assert isinstance(flight._why, ServerClosingError)
+        assert "ending 1 open requests" in caplog.text
+        assert now() == pytest.approx(25.0)  # 5 s more for a client that does not read
+        assert watch.heard == ["stop"]
+        service.suspect(client.engines[0])
+        assert watch.heard == ["stop", client.engines[0]]
+        service._flights.clear()
+        service._is_idle.set()
+        caplog.clear()
+        await service.drain(20.0)
+        assert now() == pytest.approx(25.0)
+        assert not caplog.text
+        service.close()
+
+    caplog.set_level(logging.INFO)
+    run_virtually(work)
+
+
+def test_time_of_a_request_is_configured_or_the_engines():
+    assert Client(1, request_timeout_s=7.0).service.request_timeout_s == 7.0
+    client = Client(2)
+    client.engines[0].request_timeout_s, client.engines[1].request_timeout_s = 50.0, 90.0
+    assert client.service.request_timeout_s == client.engines[1].ends_within_s > 90.0
+
+
+def test_only_counted_tokens_are_charged():
+    service, charged = Client(1).service, []
+    service.limiter.charge = lambda tenant, num_tokens: charged.append((tenant, num_tokens))
+    for num_tokens in (0, 1, 7):
+        service.charge(Flight(Asked(), EVERYBODY), num_tokens)
+    assert charged == [(EVERYBODY, 1), (EVERYBODY, 7)]
+
+
+# --- engines ------------------------------------------------------------------------------------------------------
+
+
+def test_new_engine_has_counted_nothing():
+    engine, other = Engine("http://a"), Engine("http://b")
+    counts = {name: getattr(engine, name) for name in Engine.__slots__ if name.startswith("num_")}
+    assert counts
+    assert set(counts.values()) == {0}
+    assert (engine.load, engine.open_tokens, engine.other_tokens, engine.prefills_from) == (0, 0, 0, 0.0)
+    assert (engine.is_ready, engine.is_member, engine.role, engine.models) == (False, True, "both", None)
+    assert other.number == engine.number + 1
+    assert engine.flights is not other.flights
+
+
+def test_pool_has_the_engines_that_are_named_and_forgets_those_that_leave():
+    class Policy(LeastLoaded):
+        def forget(self, engine):
+            forgotten.append(engine.url)
+
+    forgotten = []
+    pool = EnginePool(Policy())
+    new, gone = pool.change(["http://a", "http://b", "http://a"])
+    assert ([engine.url for engine in new], gone) == (["http://a", "http://b"], [])
+    a, b = new
+    a.is_ready = b.is_ready = True
+    assert pool.change(["http://b", "http://c"])[1] == [a]
+    assert (a.is_member, a.is_ready, b.is_member, forgotten) == (False, False, True, ["http://a"])
+    assert list(pool.engines) == ["http://b", "http://c"]
+    assert pool.ready() == [b]
+    pool.restarted(b)
+    assert (b.num_restarts, forgotten) == (1, ["http://a", "http://b"])
+
+
+def test_lost_engine_ends_what_it_was_doing():
+    async def work(_now):
+        pool = EnginePool(LeastLoaded())
+        (engine,), _ = pool.change(["http://a"])
+        engine.is_ready, engine.other_tokens = True, 7
+        flights = [Flight(Asked(), EVERYBODY) for _ in range(2)]
+        engine.flights |= set(flights)
+        pool.lost(engine)
+        assert (engine.is_ready, engine.other_tokens, pool.ready()) == (False, 0, [])
+        assert all(isinstance(flight._why, EngineLostError) for flight in flights)
+
+    run_virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "counted", "share"),
+    [(100, 25, (100, 25), 0.25), (100, 0, (100, 0), 0.0), (None, None, (0, 0), None), (100, None, (0, 0), None)],
+)
+def test_policy_hears_the_share_that_an_engine_found(prompt, cached, counted, share):
+    class Policy(LeastLoaded):
+        def ended(self, asked, engine, cached_share):
+            heard.append(cached_share)
+
+    heard = []
+    pool = EnginePool(Policy())
+    (engine,), _ = pool.change(["http://a"])
+    pool.told(Asked(), engine, prompt, cached)
+    assert (engine.num_prompt_tokens, engine.num_cached_tokens) == counted
+    assert heard == [share]
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "serves"),
+    [
+        (None, "x", True),
+        (frozenset(), "x", True),
+        (frozenset({"x"}), None, True),
+        (frozenset({"x"}), "x", True),
+        (frozenset({"x"}), "x:latest", True),
+        (frozenset({"x:latest"}), "x:latest", True),
+        (frozenset({"x"}), "y", False),
+        (frozenset({"x"}), "x:other", False),
+    ],
+)
+def test_engine_serves_models_that_it_names_or_any(models, model, serves):
+    assert Engine("http://a", models=models).serves(model) is serves
+
+
+def test_only_prefill_engines_with_time_compute_prompts():
+    pool = EnginePool(LeastLoaded())
+    (a, b, decode), _ = pool.change(["http://a", "http://b", "http://d"])
+    for engine, role in ((a, "prefill"), (b, "prefill"), (decode, "decode")):
+        engine.is_ready, engine.role = True, role
+    a.open_tokens, a.prefills_from = 5, 10.0
+    assert pool.choose_prefill(Asked(), decode, 9.0) is b
+    b.open_tokens = 6
+    assert pool.choose_prefill(Asked(), decode, 10.0) is a
+    b.is_ready = False
+    assert pool.choose_prefill(Asked(), decode, 9.0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (b'{"data":[{"id":"a"},{"id":7},{},{"id":"b"}]}', ["a", "b"]),
+        (b'{"models":[]}', []),
+        (b'{"data":5}', []),
+        (b"none", []),
+    ],
+)
+def test_models_are_those_that_an_engine_names(text, names):
+    assert [card["id"] for card in _cards(text, "data", "id")] == names
+
+
+def test_models_of_all_engines_are_told_once(monkeypatch):
+    from octavo.router import app
+
+    async def work(_now):
+        client = Client(3)
+        told = {
+            URLS[0]: (200, b'{"data":[{"id":"a","n":1}]}'),
+            URLS[1]: (200, b'{"data":[{"id":"a","n":2},{"id":"b"}]}'),
+            URLS[2]: None,
+        }
+
+        async def models_of(_service, engine, _request):
+            await asyncio.sleep(0)
+            return told[engine.url]
+
+        monkeypatch.setattr(app, "_models_of", models_of)
+
+        def ask():
+            return app._models(client.service, "data", "id", {"object": "list"}, None)
+
+        response = await ask()
+        assert response.body == b'{"object":"list","data":[{"id":"a","n":1},{"id":"b"}]}'
+        told.update(dict.fromkeys(URLS[:2]), **{URLS[2]: (403, b'{"error":1}')})
+        response = await ask()
+        assert (response.status_code, response.body) == (403, b'{"error":1}')
+        told[URLS[2]] = None
+        with pytest.raises(NoEngineError):
+            await ask()
+
+    run_virtually(work)
+
+
+def test_metrics_tell_each_figure_of_each_engine():
+    client = Client(2)
+    for index, engine in enumerate(client.engines):
+        engine.is_ready = bool(index)
+        engine.flights |= set(range(index + 1))
+        counts = [name for name in Engine.__slots__ if name.startswith("num_") or name.endswith("_tokens")]
+        for place, name in enumerate(counts):
+            setattr(engine, name, 100 * place + index)
+    told = {}
+    for family in RouterCollector(client.service.pool).collect():
+        assert [sample.labels["engine"] for sample in family.samples] == list(URLS[:2])
+        told[family.name, family.type] = [sample.value for sample in family.samples]
+    assert told.pop(("octavo:router_engine_ready", "gauge")) == [0.0, 1.0]
+    assert told.pop(("octavo:router_open_requests", "gauge")) == [1, 2]
+    assert told.pop(("octavo:router_open_tokens", "gauge")) == [0.0, 1.0]
+    names = ("requests", "prompt_tokens", "cached_tokens", "failures", "paired_requests", "paired_in_vain", "prefills")
+    names += ("failed_prefills", "prefill_tokens", "engine_restarts")
+    assert set(told) == {
+        ("octavo:router_other_tokens", "gauge"),
+        *((f"octavo:router_{name}", "counter") for name in names),
+    }
+    assert all(second == first + 1 for first, second in told.values())
+    assert len({first for first, _ in told.values()}) == len(told)
