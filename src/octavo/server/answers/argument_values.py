@@ -81,7 +81,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
     """
     for part in _parts(schema, root):
         own = _own_types(part)
-        if kind in own or (not own and ("properties" in part or "items" in part or _options(part) is None)):
+        if kind in own or (part and not own and ("properties" in part or "items" in part or _options(part) is None)):
             return part
     return {}
 

@@ -61,7 +61,7 @@ class GemmaFormat(SectionFormat):
         ]
         for index, function in enumerate(functions):
             rules.append(f'call{index}: "{function.name}" value{index}')
-            rules += self._value(f"{index}", function.parameters, function.parameters)
+            rules += self._object(f"{index}", function.parameters, function.parameters)
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:

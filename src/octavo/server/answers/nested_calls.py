@@ -33,7 +33,7 @@ MARK = "]<]minimax[>["
 _ITEM = "item"  # the tag of each item of a list
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "[^\\]](.|\\n)*"  # which cannot be taken for a tag where the mark is no token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # which cannot be taken for a tag where the mark is no token
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
