@@ -29,12 +29,16 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with what it refers to and all members of `allOf`, as one; `anyOf` and `oneOf` stay.
 
     Properties keep their own schemas, which are not merged. Keywords that cannot be combined are members of an `allOf`
-    that is left. root: the schema that references point into.
+    that is left. root: the schema that references point into. The result is {}, which allows anything, for more than
+    MAX_EXPANDED members.
     """
     found = dict[str, Any]()
-    left, referred = [schema], set[str]()
+    left, referred, num_seen = [schema], set[str](), 0
     while left:
         part = left.pop(0)
+        num_seen += 1
+        if num_seen > MAX_EXPANDED:
+            return {}
         if not isinstance(part, dict):
             if part is False:
                 found["not"] = {}

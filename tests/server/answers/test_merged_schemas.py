@@ -21,7 +21,7 @@ from octavo.server.answers.tagged_calls import GLMFormat, MiniMaxM2Format, Qwen3
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tools import read_chat_tools
 from octavo.structured_output.grammars import GrammarError
-from octavo.structured_output.merging import MAX_OPTIONS, alternatives, is_small, merged
+from octavo.structured_output.merging import MAX_EXPANDED, MAX_OPTIONS, alternatives, is_small, merged
 
 TAGS = [Qwen3CoderFormat, MiniMaxM2Format, GLMFormat, MiniMaxM3Format]
 FAMILIES = [*TAGS, KimiK3Format, GemmaFormat, PythonicFormat, LFM2Format]
@@ -110,6 +110,14 @@ def test_many_options_are_one_schema_of_all_properties() -> None:
     assert not takes_others(schema, schema)
     assert known_keys(schema) == {"kind", *(f"p{index}" for index in range(MAX_OPTIONS + 1))}
     assert property_of(schema, "kind", schema) == {"anyOf": [{"const": index} for index in range(MAX_OPTIONS + 1)]}
+
+
+def test_more_members_than_the_limit_allow_anything() -> None:
+    def many(count: int) -> dict[str, Any]:
+        return {"allOf": [{"properties": {f"p{index}": INTEGER}} for index in range(count)]}
+
+    assert known_keys(many(MAX_EXPANDED - 1)) == {f"p{index}" for index in range(MAX_EXPANDED - 1)}
+    assert known_keys(many(MAX_EXPANDED)) is None
 
 
 def test_merged_keywords_hold_together() -> None:
