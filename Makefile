@@ -5,6 +5,7 @@
 #   make test-isa     kernels' users with each instruction set that the processor has (ISAS="avx2 portable": these)
 #   make test-slow    the slow tests (PART=3/8 LIMIT_S=120: an eighth of them, as many as begin in 120 s)
 #   make test-lowest  the lowest versions of dependencies that pyproject.toml allows, in an environment of their own
+#   make test-python PYTHON_VERSION=3.14  another version of Python, with torch where it has a wheel for the CPU
 #   make turn         what CI runs once in eight days: DAY=0..7, by default that of today
 #   make lint    ruff, mypy, import-linter          make bench      kernels and workloads, measured here
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
@@ -65,7 +66,7 @@ LOWEST_TOOLS := pytest pytest-xdist hypothesis httpx "jsonschema[format]" psutil
 LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/server/access tests/engine/test_async_llm.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all test-isa test-slow test-lowest turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
+.PHONY: demo serve test test-all test-isa test-slow test-lowest test-python turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -122,8 +123,9 @@ turn-2 turn-6:
 	$(MAKE) mutants ROOM_OF_DAY=$(shell date +%Y)-$(shell expr $$(date +%j) / 4 + 1) SEED=$(shell date +%j) LIMIT_S=60 JOBS=2 MIN_KILLED=70  # of a small sample; a whole room: 90
 turn-3:
 	$(MAKE) test-lowest
+	$(MAKE) test-python PYTHON_VERSION=3.13 REQUIRE_PYTHON=0
 turn-7:
-	$(MAKE) test-slow PART=$(DAY)/8 LIMIT_S=240
+	$(MAKE) test-python PYTHON_VERSION=3.14 REQUIRE_PYTHON=0
 
 # torch and what it brings stay as they are installed here: an older one is a download of gigabytes.
 test-lowest: wheel
@@ -138,6 +140,13 @@ test-lowest: wheel
 		--no-deps --force-reinstall dist/*.whl
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(LOWEST_TESTS) \
 		--ignore tests/cli/test_perplexity.py  # compares with transformers, which wants newer versions
+
+# The newest versions of packages. REQUIRE_PYTHON=0: if this machine can have no such interpreter, say so and go on.
+PYTHON_VERSION ?= 3.14
+REQUIRE_PYTHON ?= 1
+test-python: $(DEV_STAMP)
+	$(BIN)/python tools/other_python.py $(PYTHON_VERSION) -- -n $(WORKERS) --dist worksteal \
+		|| { [ $$? = 3 ] && [ "$(REQUIRE_PYTHON)" = 0 ]; }
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 
 from octavo.config import QUANTIZATIONS
-from octavo.kernels import instruction_sets
 
-COMPILED = importlib.util.find_spec("octavo._kernels") is not None
-INSTRUCTION_SETS = instruction_sets()
+HAS_TORCH = importlib.util.find_spec("torch") is not None  # without it only the rooms that import no tensors run
+COMPILED = HAS_TORCH and importlib.util.find_spec("octavo._kernels") is not None
+if HAS_TORCH:
+    from octavo.kernels import instruction_sets
 
+    INSTRUCTION_SETS = instruction_sets()
+else:
+    INSTRUCTION_SETS = ()
 
 _INT8_KV = " with int8 KV"
 

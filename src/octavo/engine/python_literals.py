@@ -39,6 +39,7 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""  # of the string at the position
+        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and the brackets open there
 
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return where the value ends; None if more text is needed.
@@ -70,10 +71,23 @@ class ValueScanner:
     def value(self, text: str, end: int) -> str:
         """Return the text of the value up to its end, with the line ends in strings of one line as escapes."""
         pieces, start = list[str](), self._start
-        for place in self.line_ends:
+        for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
             start = place + 1
         return "".join([*pieces, text[start:end]])
+
+    def begun_json(self, text: str) -> str | None:
+        """Return the JSON of the beginning of a string, a list or a dict that was cut off; None for anything else.
+
+        Of a list and a dict it has the members that are complete, without the closing brackets.
+        """
+        if self._whole is None:
+            return begun_string_json(self.value(text, len(text)).lstrip())
+        end, closers = self._whole
+        try:
+            return literal_json(self.value(text, end) + closers)[: -len(closers)]
+        except NotALiteralError:
+            return None
 
     def _scan_string(self, text: str) -> None:
         quote = self._quote
@@ -93,6 +107,7 @@ class ValueScanner:
             self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
 
     def _take(self, text: str, char: str) -> None:
+        before = self._position
         word = _WORD.match(text, self._position)
         self._position = self._position + 1 if word is None else word.end()
         if char in _CLOSERS:
@@ -101,6 +116,8 @@ class ValueScanner:
                 raise NotALiteralError
         elif char in ")]}" and (not self._stack or self._stack.pop() != char):
             raise NotALiteralError
+        if char in ",[]{}" and self._stack and ")" not in self._stack:  # of a tuple the last comma matters
+            self._whole = before if char == "," else self._position, "".join(reversed(self._stack))
 
 
 def literal(text: str) -> Any:

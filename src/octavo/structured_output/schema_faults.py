@@ -86,7 +86,7 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
         if isinstance(named := schema.get(key), dict):
             for name, each in named.items():
                 if isinstance(each, dict):
-                    yield f"{place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", each
+                    yield f"{place}/{key}/{_escaped(name)}", each
     for key in _LISTS:
         if isinstance(listed := schema.get(key), list):
             yield from ((f"{place}/{key}/{index}", each) for index, each in enumerate(listed) if isinstance(each, dict))
@@ -95,6 +95,24 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
             yield f"{place}/{key}", schema[key]
     if isinstance(reference := schema.get("$ref"), str) and isinstance(named := resolve(reference, root), dict):
         yield reference, named
+
+
+def place_of_pattern(schema: dict[str, Any], pattern: str) -> str:
+    """Return the place of the first part of a schema that has a pattern; "#" if there is none."""
+    left: list[tuple[str, Any]] = [("#", schema)]
+    while left:
+        place, part = left.pop(0)
+        if isinstance(part, list):
+            left += ((f"{place}/{index}", each) for index, each in enumerate(part))
+        elif isinstance(part, dict):
+            if part.get("pattern") == pattern:
+                return place
+            left += ((f"{place}/{_escaped(name)}", each) for name, each in part.items())
+    return "#"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _explained(message: str, schema: dict[str, Any]) -> str:

@@ -56,10 +56,10 @@ def test_an_argument_is_text_if_its_schema_allows_nothing_else() -> None:
 
 
 def test_a_property_without_a_schema_may_be_anything() -> None:
-    assert property_of({"properties": {"a": STRING, "b": True}}, "a") == STRING
-    assert property_of({"properties": {"b": True}}, "b") == {}
-    assert property_of({"properties": {"a": STRING}}, "c") == {}
-    assert property_of({"properties": []}, "a") == property_of({}, "a") == {}
+    assert property_of({"properties": {"a": STRING, "b": True}}, "a", {}) == STRING
+    assert property_of({"properties": {"b": True}}, "b", {}) == {}
+    assert property_of({"properties": {"a": STRING}}, "c", {}) == {}
+    assert property_of({"properties": []}, "a", {}) == property_of({}, "a", {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_string_without_its_last_quote_is_no_call(inner: str) -> None:
         ("a='x\\x4", '{"a": "x'),
         ("a='x\\", '{"a": "x'),
         ('a="""x"', '{"a": "x'),
-        ("a='x', b=['y", '{"a": "x"'),
+        ("a='x', b=['y", '{"a": "x", "b": ['),
         ("a=", "{"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.engine.json_recovery import recover_object
 from octavo.engine.python_literals import NotALiteralError, literal_json
@@ -13,7 +13,14 @@ from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
 from octavo.structured_output.lookahead import without_lookahead
+from octavo.structured_output.merging import alternatives, is_merged, is_open, merged
+from octavo.structured_output.references import resolve
 from octavo.structured_output.schema_faults import FIELD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.server.answers.tool_format import Function
 
 _TYPES: dict[type, str] = {
     type(None): "null",
@@ -27,7 +34,7 @@ _TYPES: dict[type, str] = {
 _MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
-_OPENS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
+_ANY_TEXT = "(.|\\n)*"
 _ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # a dollar at the end that is not escaped
 _IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -37,75 +44,77 @@ class UnreadableError(Exception):
     """A text is no value of its types, and no plain words."""
 
 
-def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the schema of one argument, {} for one that none is known of; references stand for what they name."""
-    properties = parameters.get("properties")
-    schema = properties.get(name) if isinstance(properties, dict) else None
-    return schema if isinstance(schema, dict) else {}
+def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of one property of an object; {} if none is known. root: where references point."""
+    found = list[Any]()
+    for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
+        properties = each.get("properties")
+        schema = properties.get(name) if isinstance(properties, dict) else None
+        if isinstance(schema, dict) and schema not in found:
+            found.append(schema)
+    return found[0] if len(found) == 1 else {"anyOf": found} if found else {}
 
 
-def takes_others(schema: dict[str, Any]) -> bool:
-    """Return whether an object may have properties that its schema does not name.
+def takes_others(schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Return True if an object may have properties that its schema does not name. root: where references point.
 
     A schema with `properties` and without `additionalProperties` is read as closed, as models write such calls.
     """
-    others = schema.get("additionalProperties")
-    if others is not None:
-        return others is not False
-    return not isinstance(schema.get("properties"), dict) or not _OPENS.isdisjoint(schema)
+    return any(map(is_open, alternatives(schema, root)))
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
     """Return the names that properties of an object may have; None for any."""
-    properties = schema.get("properties")
-    if takes_others(schema):
-        return None
-    return frozenset(properties) if isinstance(properties, dict) else frozenset()
+    return None if takes_others(schema, schema) else frozenset(property_names(schema, schema))
+
+
+def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+    """Return the names of the properties that a schema names, also in what it refers to and in its options."""
+    named = [each.get("properties") for each in alternatives(schema, root)]
+    return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the schema of values of one type that another schema allows, {} where that does not say.
+    """Return the schema of values of one type that another schema allows; {} if that says nothing of them.
 
-    References stand for what they name.
+    kind: "object" or "array". root: where references point.
     """
-    left, referred = list[Any]([schema]), set[str]()
-    while left:
-        part = left.pop(0)
-        if not isinstance(part, dict):
-            continue
-        if isinstance(reference := part.get("$ref"), str):
-            if reference not in referred:  # once: they may point at each other
-                referred.add(reference)
-                left.insert(0, _referred(reference, root))
-            continue
-        options, own = part.get("anyOf") or part.get("oneOf"), _own_types(part)
-        if isinstance(options, list) and not own:
-            left = [*options, *left]
-        elif kind in own or not own:
+    for part in _parts(schema, root):
+        own = _own_types(part)
+        if kind in own or (part and not own and ("properties" in part or "items" in part or _options(part) is None)):
             return part
     return {}
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
     """Return the JSON types that values of a schema may have. root: where its references point."""
-    found, left, referred = set[str](), [schema], set[str]()
-    while left:
-        part = left.pop()
-        if not isinstance(part, dict):
-            return _ALL_TYPES
-        if isinstance(reference := part.get("$ref"), str):
-            if reference not in referred:  # once: they may point at each other
-                referred.add(reference)
-                left.append(_referred(reference, root))
-            continue
-        options = part.get("anyOf") or part.get("oneOf")
+    found = set[str]()
+    for part in _parts(schema, root):
         if own := _own_types(part):
             found |= own
-        elif isinstance(options, list):
-            left += options
-        else:
+        elif _options(part) is None:
             return _ALL_TYPES
     return frozenset(found) or _ALL_TYPES
+
+
+def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a schema merged, and the options of each that does not say its types itself, each once."""
+    left, seen = [schema], dict[int, Any]()
+    while left:
+        part = left.pop(0)
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part  # options may refer to each other
+        whole = merged(part, root)
+        yield whole
+        if not _own_types(whole):
+            left = [*(_options(whole) or ()), *left]
+
+
+def _options(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the options of a schema; None if it has none."""
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return options if isinstance(options, list) else None
 
 
 def _own_types(schema: dict[str, Any]) -> set[str]:
@@ -168,21 +177,42 @@ class LookaheadError(RequestError):
         self.pattern = pattern
 
 
-def text_pattern(schema: dict[str, Any]) -> str:
-    """Return a regular expression of the strings of a schema. Raises `LookaheadError`."""
+def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
+    """Return a lexeme of a grammar for the strings of a merged schema: regular expressions that match together.
+
+    ending: an expression that follows each of them. Raises `LookaheadError`.
+    """
+    members = schema.get("allOf")
+    parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
+    found = [expression for part in parts for expression in _expressions(part)] or [_ANY_TEXT]
+    return " & ".join(f"/({each}){ending}/" if ending else f"/{each}/" for each in dict.fromkeys(found))
+
+
+def _expressions(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the regular expressions that strings of a schema match as a whole. Raises `LookaheadError`."""
     wanted, least, most = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
-    if isinstance(wanted, str):
-        rewriting = without_lookahead(wanted)
-        if rewriting is None or len(rewriting) > 1:
-            raise LookaheadError(wanted)
-        is_anchored = _ANCHOR.search(wanted) is not None
-        before, behind = ("" if wanted.startswith("^") else "(.|\\n)*"), ("" if is_anchored else "(.|\\n)*")
-        inner = wanted.removeprefix("^").removesuffix("$" if is_anchored else "")
-        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
-        return f"{before}({inner}){behind}"
     if isinstance(least, int) or isinstance(most, int):
-        return f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
-    return "(.|\\n)*"
+        yield f"(.|\\n){{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+    if not isinstance(wanted, str):
+        return
+    patterns = without_lookahead(wanted)
+    if patterns is None:
+        raise LookaheadError(wanted)
+    for each in patterns:
+        is_anchored = _ANCHOR.search(each) is not None
+        before, after = ("" if each.startswith("^") else _ANY_TEXT), ("" if is_anchored else _ANY_TEXT)
+        inner = each.removeprefix("^").removesuffix("$" if is_anchored else "")
+        inner = re.sub(r"\\?/", r"\\x{2f}", inner.replace("\n", "\\n"))
+        yield f"{before}({inner}){after}"
+
+
+def schema_comment(function: Function) -> str:
+    """Return a comment of a grammar with a function's schema, if that has patterns; "" if not.
+
+    The compiler's errors of a lexeme name no field: they are looked for in this schema, see `schema_faults`.
+    """
+    written = lark_json(function.parameters)
+    return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
@@ -212,30 +242,13 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
         return schema
     told = {key: each if key in _VALUES else _with_names(each, root, names, left) for key, each in schema.items()}
     reference = schema.get("$ref")
-    referred = _referred(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
+    referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
         if id(referred) not in names:  # however the reference is spelled
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         told["$ref"] = f"#/$defs/{names[id(referred)]}"
     return told
-
-
-def _referred(reference: str, root: Any) -> Any:
-    """Return what a reference within a schema names; None where that is nothing."""
-    for key in map(_unescaped, reference.removeprefix("#").split("/")[1:]):
-        match root:
-            case dict():
-                root = root.get(key)
-            case list() if key.isdecimal() and int(key) < len(root):
-                root = root[int(key)]
-            case _:
-                return None
-    return root
-
-
-def _unescaped(key: str) -> str:
-    return key.replace("~1", "/").replace("~0", "~")
 
 
 def _refuse(word: str) -> NoReturn:

@@ -35,7 +35,7 @@ _SPACE = " \t\r\n"
 HELD_CHARS = 1024  # of a call's arguments: in a stream, longer arguments are emitted before the call has ended
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # brackets too many after a call
-_HALF = "\ufffd"  # what a character becomes that was cut in two
+HALF = "\ufffd"  # what a character becomes that was cut in two
 _BEHIND_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # as grammars have them
 _AFTER_ARGUMENTS = "}],;{[<>`"  # what marks begin with
@@ -98,6 +98,7 @@ class ToolParser:
         self._held: list[Part] | None = None  # of a call that may turn out to be text
         self._held_text: list[str] = []  # that they were read from
         self._num_held_chars = 0  # of its arguments
+        self._broken = ""  # the text of the last call that became content, as far as it was read
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -148,7 +149,7 @@ class ToolParser:
         """Return how many characters at the end of the text may begin an opener; the last may be half a one."""
         if self._is_over and not self._is_cut:
             return 0
-        end = self._text.rstrip(_HALF)
+        end = self._text.rstrip(HALF)
         num_begun = max(num_held_back_chars(end, each) for each in openers)
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
@@ -177,11 +178,13 @@ class ToolParser:
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         """Read a call by these steps. Returns False if there is none; the text that was read is content then."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
+        start = self._position
         try:
             yield from steps
         except MalformedError:
             if not self._tell_cut(call) and self._held is not None:
                 self._roll_back(call)
+                self._broken = self._text[start : self._position]
                 self._tell_content()
                 return False
         self._commit()
@@ -224,7 +227,7 @@ class ToolParser:
 
     def _drop_cut(self, expected: str) -> None:
         """Drop the beginning of a text with which the answer was cut off."""
-        if self._is_cut and expected.startswith(self._text[self._position :].rstrip(_HALF)):
+        if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
             self._position = len(self._text)
             self._drop()
 
@@ -427,7 +430,7 @@ class ToolParser:
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes(text)):
-            rest = self._text[self._position :].rstrip(_HALF)
+            rest = self._text[self._position :].rstrip(HALF)
             if self._is_cut and rest and text.startswith(rest):
                 self._position = len(self._text)
             raise MalformedError
@@ -439,7 +442,7 @@ class ToolParser:
             if seen == expected:
                 self._position += len(expected)
                 return True
-            begun = seen.rstrip(_HALF) if len(seen) < len(expected) else seen
+            begun = seen.rstrip(HALF) if len(seen) < len(expected) else seen
             if self._is_over or not expected.startswith(begun):
                 return False
             yield

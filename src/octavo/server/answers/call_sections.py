@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
+from octavo.server.answers.list_members import member_end
 from octavo.server.answers.tool_format import ToolFormat, json_text
 from octavo.structured_output.lark import lark_json
 
@@ -114,6 +115,7 @@ class SectionParser(ToolParser):
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
         self._one_each = form.one_each
+        self._is_list = not form.one_each and not form.call_opens  # of calls without marks of their own
         self._ends = ending(form.closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -127,10 +129,36 @@ class SectionParser(ToolParser):
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._tell_content()
                 continue
-            while (yield from self._attempt(call := Call(), self._call_steps(call))):
-                if self._one_each or not (yield from self._goes_on()):
-                    yield from self._takes_section_end()
-                    break
+            yield from self._calls()
+
+    def _calls(self) -> Wait[None]:
+        """Read the calls of a section, and its end after the last one. A broken member of a list is content."""
+        while True:
+            is_call = yield from self._attempt(call := Call(), self._call_steps(call))
+            if not is_call and not (self._is_list and (yield from self._skips_broken_member())):
+                return
+            self._end_member()
+            if self._one_each or not (yield from self._goes_on()):
+                break
+        if is_call:
+            yield from self._takes_section_end()
+
+    def _end_member(self) -> None:
+        """Note the end of a call, or of a broken member of a list."""
+
+    def _skips_broken_member(self) -> Wait[bool]:
+        """Go to the end of the member of a list that was no call: it is content, and further calls may follow.
+
+        Returns False if its end is not certain: a call that may be part of a string is never read.
+        """
+        while not self._is_over:  # the rest is read once, and not with each piece
+            yield
+        num_chars = member_end(self._broken + self._text)
+        if num_chars is None or num_chars < len(self._broken):
+            return False
+        self._position = num_chars - len(self._broken)
+        self._tell_content()
+        return True
 
     def _goes_on(self) -> Wait[bool]:
         """Go to a further call of the section, if there is one."""

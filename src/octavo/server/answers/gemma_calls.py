@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.python_literals import NotALiteralError, literal_json
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.argument_values import json_of, takes_others, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import MalformedError
 from octavo.server.answers.call_sections import NAME, SectionFormat
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.server.answers.value_parser import ValueParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
+from octavo.structured_output.merging import alternatives, is_open, is_small, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,7 @@ _KEY = re.compile(r"""[^\s:,{}\[\]<"']*""")
 _WORD = re.compile(r"[\w.+-]+")
 _MAX_DEPTH = 64
 _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
+_EMPTY = '"{" "}"'
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
@@ -59,30 +61,41 @@ class GemmaFormat(SectionFormat):
         ]
         for index, function in enumerate(functions):
             rules.append(f'call{index}: "{function.name}" value{index}')
-            rules += self._value(f"{index}", function.parameters, function.parameters)
+            rules += self._object(f"{index}", function.parameters, function.parameters)
         return "\n".join(rules)
 
-    def _value(self, place: str, schema: Any, root: dict[str, Any]) -> list[str]:
+    def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
         """Return the rules of a value, of which the first has the place's name."""
-        kinds = types_of(schema, root) if isinstance(schema, dict) else frozenset()
-        values = [schema["const"]] if kinds and "const" in schema else schema.get("enum") if kinds else None
+        schema = merged(part, root)
+        kinds = types_of(schema, root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             return [f"value{place}: {' | '.join(self._literal(_written(each)) for each in values)}"]
-        if kinds == {"object"} and isinstance(schema.get("properties"), dict) and schema["properties"]:
+        if kinds == {"object"} and is_small(schema, root):
             return self._object(place, schema, root)
-        if kinds == {"object"} and not takes_others(schema):
-            return [f'value{place}: "{{" "}}"']
-        if kinds == {"array"} and isinstance(schema.get("items"), dict):
+        if kinds == {"array"} and isinstance(schema.get("items"), dict) and is_small(schema, root):
             item = f"value{place}_0"
             return [f'value{place}: "[" ({item} ("," {item})*)? "]"', *self._value(f"{place}_0", schema["items"], root)]
-        if kinds and kinds <= _SCALARS:
+        if kinds <= _SCALARS:
             return [f"value{place}: {json_of(schema, root)}"]
         known = {frozenset({"string"}): "quoted", frozenset({"object"}): "anyobject"}
         return [f"value{place}: {known.get(kinds, 'any')}"]
 
     def _object(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of properties in their order."""
-        named, required = list(schema["properties"].items()), schema.get("required")
+        """Return the rules of an object, with those of each of its options."""
+        options = alternatives(schema, root)
+        if len(options) == 1:
+            return self._object_of(place, options[0], root)
+        places = [f"{place}_o{index}" for index in range(len(options))]
+        rules = [rule for here, each in zip(places, options, strict=True) for rule in self._object_of(here, each, root)]
+        return [f"value{place}: {' | '.join(f'value{here}' for here in places)}", *rules]
+
+    def _object_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        """Return the rules of the properties of a merged schema in their order."""
+        properties, required = schema.get("properties"), schema.get("required")
+        named = list(properties.items()) if isinstance(properties, dict) else []
+        if not named:
+            return [f"value{place}: {'anyobject' if is_open(schema) else _EMPTY}"]
         are_needed = [isinstance(required, list) and key in required for key, _ in named]
         rules = [f'value{place}: "{{" first{place}_0 "}}"', *ordered_rules(place, are_needed, '","')]
         for number, (key, part) in enumerate(named):

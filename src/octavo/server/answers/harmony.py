@@ -93,6 +93,7 @@ class HarmonyParser(MessageParser):
         *(f"assistant{each}" for each in ("<|channel|>", " to=")),
         *(f"{channel}{mark}" for channel in _CHANNELS for mark in (_MESSAGE, " to=")),
     )
+    head_parts = ("to=", "<|constrain|>")
     head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
     _ends = ending(*_ENDS)
     _call_openers, _call_closers = ("<|start|>", "<|channel|>"), _ENDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
+from octavo.server.answers.call_parser import HALF, Call, MalformedError, ToolParser
 from octavo.server.answers.call_sections import MAX_HEAD_CHARS
 from octavo.server.answers.parts import Part
 
@@ -17,12 +17,13 @@ class MessageParser(ToolParser):
     """Reads messages. Text without a head is content up to the end of its message, and further messages may follow.
 
     A message to a function that does not exist, or that is no call, is text of the kind that its head says.
-    begins: what heads begin with. head_closes: what they end with. ends: what messages end with. breaks: what ends a
-    message as well and begins the next one.
+    begins: the texts that heads begin with. head_parts: marks within heads. head_closes: the mark that ends a head.
+    ends: the marks that end a message. breaks: the texts that end a message and begin the next one.
     """
 
     begins: ClassVar[tuple[str, ...]]
     breaks: ClassVar[tuple[str, ...]] = ()
+    head_parts: ClassVar[tuple[str, ...]] = ()
     head_closes: ClassVar[str]
     ends: ClassVar[tuple[str, ...]]
 
@@ -79,8 +80,7 @@ class MessageParser(ToolParser):
         while (end := self._text.find(self.head_closes)) < 0:
             if self._is_over or len(self._text) > MAX_HEAD_CHARS + len(self.head_closes):
                 if self._is_cut and len(self._text) <= MAX_HEAD_CHARS + len(self.head_closes):
-                    self._position = len(self._text)
-                    self._drop()
+                    self._drop_cut_head()
                 raise MalformedError
             yield
         head = self._text[:end].strip()
@@ -88,6 +88,16 @@ class MessageParser(ToolParser):
             raise MalformedError
         self._position = end + len(self.head_closes)
         return self._text[:end]
+
+    def _drop_cut_head(self) -> None:
+        """Drop a head within which the answer was cut off. The text after a head without its last mark stays."""
+        bare = self._bare_head()
+        rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
+        if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):
+            self._position = len(self._text)
+            self._drop()
+        else:
+            self._text = self._text[: len(self._text) - num_held_back_chars(self._text, self.head_closes)]
 
     def _takes_message_end(self) -> Wait[None]:
         yield from self._skip_space()

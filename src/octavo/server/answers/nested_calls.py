@@ -9,9 +9,10 @@ from octavo.server.answers.argument_values import (
     is_text,
     json_of,
     part_of,
+    property_names,
     property_of,
-    takes_others,
-    text_pattern,
+    schema_comment,
+    text_lexeme,
     types_of,
 )
 from octavo.server.answers.call_parser import MalformedError
@@ -20,6 +21,7 @@ from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.server.answers.value_ends import MarkEnd
 from octavo.server.answers.value_parser import ValueParser
 from octavo.structured_output.lark import FEW_BLANKS, pattern
+from octavo.structured_output.merging import alternatives, is_open, is_small, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +33,7 @@ MARK = "]<]minimax[>["
 _ITEM = "item"  # the tag of each item of a list
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "[^\\]](.|\\n)*"  # which cannot be taken for a tag where the mark is no token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # which cannot be taken for a tag where the mark is no token
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
@@ -63,15 +65,27 @@ class MiniMaxM3Format(SectionFormat):
         ]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
+            rules.append(schema_comment(function))
             rules.append(f'call{index}: {head} members{index} {mark} "</invoke>"')
             rules += self._members(f"{index}", function.parameters, function.parameters)
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
         """Return the rules of an object's properties in their order, of which the first is `members<place>`."""
+        options = alternatives(schema, root)
+        if len(options) == 1:
+            return self._members_of(place, options[0], root)
+        places = [f"{place}_o{index}" for index in range(len(options))]
+        rules = [
+            rule for here, each in zip(places, options, strict=True) for rule in self._members_of(here, each, root)
+        ]
+        return [f"members{place}: {' | '.join(f'members{here}' for here in places)}", *rules]
+
+    def _members_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
+        """Return the same for one merged schema."""
         mark, named, required = self._marker(MARK), schema.get("properties"), schema.get("required")
         if not isinstance(named, dict) or not named:
-            return [f"members{place}: {'tags?' if takes_others(schema) else chr(34) * 2}"]
+            return [f"members{place}: {'tags?' if is_open(schema) else chr(34) * 2}"]
         uses, rules = list[str](), list[str]()
         for number, (key, part) in enumerate(named.items()):
             here = f"{place}_{number}"
@@ -85,29 +99,29 @@ class MiniMaxM3Format(SectionFormat):
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
         """Return the rules of a value and the mark behind it, of which the first is `value<place>`."""
-        mark, schema = self._marker(MARK), part if isinstance(part, dict) else {}
+        mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             return [f"value{place}: ({' | '.join(self._literal(_written(each)) for each in values)}) {mark}"]
-        if kinds == {"object"} and "$ref" not in schema and schema.get("properties"):
+        if kinds == {"object"} and property_names(schema, root) and is_small(schema, root):
             return [f"value{place}: members{place} {mark}", *self._members(place, schema, root)]
-        if kinds == {"array"} and isinstance(schema.get("items"), dict):
+        if kinds == {"array"} and isinstance(schema.get("items"), dict) and is_small(schema, root):
             item = f'{mark} "<{_ITEM}>" value{place}_0 "</{_ITEM}>"'
             return [f"value{place}: ({item})* {mark}", *self._value(f"{place}_0", schema["items"], root)]
         if kinds == {"string"}:
-            return self._text(place, text_pattern(schema))
+            return self._text(place, text_lexeme(schema))
         if kinds <= _SCALARS:
             return [f"value{place}: json{place} {mark}", f"json{place}: {json_of(schema, root)}"]
         return [f"value{place}: {f'tags? {mark}' if kinds == {'object'} else 'any'}"]
 
     def _text(self, place: str, written: str) -> list[str]:
-        """Return the rules of a text of some pattern and the mark behind it."""
+        """Return the rules of a text and the mark after it. written: a lexeme."""
         mark = self._marker(MARK)
         if mark.startswith('"'):
-            return [f"value{place}[lazy]: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: /{written}/ {FEW_BLANKS}"]
+            return [f"value{place}[lazy]: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: {written} {FEW_BLANKS}"]
         without = f"& ~/(.|\\n)*{pattern(MARK)}(.|\\n)*/"
-        return [f"value{place}: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: /{written}/ {FEW_BLANKS} {without}"]
+        return [f"value{place}: TEXT{place.upper()} {mark}", f"TEXT{place.upper()}: {written} {FEW_BLANKS} {without}"]
 
 
 def _written(value: Any) -> str:
@@ -144,7 +158,7 @@ class NestedParser(ValueParser):
         separator = ""
         while key := (yield from self._next_tag(tag)):
             self._held_piece = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
-            if (yield from self._value_of(call, key, property_of(schema, key), depth)):
+            if (yield from self._value_of(call, key, property_of(schema, key, self._root), depth)):
                 separator = ", "
         self._say_closed(call)
 

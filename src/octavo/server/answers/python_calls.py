@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import json_of, takes_others, types_of
+from octavo.server.answers.argument_values import json_of, types_of
 from octavo.server.answers.call_parser import BLANKS_WITHIN
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.code_spans import CODE, OUTSIDE
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.structured_output.lark import FEW_BLANKS, pattern
+from octavo.structured_output.merging import alternatives, is_open, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +46,10 @@ class PythonFormat(SectionFormat):
         """Arguments in the order of the schema's properties; of a schema without any, any arguments."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
-            first, more = _argument_rules(f"{index}", function.parameters)
-            rules += [
-                f'call{index}: "{function.name}(" inside{index} ")"',
-                f"inside{index}: {first or _NOTHING}",
-                *more,
-            ]
+            found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
+            inside = " | ".join(first or _NOTHING for first, _ in found)
+            rules += [f'call{index}: "{function.name}(" inside{index} ")"', f"inside{index}: {inside}"]
+            rules += [rule for _, more in found for rule in more]
         return "\n".join(rules)
 
 
@@ -58,22 +57,26 @@ def _value(value: Any) -> str:
     return _WORDS[value] if value is None or isinstance(value, bool) else json_text(value)
 
 
-def _argument_rules(place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the rule of all arguments of a call, and what it is made of. place: tells calls apart."""
-    properties, required = parameters.get("properties"), parameters.get("required")
+def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
+    """Return the merged schemas of a function's arguments, each with what tells its rules apart."""
+    options = alternatives(function.parameters, function.parameters)
+    return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
+
+
+def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the rule of all arguments of a call, and the rules that it uses. place: tells calls apart."""
+    properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
-        if not takes_others(parameters):
+        if not is_open(schema):
             return "", []
-        value = _value_rules(f"value{place}", {}, parameters)
+        value = _value_rules(f"value{place}", {}, root)
         return f"(any{place} (COMMA any{place})*)?", [f'any{place}: {_ANY_KEY} "=" value{place}', *value]
     rules = ordered_rules(place, [isinstance(required, list) and key in required for key, _ in named], "COMMA")
-    for number, (key, schema) in enumerate(named):
+    for number, (key, part) in enumerate(named):
         here = f"{place}_{number}"
-        rules += [
-            f'argument{here}: {json_text(key)} "=" value{here}',
-            *_value_rules(f"value{here}", schema if isinstance(schema, dict) else {}, parameters),
-        ]
+        value = _value_rules(f"value{here}", merged(part, root), root)
+        rules += [f'argument{here}: {json_text(key)} "=" value{here}', *value]
     return f"first{place}_0", rules
 
 
@@ -117,8 +120,10 @@ class PythonicFormat(PythonFormat):
         uses = []
         for index, function in enumerate(functions):
             rules.append(f"HEAD{index}: /{heads[index]}{_BLANKS}/")
-            endings = [(f"{key}{_BLANKS}=", f'{rest} ")"{more} "]"') for key, rest in _beginnings(index, function)]
-            if not function.parameters.get("required"):
+            options = _options_of(index, function)
+            first = [each for place, schema in options for each in _beginnings(place, schema)]
+            endings = [(f"{key}{_BLANKS}=", f'{rest} ")"{more} "]"') for key, rest in first]
+            if not all(schema.get("required") for _, schema in options):
                 endings += [(f"\\){_BLANKS}\\]", ""), *([(f"\\){_BLANKS}, ", others)] if others else [])]
             for number, (ending, rest) in enumerate(endings):
                 name = f"{index}_{number}"
@@ -127,18 +132,19 @@ class PythonicFormat(PythonFormat):
         return "\n".join(['start: TEXT | "[" section | later', f"later: {' | '.join(uses)}", *rules])
 
 
-def _beginnings(index: int, function: Function) -> list[tuple[str, str]]:
-    """Return patterns of the arguments that may come first, with the rules of what stands behind their names."""
-    parameters = function.parameters
-    properties, required = parameters.get("properties"), parameters.get("required")
+def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return patterns of the arguments that may come first, each with the rules of the text after its name.
+
+    schema: a merged one. place: as the rules of its arguments have it.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
-        is_any = takes_others(parameters)
-        return [(_ANY_KEY.strip("/"), f"value{index} (COMMA any{index})*")] if is_any else []
+        return [(_ANY_KEY.strip("/"), f"value{place} (COMMA any{place})*")] if is_open(schema) else []
     found = []
     for number, key in enumerate(named):
-        further = f"further{index}_{number + 1}" if number + 1 < len(named) else ""
-        found.append((pattern(key), f"value{index}_{number} {further}"))
+        further = f"further{place}_{number + 1}" if number + 1 < len(named) else ""
+        found.append((pattern(key), f"value{place}_{number} {further}"))
         if isinstance(required, list) and key in required:
             break
     return found

@@ -7,7 +7,7 @@ import re
 from copy import copy
 from typing import TYPE_CHECKING
 
-from octavo.engine.python_literals import NotALiteralError, ValueScanner, begun_string_json, literal_json
+from octavo.engine.python_literals import NotALiteralError, ValueScanner, literal_json
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import NAME
 from octavo.server.answers.code_spans import CodeSpans
@@ -86,14 +86,13 @@ class PythonParser(ValueParser):
             if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # no call is looked for within a value
                 self._position = len(self._text)
             if scanner.is_begun and self._is_cut:
-                self._say_begun(scanner.value(self._text, self._position), call)
+                self._say_begun(scanner.begun_json(self._text), call)
             raise MalformedError from None
         self._position = end
         return value
 
-    def _say_begun(self, text: str, call: Call) -> None:
-        """Emit the beginning of a value if it is a string."""
-        begun = begun_string_json(text.lstrip())
+    def _say_begun(self, begun: str | None, call: Call) -> None:
+        """Emit the JSON of the beginning of a value, if there is any."""
         if begun is not None:
             self._say(begun, call)
 
@@ -125,17 +124,20 @@ class PythonListParser(PythonParser):
                 self._tell_content()
 
     def _list(self) -> Wait[None]:
-        """Read calls behind the beginning of a list."""
-        while (yield from self._attempt(call := Call(), self._call_steps(call))):
-            self._before = CodeSpans()
-            if not (yield from self._goes_on()):
-                yield from self._takes_all(self._closes)
-                yield from self._skip_space()
-                self._drop()
-                yield from self._takes_all(_ENDS)
-                yield from self._skip_space()
-                self._drop()
-                break
+        """Read calls behind the beginning of a list. Without marks it may be code: a broken member ends it."""
+        self._is_list = self._is_tagged
+        yield from self._calls()
+
+    def _end_member(self) -> None:
+        self._before = CodeSpans()
+
+    def _takes_section_end(self) -> Wait[None]:
+        yield from self._takes_all(self._closes)
+        yield from self._skip_space()
+        self._drop()
+        yield from self._takes_all(_ENDS)
+        yield from self._skip_space()
+        self._drop()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         if not self._is_tagged:

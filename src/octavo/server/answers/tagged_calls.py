@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.argument_values import is_text, json_of, takes_others, text_pattern, types_of
+from octavo.server.answers.argument_values import is_text, json_of, schema_comment, text_lexeme, types_of
 from octavo.server.answers.call_sections import SectionFormat
 from octavo.server.answers.parts import Heads
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, pattern
+from octavo.structured_output.merging import alternatives, is_open, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,21 +67,30 @@ class TaggedFormat(SectionFormat):
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
             uses, more = self._arguments(f"{index}", function.parameters)
-            rules += [f"call{index}: {head} {uses} {self._literal(self.call_closes)}", *more]
+            call = f"call{index}: {head} {uses} {self._literal(self.call_closes)}"
+            rules += [schema_comment(function), call, *more]
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
         """Return how a rule names all arguments of a call, and the rules of these. place: tells calls apart."""
-        properties, required = parameters.get("properties"), parameters.get("required")
+        options = alternatives(parameters, parameters)
+        if len(options) == 1:
+            return self._arguments_of(place, options[0], parameters)
+        found = [self._arguments_of(f"{place}_o{index}", each, parameters) for index, each in enumerate(options)]
+        return f"({' | '.join(uses or chr(34) * 2 for uses, _ in found)})", [rule for _, more in found for rule in more]
+
+    def _arguments_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
+        """Return the same for one merged schema of arguments."""
+        properties, required = schema.get("properties"), schema.get("required")
         uses, rules = list[str](), list[str]()
-        for number, (key, schema) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        for number, (key, part) in enumerate(properties.items() if isinstance(properties, dict) else ()):
             name = f"argument{place}_{number}"
             is_needed = isinstance(required, list) and key in required
             uses.append(name if is_needed else f"{name}?")
-            rules += self._argument(name, json.dumps(key), schema if isinstance(schema, dict) else {}, parameters)
-        if not uses and takes_others(parameters):
+            rules += self._argument(name, json.dumps(key), merged(part, root), root)
+        if not uses and is_open(schema):
             uses.append(f"any{place}*")
-            rules += self._argument(f"any{place}", None, {}, parameters)
+            rules += self._argument(f"any{place}", None, {}, root)
         return " ".join(uses), rules
 
     def _argument(self, name: str, key: str | None, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
@@ -106,15 +116,18 @@ class TaggedFormat(SectionFormat):
         if is_json or "string" not in types_of(schema, root):
             return f"{pad}{json_of(schema, root)} {closes}", []
         end = ("\n" if self.is_padded else "") + self.value_closes
-        text, upper = text_pattern(schema), name.upper()
+        upper = name.upper()
         first, *_ = self._pieces(self.value_closes)
         if first in self.markers and self._spell(first):
             spelled_out = pattern(first)
-            whole = f"({text})\\n" if self.is_padded else text
-            rules = [f"{upper}: /{whole}/ {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
+            text = text_lexeme(schema, "\\n" if self.is_padded else "")
+            rules = [f"{upper}: {text} {FEW_BLANKS} & ~/(.|\\n)*{spelled_out}(.|\\n)*/"]
             return f"{pad}{upper} {self._literal(self.value_closes)}", rules
         mark = json.dumps(end, ensure_ascii=False)
-        return f"{pad}value_{name}", [f"value_{name}[lazy]: {upper} {mark}", f"{upper}: /{text}/ {FEW_BLANKS}"]
+        return f"{pad}value_{name}", [
+            f"value_{name}[lazy]: {upper} {mark}",
+            f"{upper}: {text_lexeme(schema)} {FEW_BLANKS}",
+        ]
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.answers.argument_values import is_text, property_of, types_of
+from octavo.server.answers.argument_values import is_text, property_names, property_of, types_of
 from octavo.server.answers.call_parser import Call, MalformedError
 from octavo.server.answers.call_sections import MAX_HEAD_CHARS, NAME
 from octavo.server.answers.value_ends import TagEnd
@@ -105,7 +105,7 @@ class TaggedParser(ValueParser):
         self._position += is_padded
         self._drop()
         closes = yield from self._value_end()
-        schema = property_of(parameters, key)
+        schema = property_of(parameters, key, parameters)
         is_string = is_text(schema, parameters) if is_marked_text is None else is_marked_text
         may_be_string = is_string or (is_marked_text is None and "string" in types_of(schema, parameters))
         ends = self._ends_of(closes, parameters, is_text=may_be_string, is_padded=is_padded)
@@ -127,8 +127,7 @@ class TaggedParser(ValueParser):
 
     def _ends_of(self, closes: str, parameters: dict[str, Any], *, is_text: bool, is_padded: bool) -> TagEnd:
         """Return what finds the end of the value that comes."""
-        properties = parameters.get("properties")
-        left = [key for key in properties if key not in self._given] if isinstance(properties, dict) else []
+        left = [key for key in property_names(parameters, parameters) if key not in self._given]
         heads = self._form.argument_heads(left)
         return TagEnd(self._form, closes, heads, is_text=is_text, is_padded=is_padded)
 

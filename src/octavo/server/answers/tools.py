@@ -13,7 +13,7 @@ from octavo.server.answers.argument_values import LookaheadError
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_format import Function
 from octavo.structured_output.lark import lark_json
-from octavo.structured_output.schema_faults import FIELD, LENIENT
+from octavo.structured_output.schema_faults import FIELD, LENIENT, place_of_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,9 @@ class Toolbox:
         except LookaheadError as error:
             written = json.dumps(error.pattern)
             field = next((each.field for each in functions if written in json.dumps(each.parameters)), "tools")
-            raise RequestError(f"{field}: {error}", parameter=field) from None
+            schema = next((each.parameters for each in functions if written in json.dumps(each.parameters)), {})
+            place = place_of_pattern(schema, error.pattern)
+            raise RequestError(f"{field}: {place}: {error}", parameter=field) from None
         except (RequestError, ValueError, TypeError, RecursionError):
             message = (
                 "the parameters of the tools, or the schema beside them, are no JSON schemas, too deep, or longer than "

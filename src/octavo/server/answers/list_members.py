@@ -1,0 +1,35 @@
+"""Finds the end of a member of a list of calls that cannot be read as a call."""
+
+from __future__ import annotations
+
+import re
+
+_STOP = re.compile(r"""["'\[\](){}`]""")
+_STRINGS = {quote: re.compile(rf"{quote}(?:[^{quote}\\\n]|\\.)*+{quote}\s*+(?=[\]}}),:])") for quote in "\"'"}
+_BEFORE = "[{(,:="
+_CLOSERS = {"[": "]", "{": "}", "(": ")"}
+
+
+def member_end(text: str) -> int | None:
+    """Return the length of the object, or of the call in Python, that a text begins with; None if it is not certain.
+
+    A quote within a string may not be escaped, so that the string seems to end before it does. Therefore each string
+    must stand between marks of the notation, and brackets must match.
+    """
+    stack, place, last = list[str](), 0, 0
+    while (found := _STOP.search(text, place)) is not None:
+        char, place = found.group(), found.end()
+        if char in _STRINGS:
+            string = _STRINGS[char].match(text, found.start())
+            before = text[last : found.start()].rstrip()  # since the last string or bracket
+            if string is None or (before or text[max(last - 1, 0) : last])[-1:] not in _BEFORE:
+                return None
+            place = string.end()
+        elif char in _CLOSERS:
+            stack.append(_CLOSERS[char])
+        elif char == "`" or not stack or stack.pop() != char:
+            return None
+        elif not stack:
+            return place
+        last = place
+    return None

@@ -1,0 +1,183 @@
+"""Merge what `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema say of one value.
+
+The call formats that are not JSON write an object's properties one by one, so that they need its schema as a plain one.
+JSON itself needs no merged schemas: llguidance merges them, see `schema_rewriting`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.structured_output.references import resolve
+
+MAX_OPTIONS = 16  # of one object; if there are more, their properties may be mixed
+MAX_EXPANDED = 512  # schemas that stand in one another, each counted where it is repeated
+_OPTIONS = ("anyOf", "oneOf")
+_NAMING = frozenset(("patternProperties", "propertyNames"))
+_MERGED = ("$ref", "allOf", *_OPTIONS)
+_LEAST = frozenset(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"))
+_MOST = frozenset(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"))
+_NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description", "examples", "title"))
+
+
+def is_merged(schema: dict[str, Any]) -> bool:
+    """Return True if a schema says itself all that holds for a value."""
+    return not any(key in schema for key in _MERGED)
+
+
+def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with what it refers to and all members of `allOf`, as one; `anyOf` and `oneOf` stay.
+
+    Properties keep their own schemas, which are not merged. Keywords that cannot be combined are members of an `allOf`
+    that is left. root: the schema that references point into. The result is {}, which allows anything, for more than
+    MAX_EXPANDED members.
+    """
+    found = dict[str, Any]()
+    left, referred, num_seen = [schema], set[str](), 0
+    while left:
+        part = left.pop(0)
+        num_seen += 1
+        if num_seen > MAX_EXPANDED:
+            return {}
+        if not isinstance(part, dict):
+            if part is False:
+                found["not"] = {}
+            continue
+        if not left and not found and is_merged(part):
+            return part
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in referred:  # once: they may point at each other
+            referred.add(reference)
+            left.insert(0, resolve(reference, root))
+        left += _list(part, "allOf")
+        for key, value in part.items():
+            if key not in {"$ref", "allOf"}:
+                _add(found, key, value)
+    return found
+
+
+def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the merged schemas of which a value has one: those of the options of `anyOf` and `oneOf`.
+
+    Beyond MAX_OPTIONS it is one schema that allows the properties of all options.
+    """
+    left, found = [merged(schema, root)], list[dict[str, Any]]()
+    num_seen = 0
+    while left:
+        part = left.pop(0)
+        num_seen += 1
+        key = next((key for key in _OPTIONS if isinstance(part.get(key), list) and part[key]), None)
+        if key is None:
+            found.append(part)
+        else:
+            rest = {name: value for name, value in part.items() if name != key}
+            options = [merged({**rest, "allOf": [*_list(rest, "allOf"), option]}, root) for option in part[key]]
+            left = [*(each for each in options if "not" not in each or each["not"]), *left]
+        if num_seen + len(left) > MAX_OPTIONS:
+            return [_union([*found, *left], root)]
+    return found or [{}]
+
+
+def is_small(schema: Any, root: dict[str, Any]) -> bool:
+    """Return True if a schema can be written out with all that stands in it: it does not refer to itself."""
+    left, num_seen = [schema], 0
+    while left and num_seen <= MAX_EXPANDED:
+        part = left.pop()
+        if not isinstance(part, dict):
+            continue
+        num_seen += 1
+        left += [each for key in ("allOf", *_OPTIONS) for each in _list(part, key)]
+        properties = part.get("properties")
+        left += properties.values() if isinstance(properties, dict) else ()
+        left.append(part.get("items"))
+        if isinstance(reference := part.get("$ref"), str):
+            left.append(resolve(reference, root))
+    return num_seen <= MAX_EXPANDED
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    given = schema.get(key)
+    return given if isinstance(given, list) else []
+
+
+def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of objects with the properties of any of several; what all require is required."""
+    properties: dict[str, list[Any]] = {}
+    required: list[str] | None = None
+    is_closed, num_seen = True, 0
+    left = [(part, True) for part in parts]
+    while left and num_seen <= MAX_EXPANDED:
+        part, is_whole = left.pop(0)
+        num_seen += 1
+        named, needed = part.get("properties"), part.get("required")
+        for name, value in named.items() if isinstance(named, dict) else ():
+            schemas = properties.setdefault(name, [])
+            if value not in schemas:
+                schemas.append(value)
+        if is_whole:
+            own = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+            required = own if required is None else [name for name in required if name in own]
+        is_closed = is_closed and not is_open(part)
+        left += [(merged(option, root), False) for key in _OPTIONS for option in _list(part, key)]
+    return {
+        "type": "object",
+        "properties": {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in properties.items()},
+        "required": required or [],
+        **({} if is_closed else {"additionalProperties": True}),
+    }
+
+
+def is_open(schema: dict[str, Any]) -> bool:
+    """Return True if an object may have properties that its merged schema does not name.
+
+    A schema with `properties` and without `additionalProperties` is closed.
+    """
+    others = schema.get("additionalProperties")
+    if others is not None:
+        return others is not False
+    if schema.get("unevaluatedProperties") is False:
+        return False
+    return not isinstance(schema.get("properties"), dict) or not _NAMING.isdisjoint(schema)
+
+
+def _add(found: dict[str, Any], key: str, value: Any) -> None:
+    """Add a keyword to a schema that holds as well."""
+    given = found.get(key)
+    if key not in found or given == value:
+        found[key] = value
+    elif key in _NOTES or key == "$defs":
+        return
+    elif key == "properties" and isinstance(given, dict) and isinstance(value, dict):
+        found[key] = given | {
+            name: {"allOf": [given[name], each]} if name in given and given[name] != each else each
+            for name, each in value.items()
+        }
+    elif key == "required" and isinstance(given, list) and isinstance(value, list):
+        found[key] = [*given, *(name for name in value if name not in given)]
+    elif key == "type":
+        found[key] = _common_types(given, value)
+    elif key == "enum" and isinstance(given, list) and isinstance(value, list):
+        found[key] = [each for each in given if each in value]
+    elif key in _LEAST | _MOST and _is_number(given) and _is_number(value):
+        found[key] = max(given, value) if key in _LEAST else min(given, value)
+    elif key == "additionalProperties" and False in {given is not False, value is not False}:
+        found[key] = False
+    else:
+        found["allOf"] = [*_list(found, "allOf"), {key: value}]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _common_types(one: Any, other: Any) -> Any:
+    """Return the types that both allow."""
+    first, second = ([kinds] if isinstance(kinds, str) else kinds for kinds in (one, other))
+    if not isinstance(first, list) or not isinstance(second, list):
+        return one
+    common = [kind for kind in first if kind in second]
+    if "number" in first and "integer" in second and "integer" not in common:
+        common.append("integer")
+    if "integer" in first and "number" in second and "integer" not in common:
+        common.append("integer")
+    return common[0] if len(common) == 1 else common
