@@ -41,10 +41,10 @@ from octavo.config import (
 )
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.http.listening import bind
+from octavo.http.tenants import Tenant, add_key
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.sampling_params import SamplingParams
-from octavo.server.access.listening import bind
-from octavo.server.access.tenants import Tenant, add_key
 
 runner = CliRunner()
 COMMANDS = (
@@ -89,7 +89,7 @@ def python(code: str) -> str:
         "from octavo.cli import app; app(['--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['serve', '--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['models'], standalone_mode=False)",
-        "import octavo.server.access.listening",
+        "import octavo.http.listening",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
@@ -698,7 +698,7 @@ def test_a_server_that_loads_its_model_is_told_to_end() -> None:
 import threading, time
 from octavo.cli import app
 from octavo.cli.engine_options import EngineOptions
-from octavo.server.access import listening
+from octavo.http import listening
 listening._LEAVE_S = 0.2
 def launch(options, meanwhile):
     threading.Thread(target=time.sleep, args=[60]).start()

@@ -15,11 +15,11 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, asking, run_server, short_pauses, wait_until
+from running import DEADLINE_S, asking, run_server, short_pauses, wait_until
 
+from octavo.http.listening import bind
 from octavo.router.spelling import is_last_event
 from octavo.router.upstream import is_own_failure, is_refusal
-from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,10 +23,10 @@ from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, Sch
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.stop_strings import StopSearch
 from octavo.engine.tokenizer import Tokenizer
+from octavo.http import audit
+from octavo.http.limiter import Permit
 from octavo.runtime.faults import is_fault
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.access import audit
-from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.job_outputs import merge
 from octavo.server.answers.usage import UsageCounter

@@ -34,9 +34,9 @@ from serving_process import DEADLINE_S, Served, Stream, serve
 
 from octavo.config import ServerConfig
 from octavo.engine.output_processor import OutputProcessor
+from octavo.http.tenants import Tenant, add_key
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.app import create_app
 
 if TYPE_CHECKING:

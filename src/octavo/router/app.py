@@ -12,14 +12,14 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from octavo.http.errors import NoEngineError, NotAllowedError, add_error_handlers
+from octavo.http.graceful import GracefulServer, http_server
+from octavo.http.guards import add_guards
+from octavo.http.listening import MAX_CONNECTIONS
+from octavo.http.routes import REFUSALS
 from octavo.router.page import page_routes
 from octavo.router.proxy import Proxy
 from octavo.router.upstream import FAILURES
-from octavo.server.access.graceful import GracefulServer, http_server
-from octavo.server.access.guards import add_guards
-from octavo.server.access.listening import MAX_CONNECTIONS
-from octavo.server.access.routes import REFUSALS
-from octavo.server.errors import NoEngineError, NotAllowedError, add_error_handlers
 
 if TYPE_CHECKING:
     from starlette.requests import Request

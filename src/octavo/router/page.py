@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octavo.server.errors import NotAllowedError
-from octavo.server.page_headers import PAGE_HEADERS
+from octavo.http.errors import NotAllowedError
+from octavo.http.page_headers import PAGE_HEADERS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import OctavoError
+from octavo.http.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
+from octavo.http.routes import GENERATING
 from octavo.router.flight import Flight, Share
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import read_usage
 from octavo.runtime import logs
 from octavo.runtime.ids import new_id
-from octavo.server.access.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
-from octavo.server.access.routes import GENERATING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

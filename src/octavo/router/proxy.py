@@ -13,18 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
-from octavo.router.asked import read_asked
-from octavo.router.event_stream import EventStream
-from octavo.router.flight import Flight, Share
-from octavo.router.pairing import pair, without_kv_transfer
-from octavo.router.spelling import error_event, error_response, is_last_event
-from octavo.router.upstream import FAILURES
-from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
-from octavo.runtime import logs
-from octavo.server.access.body import read_timeout, received
-from octavo.server.access.routes import GENERATING, REFUSALS, tells_of_all
-from octavo.server.errors import (
+from octavo.http.body import read_timeout, received
+from octavo.http.errors import (
     CLIENT_LEFT,
     EngineAnswerError,
     EngineLostError,
@@ -34,6 +24,16 @@ from octavo.server.errors import (
     note_error,
     to_http,
 )
+from octavo.http.routes import GENERATING, REFUSALS, tells_of_all
+from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
+from octavo.router.asked import read_asked
+from octavo.router.event_stream import EventStream
+from octavo.router.flight import Flight, Share
+from octavo.router.pairing import pair, without_kv_transfer
+from octavo.router.spelling import error_event, error_response, is_last_event
+from octavo.router.upstream import FAILURES
+from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
+from octavo.runtime import logs
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -8,25 +8,25 @@ import logging
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.http.errors import AuthenticationError, NoEngineError, ServerClosingError
+from octavo.http.limiter import RequestLimiter
+from octavo.http.metrics import Metrics
+from octavo.http.tenants import Keyring
+from octavo.http.timeouts import TimeoutQueue
 from octavo.router.engines import EnginePool
 from octavo.router.launcher import Launcher, NoLauncher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import create_policy
 from octavo.router.upstream import Upstream
 from octavo.router.watching import EngineWatch
-from octavo.server.access.limiter import RequestLimiter
-from octavo.server.access.tenants import Keyring
-from octavo.server.access.timeouts import TimeoutQueue
-from octavo.server.errors import AuthenticationError, NoEngineError, ServerClosingError
-from octavo.server.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from octavo.config import RouterConfig
+    from octavo.http.tenants import Tenant
     from octavo.router.engines import Engine
     from octavo.router.flight import Flight
-    from octavo.server.access.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0

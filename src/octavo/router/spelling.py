@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.server.access.routes import TGI_ROUTES
+from octavo.http.routes import TGI_ROUTES
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-    from octavo.server.errors import HttpError
+    from octavo.http.errors import HttpError
 
 # How the last event of a stream that is whole begins.
 _LAST_EVENTS = {

@@ -13,9 +13,9 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server.access.body import body_of
-from octavo.server.access.guards import add_guards
-from octavo.server.access.routes import REFUSALS
+from octavo.http.errors import NotAllowedError, add_error_handlers
+from octavo.http.guards import add_guards
+from octavo.http.routes import REFUSALS
 from octavo.server.answers.jobs import json_response
 from octavo.server.api import describing, tgi
 from octavo.server.api.anthropic import messages
@@ -30,7 +30,7 @@ from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionR
 from octavo.server.api.openai.responses import ResponsesRequest, count_input_tokens, create_response
 from octavo.server.api.openapi import describe
 from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from octavo.server.errors import NotAllowedError, add_error_handlers
+from octavo.server.bodies import body_of
 from octavo.server.telemetry.dashboard.routes import add_dashboard
 
 if TYPE_CHECKING:

@@ -18,15 +18,16 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
+from octavo.http.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
+from octavo.http.limiter import RequestLimiter
+from octavo.http.metrics import Metrics
+from octavo.http.tenants import Keyring
+from octavo.http.timeouts import TimeoutQueue
 from octavo.outputs import DEADLINE_PASSED
-from octavo.server.access.limiter import RequestLimiter
-from octavo.server.access.tenants import Keyring
-from octavo.server.access.timeouts import TimeoutQueue
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
 from octavo.server.api.extra_fields import ExtraFields
-from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
-from octavo.server.telemetry.metrics import EngineCollector, Metrics
+from octavo.server.telemetry.metrics import EngineCollector
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.engine.engine_client import EngineClient
     from octavo.engine.input_processor import ProcessedInput
+    from octavo.http.limiter import Permit
+    from octavo.http.tenants import Tenant
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
-    from octavo.server.access.tenants import Tenant
     from octavo.server.telemetry.tracing import Tracing
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from fakes import FakeChatTemplate, FakeExecutor
 from fastapi.routing import APIRoute
 from running import connect, read_all, run_server
 
+from octavo.http.auth import OPEN_PATHS
+from octavo.http.connection import MAX_HEADER_BYTES
+from octavo.http.tenants import Tenant, add_key
 from octavo.sampling_params import LIMITS
-from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.access.connection import MAX_HEADER_BYTES
-from octavo.server.access.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,8 @@ import pytest
 from fakes import FakeExecutor
 from running import ask_as_written, run_server, wait_until
 
+from octavo.http.tenants import Tenant, add_key
 from octavo.journal.explain import PHASES
-from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.telemetry.dashboard import feed
 
 if TYPE_CHECKING:

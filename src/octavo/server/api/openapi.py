@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from typing_extensions import TypedDict
 
 from octavo import __version__
-from octavo.server.access.auth import OPEN_PATHS
+from octavo.http.auth import OPEN_PATHS
 from octavo.server.api.anthropic.messages import CountTokensRequest, Message, MessagesRequest
 from octavo.server.api.ollama.replies import Answer, Vector, Vectors
 from octavo.server.api.ollama.requests import (

@@ -15,9 +15,9 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 
 from octavo import __version__
 from octavo.errors import RequestError
+from octavo.http.errors import HttpError, spelling
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
-from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import ChoiceUpdate, Job, event
 from octavo.server.answers.usage import Receipt
@@ -25,7 +25,7 @@ from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.sampling import sampling_params
 from octavo.server.api.tgi_tokens import PrefillToken, Token, TokenTexts
-from octavo.server.errors import HttpError, spelling
+from octavo.server.bodies import body_of, look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

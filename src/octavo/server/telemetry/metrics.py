@@ -1,13 +1,11 @@
-"""GET /metrics: what engine and server count, as Prometheus reads it. Names are vLLM's where they mean the same."""
+"""The engine's figures for GET /metrics, as Prometheus reads them. Names are vLLM's where they mean the same."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -115,41 +113,6 @@ _HISTOGRAMS = (
     ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
     ("request_generation_tokens", "request_generation_tokens", "Generated tokens of a request."),
 )
-
-
-class Metrics:
-    """All figures of one server, in a registry of its own.
-
-    collector: reads those of what it serves.
-    """
-
-    def __init__(self, collector: Collector) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(collector)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        self._requests = Counter(
-            "http_requests", "Answered HTTP requests.", ["method", "handler", "status"], registry=self._registry
-        )
-        self._refused = Counter(
-            "octavo:requests_refused",
-            "Requests that were refused or cut off, by the error's code.",
-            ["code"],
-            registry=self._registry,
-        )
-
-    def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
-        self._requests.labels(method, handler, str(status)).inc()
-
-    def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
-        self._refused.labels(reason).inc()
-
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Return all figures in the format that the client likes best, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
 
 
 class EngineCollector(Collector):

@@ -11,7 +11,6 @@ from msgspec import UNSET
 from octavo.engine.call_arguments import parse_arguments
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import LINES, Job, json_response, line
@@ -20,6 +19,7 @@ from octavo.server.api.conversation import Conversation, answer_conversation, co
 from octavo.server.api.ollama.messages import read_conversation
 from octavo.server.api.ollama.replies import Answer, AnswerMessage, Call, FunctionToCall
 from octavo.server.api.openai.logprobs import chat_logprobs
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.jobs import ChoiceUpdate
     from octavo.server.answers.usage import Usage
     from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, PromptRequest
-    from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
 

@@ -6,13 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.embedding import embedding
-from octavo.server.access.body import look_at
 from octavo.server.answers.jobs import json_response
 from octavo.server.api.ollama.answers import durations
 from octavo.server.api.ollama.replies import Vector, Vectors
 from octavo.server.api.openai.completions import read_prompts
 from octavo.server.api.openai.embeddings import MAX_INPUTS, embed_prompts
 from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.server.access.routes import OLLAMA_TAG
+from octavo.http.errors import NotAllowedError
+from octavo.http.routes import OLLAMA_TAG
 from octavo.server.api.ollama.requests import served_name
-from octavo.server.errors import NotAllowedError
 
 if TYPE_CHECKING:
     from octavo.server.api.ollama.requests import ShowRequest

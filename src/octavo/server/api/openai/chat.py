@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.access.body import look_at
+from octavo.http.errors import spelling
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.answers.usage import CompletionTokensDetails
@@ -35,7 +35,7 @@ from octavo.server.api.openai.replies import (
 )
 from octavo.server.api.sampling import read_structure, sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
-from octavo.server.errors import spelling
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

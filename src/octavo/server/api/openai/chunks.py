@@ -9,10 +9,10 @@ import msgspec
 from octavo.server.answers.jobs import event
 
 if TYPE_CHECKING:
+    from octavo.http.errors import HttpError
     from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.requests import SamplingFields
-    from octavo.server.errors import HttpError
 
 Choice = TypeVar("Choice", bound=msgspec.Struct)
 Chunk = TypeVar("Chunk", bound=msgspec.Struct)

@@ -9,7 +9,6 @@ from msgspec import UNSET
 
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import ChoiceUpdate, Job
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
@@ -18,6 +17,7 @@ from octavo.server.api.openai.replies import Completion, CompletionChoice, Compl
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
 from octavo.server.api.sampling import read_structure, sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.http.limiter import Permit
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.logprobs import Position
     from octavo.server.api.openai.requests import CompletionRequest

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.http.errors import spelling
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Toolbox, check_tool_type, read_choice, read_function
@@ -31,7 +31,7 @@ from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
 from octavo.server.api.request_types import Shown
 from octavo.server.api.sampling import read_response_format, sampling_params
-from octavo.server.errors import spelling
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answer_form import AnswerForm
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage
-    from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
 _LOGPROBS = "message.output_text.logprobs"

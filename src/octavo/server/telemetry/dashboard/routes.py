@@ -8,15 +8,15 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
-from octavo.server.errors import NotAllowedError, NotFoundError
-from octavo.server.page_headers import PAGE_HEADERS
+from octavo.http.errors import NotAllowedError, NotFoundError
+from octavo.http.page_headers import PAGE_HEADERS
 from octavo.server.telemetry.dashboard.feed import Dashboard, read_static
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
 
-    from octavo.server.access.tenants import Tenant
+    from octavo.http.tenants import Tenant
     from octavo.server.service import Service
 
 

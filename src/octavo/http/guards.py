@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from starlette.middleware.cors import CORSMiddleware
 
-from octavo.server.access.audit import AuditMiddleware
-from octavo.server.access.auth import ApiKeyMiddleware
-from octavo.server.access.connection import PacedAnswers
-from octavo.server.access.origins import OriginMiddleware
-from octavo.server.access.overload import OverloadMiddleware
+from octavo.http.audit import AuditMiddleware
+from octavo.http.auth import ApiKeyMiddleware
+from octavo.http.connection import PacedAnswers
+from octavo.http.origins import OriginMiddleware
+from octavo.http.overload import OverloadMiddleware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.config import AccessConfig
-    from octavo.server.access.audit import AnswerCounts, Spans
-    from octavo.server.access.tenants import Keyring, Tenant
-    from octavo.server.errors import HttpError
+    from octavo.http.audit import AnswerCounts, Spans
+    from octavo.http.errors import HttpError
+    from octavo.http.tenants import Keyring, Tenant
 
 
 def add_guards(

@@ -19,7 +19,7 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from octavo.errors import ConfigError
-from octavo.server.access.tenants import Keyring
+from octavo.http.tenants import Keyring
 
 if sys.platform != "win32":  # where there are no such limits
     import fcntl

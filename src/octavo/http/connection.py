@@ -12,15 +12,15 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.access.listening import (
+from octavo.http.auth import OPEN_PATHS
+from octavo.http.errors import HttpError, note_error
+from octavo.http.listening import (
     MAX_UNSENT_BYTES,
     PROBE_CONNECTIONS,
     bytes_taken,
     bytes_under_way,
     reset_when_closed,
 )
-from octavo.server.errors import HttpError, note_error
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from octavo.server.access.timeouts import Timeout, TimeoutQueue
+    from octavo.http.timeouts import Timeout, TimeoutQueue
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
-from octavo.server.errors import to_http
+from octavo.http.errors import to_http
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from octavo.server.access.tenants import Tenant
-    from octavo.server.errors import HttpError
+    from octavo.http.errors import HttpError
+    from octavo.http.tenants import Tenant
 
 
 class OverloadMiddleware:
@@ -22,7 +22,7 @@ class OverloadMiddleware:
 
     That costs a fraction of a route, which asks again, for as many places as the request has streams.
     begin: counts a request of a tenant, or raises why it cannot be taken. refusals: the paths whose requests take a
-    place (`octavo.server.access.limiter.Permit`), and how each spells a refusal.
+    place (`octavo.http.limiter.Permit`), and how each spells a refusal.
     """
 
     def __init__(

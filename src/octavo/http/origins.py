@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.errors import HttpError
+from octavo.http.auth import OPEN_PATHS
+from octavo.http.errors import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import Collection

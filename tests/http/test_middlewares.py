@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from octavo.errors import QueueFullError
-from octavo.server.access.auth import ApiKeyMiddleware
-from octavo.server.access.json_structure import MAX_LISTS_AND_OBJECTS, _blocks, _count_outside_strings
-from octavo.server.access.limiter import Bucket, Pool
-from octavo.server.access.origins import OriginMiddleware
-from octavo.server.access.overload import OverloadMiddleware
-from octavo.server.access.routes import REFUSALS
-from octavo.server.access.tenants import EVERYBODY, Keyring, Tenant, add_key
-from octavo.server.access.timeouts import SPACING_S, TimeoutQueue
+from octavo.http.auth import ApiKeyMiddleware
+from octavo.http.limiter import Bucket, Pool
+from octavo.http.origins import OriginMiddleware
+from octavo.http.overload import OverloadMiddleware
+from octavo.http.routes import REFUSALS
+from octavo.http.tenants import EVERYBODY, Keyring, Tenant, add_key
+from octavo.http.timeouts import SPACING_S, TimeoutQueue
+from octavo.server.json_structure import MAX_LISTS_AND_OBJECTS, _blocks, _count_outside_strings
 
 KEY = "secret"
 
@@ -223,7 +223,7 @@ def test_strings_are_no_structure_wherever_a_block_ends(num_backslashes: int, mo
     string = b'"[,' + b"\\" * num_backslashes + (b'"' if num_backslashes % 2 else b"") + b':"'
     body = b"[" + b",".join([string, b'{"a":1}', string]) + b"]"
     for block_bytes in range(4, len(body) + 2):
-        monkeypatch.setattr("octavo.server.access.json_structure._BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr("octavo.server.json_structure._BLOCK_BYTES", block_bytes)
         assert _count_outside_strings(body) == [2, 1, 2], block_bytes
         assert sum(map(len, _blocks(body))) <= len(body)
 

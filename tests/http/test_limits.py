@@ -24,11 +24,11 @@ from fakes import FakeExecutor, answer_text
 from running import DEADLINE_S, connect, let_time_pass, read_all, run_server, wait_until
 
 from octavo.config import ServerConfig
-from octavo.server.access import connection
-from octavo.server.access.body import FREE_BYTES
-from octavo.server.access.connection import MAX_HEADER_BYTES
-from octavo.server.access.listening import MAX_UNSENT_BYTES, bind, bytes_taken, bytes_under_way, open_door
-from octavo.server.access.tenants import Tenant, add_key
+from octavo.http import connection
+from octavo.http.body import FREE_BYTES
+from octavo.http.connection import MAX_HEADER_BYTES
+from octavo.http.listening import MAX_UNSENT_BYTES, bind, bytes_taken, bytes_under_way, open_door
+from octavo.http.tenants import Tenant, add_key
 from octavo.server.api.ollama.models import REFUSED
 
 if TYPE_CHECKING:
@@ -498,7 +498,7 @@ def test_connections_outlive_those_of_a_proxy_by_default() -> None:
 
 def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
     code = (
-        "import resource\nfrom octavo.server.access.listening import allow_open_files\n"
+        "import resource\nfrom octavo.http.listening import allow_open_files\n"
         "for soft, hard in ((300, 2000), (300, 600)):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "    num_connections = allow_open_files(1000)\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from octavo.server.errors import HttpError
+from octavo.http.errors import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

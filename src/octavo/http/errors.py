@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP: one table from octavo's errors to a status and an OpenAI error object."""
+"""Errors as HTTP: one table from octavo's errors to a status and an OpenAI error object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi.responses import Response
@@ -61,19 +61,6 @@ class ModelNotFoundError(RequestError):
 
 class NotFoundError(RequestError):
     """What is asked for is not there."""
-
-
-class ThreadsUnsupportedError(RequestError):
-    """A request asks the server to hold its conversation, which Anthropic's API calls a thread.
-
-    Anthropic's SDK reads `details` and sends the whole conversation instead.
-    """
-
-    details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-    def __init__(self) -> None:
-        message = "thread is not supported by this server: leave it out and send the whole conversation"
-        super().__init__(message, parameter="thread")
 
 
 class BodyTooLargeError(RequestError):

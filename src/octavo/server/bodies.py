@@ -1,9 +1,8 @@
-"""A request's body: read up to a limit, parsed strictly, checked against its schema; every fault names its field."""
+"""A request's body: parsed strictly and checked against its schema; an error names the field."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,22 +11,20 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
-from octavo.errors import QueueFullError, RequestError
+from octavo.errors import RequestError
+from octavo.http.body import read_timeout, received
+from octavo.http.errors import MediaTypeError
+from octavo.http.kv_transfer import read_kv_transfer
 from octavo.runtime.text_work import beside, entries_of_bytes
-from octavo.server.access.json_structure import check_structure
-from octavo.server.access.kv_transfer import read_kv_transfer
-from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
+from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
-    from octavo.config import AccessConfig, ServerConfig
-    from octavo.server.access.limiter import Pool
-    from octavo.server.access.timeouts import TimeoutQueue
+    from octavo.config import ServerConfig
 
 Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
-FREE_BYTES = 64 << 10
 _HUGE = 2**64
 
 
@@ -56,23 +53,6 @@ def body_of(
             return await look_at(request, lambda: parse(schema, _joined(chunks)))
 
     return read
-
-
-@contextlib.asynccontextmanager
-async def received(
-    request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
-) -> AsyncIterator[list[bytes]]:
-    """Give the pieces of a request's body, which has room in a pool until the block is left.
-
-    Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
-    """
-    with contextlib.ExitStack() as taken:
-        try:
-            async with timeouts.timeout(config.body_timeout_s):
-                chunks = await _read_limited(request, config.max_body_bytes, pool, taken)
-        except TimeoutError:
-            raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
-        yield chunks
 
 
 def _joined(chunks: list[bytes]) -> bytes:
@@ -104,45 +84,6 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
         deadline=state.deadline,
         is_count=state.is_count,
     )
-
-
-def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
-    given = request.headers.get("x-request-timeout")
-    if given is None:
-        return limit_s
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
-    return min(seconds, limit_s)
-
-
-async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read the pieces of a body; stop as soon as it is too large, whatever it was said to be.
-
-    Its first bytes need no room in the pool: as many wait in its connection anyway. taken: gives all of it back.
-    """
-    error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise error
-    chunks: list[bytes] = []
-    num_bytes, num_taken, tenant = 0, 0, request.state.tenant
-    taken.callback(lambda: pool.give_back(tenant, num_taken))
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise error
-        if (more := num_bytes - FREE_BYTES - num_taken) > 0:
-            if more > pool.room(tenant, besides=num_taken):
-                raise QueueFullError("too many large requests arrive at once")
-            pool.take(tenant, more)
-            num_taken += more
-        chunks.append(chunk)
-    return chunks
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:

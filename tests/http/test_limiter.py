@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.access.limiter import Bucket, Permit, Pool, RequestLimiter
-from octavo.server.access.tenants import EVERYBODY, Tenant
-from octavo.server.errors import RateLimitError
+from octavo.http.errors import RateLimitError
+from octavo.http.limiter import Bucket, Permit, Pool, RequestLimiter
+from octavo.http.tenants import EVERYBODY, Tenant
 
 
 class Clock:

@@ -13,9 +13,9 @@ import pytest
 from running import run_server, wait_until
 from test_limits import COMPLETIONS, connect, head, read_all
 
-from octavo.server.access import timeouts as timeouts_module
-from octavo.server.access.connection import BoundedHttpProtocol
-from octavo.server.access.timeouts import Timeout, TimeoutQueue
+from octavo.http import timeouts as timeouts_module
+from octavo.http.connection import BoundedHttpProtocol
+from octavo.http.timeouts import Timeout, TimeoutQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
-from octavo.server.access import json_structure
-from octavo.server.access.json_structure import check_structure
+from octavo.server import json_structure
+from octavo.server.json_structure import check_structure
 
 
 def make(source: random.Random, depth: int) -> Any:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.errors import RateLimitError
+from octavo.http.errors import RateLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.server.access.tenants import Tenant
+    from octavo.http.tenants import Tenant
 
 _MINUTE_S = 60.0
 _LONGEST_RETRY_S = 60.0

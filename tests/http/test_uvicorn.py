@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from octavo.server.access.connection import BoundedHttpProtocol
+from octavo.http.connection import BoundedHttpProtocol
 from octavo.server.serving import GracefulServer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HELD = {
     "flow": FlowControl,
     "server_state": ServerState,
 }
-PROJECT = Path(__file__).parents[3] / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def attributes(of: type) -> Iterator[ast.Attribute]:
@@ -94,6 +94,4 @@ def test_the_version_is_one_that_was_looked_at() -> None:
     needed = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["server"]
     (wanted,) = (each.specifier for each in map(Requirement, needed) if each.name == "uvicorn")
     assert any(each.operator in {"<", "<="} for each in wanted), "no upper version"
-    assert version("uvicorn") in wanted, (
-        "look at octavo.server.access.connection beside this uvicorn, then raise the bound"
-    )
+    assert version("uvicorn") in wanted, "look at octavo.http.connection beside this uvicorn, then raise the bound"

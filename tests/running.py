@@ -19,7 +19,7 @@ from fakes import FakeExecutor, make_engine
 
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.access.listening import MAX_CONNECTIONS, bind
+from octavo.http.listening import MAX_CONNECTIONS, bind
 from octavo.server.serving import GracefulServer, make_server
 
 if TYPE_CHECKING:

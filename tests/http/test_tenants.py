@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.access.tenants import EVERYBODY, Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
+from octavo.http.tenants import EVERYBODY, Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
 
 def digest(key: str) -> str:

@@ -7,15 +7,15 @@ import binascii
 import contextlib
 from typing import TYPE_CHECKING
 
-from octavo.server.access.tenants import EVERYBODY
-from octavo.server.errors import PAGES, AuthenticationError, to_http
+from octavo.http.errors import PAGES, AuthenticationError, to_http
+from octavo.http.tenants import EVERYBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from octavo.server.access.tenants import Keyring, Tenant
+    from octavo.http.tenants import Keyring, Tenant
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 

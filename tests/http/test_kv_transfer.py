@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import RequestError
-from octavo.server.access.kv_transfer import kv_transfer_headers, read_kv_transfer
+from octavo.http.kv_transfer import kv_transfer_headers, read_kv_transfer
 
 
 def read(own: str, **given: str) -> KVTransferParams | None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import uvicorn
 
 from octavo.errors import ConfigError
-from octavo.server.access.audit import tell_no_request
-from octavo.server.access.connection import BoundedHttpProtocol
-from octavo.server.access.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
+from octavo.http.audit import tell_no_request
+from octavo.http.connection import BoundedHttpProtocol
+from octavo.http.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
 
 if TYPE_CHECKING:
     import socket
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from octavo.config import AccessConfig
-    from octavo.server.access.audit import AnswerCounts
-    from octavo.server.access.timeouts import TimeoutQueue
+    from octavo.http.audit import AnswerCounts
+    from octavo.http.timeouts import TimeoutQueue
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 10  # after the last event was handed over

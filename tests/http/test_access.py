@@ -24,12 +24,12 @@ from scripted_drafts import verify_all
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
+from octavo.http.errors import CLIENT_LEFT
+from octavo.http.tenants import Tenant, add_key
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runtime import logs
-from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.app import create_app
-from octavo.server.errors import CLIENT_LEFT
 from octavo.server.service import Service
 
 if TYPE_CHECKING:

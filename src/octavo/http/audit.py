@@ -7,16 +7,16 @@ import re
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.http.auth import OPEN_PATHS
+from octavo.http.errors import CLIENT_LEFT, reason_of, to_http
 from octavo.runtime import logs
 from octavo.runtime.faults import log_fault
 from octavo.runtime.ids import new_id
-from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.errors import CLIENT_LEFT, reason_of, to_http
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from octavo.server.errors import HttpError
+    from octavo.http.errors import HttpError
 
 logger = logging.getLogger(logs.AUDIT)  # of the lines alone
 _faults = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class AuditMiddleware:
 
     Takes the client's X-Request-Id where it is a plain one, else makes one; the answer has it as a header. Routes add
     to `request.state.audit` what a line shall tell. A refusal or a cut-off is counted here, once, by the reason that
-    was noted (`octavo.server.errors.note_error`), else by its status. tracing: what makes a span of it as well.
+    was noted (`octavo.http.errors.note_error`), else by its status. tracing: what makes a span of it as well.
     """
 
     def __init__(self, app: ASGIApp, metrics: AnswerCounts, tracing: Spans | None = None) -> None:
