@@ -46,6 +46,10 @@ class Spans(Protocol):
         """Make one of a request that is over."""
         ...
 
+    def close(self) -> None:
+        """Send the last spans; may block for a while."""
+        ...
+
 
 class AuditMiddleware:
     """Outermost of all: sees every request, what became of it, and how long it took.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -21,53 +21,11 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from octavo.config import AccessConfig
-    from octavo.http.audit import AnswerCounts
-    from octavo.http.timeouts import TimeoutQueue
+    from octavo.http.service import HttpService
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 10  # after the last event was handed over
 _LOOK_S = 0.1  # whether there was a second signal
-
-
-class Served(Protocol):
-    """What listens for it asks of a service."""
-
-    @property
-    def config(self) -> AccessConfig:
-        """How it is reached, and for how long open requests may go on at the end."""
-        ...
-
-    @property
-    def timeouts(self) -> TimeoutQueue:
-        """The queue in which its connections' timeouts are acted on."""
-        ...
-
-    @property
-    def answer_counts(self) -> AnswerCounts:
-        """What counts answers."""
-        ...
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether no request will ever be taken again."""
-        ...
-
-    def reload(self) -> None:
-        """Read the API keys anew."""
-        ...
-
-    async def start(self) -> None:
-        """Begin what goes on beside requests."""
-        ...
-
-    async def drain(self, grace_s: float) -> None:
-        """Take nothing new, and end what is open after some time."""
-        ...
-
-    def close(self) -> None:
-        """Give back what is left, when the last connection is closed; may take a while."""
-        ...
 
 
 class GracefulServer(uvicorn.Server):
@@ -77,7 +35,7 @@ class GracefulServer(uvicorn.Server):
     well, where no request will ever be taken again: nobody but who starts it anew can help then.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Served) -> None:
+    def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
         super().__init__(config)
         self._service = service
 
@@ -127,7 +85,7 @@ class GracefulServer(uvicorn.Server):
         await asyncio.to_thread(self._service.close)
 
 
-def http_server(app: ASGIApp, service: Served, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
+def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
     """Make a server of an application; `run(sockets=[...])` it with a socket of `bind`."""
     config = service.config
     http = partial(
@@ -137,7 +95,7 @@ def http_server(app: ASGIApp, service: Served, *, max_connections: int = MAX_CON
         idle_timeout_s=config.idle_timeout_s,
         max_connections=max_connections,
         timeouts=service.timeouts,
-        on_refused=partial(tell_no_request, service.answer_counts),
+        on_refused=partial(tell_no_request, service.metrics),
     )
     return GracefulServer(
         uvicorn.Config(

@@ -18,26 +18,16 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.responses import Response
 
-    from octavo.config import AccessConfig
-    from octavo.http.audit import AnswerCounts, Spans
     from octavo.http.errors import HttpError
-    from octavo.http.tenants import Keyring, Tenant
+    from octavo.http.service import HttpService
 
 
-def add_guards(
-    app: Starlette,
-    config: AccessConfig,
-    *,
-    begin: Callable[[Tenant], None],
-    refusals: Mapping[str, Callable[[HttpError], Response]],
-    keyring: Callable[[], Keyring | None],
-    counts: AnswerCounts,
-    tracing: Spans | None = None,
-) -> None:
-    """Add all that a request passes on its way to a route; for what each is given, see its class."""
+def add_guards(app: Starlette, service: HttpService, refusals: Mapping[str, Callable[[HttpError], Response]]) -> None:
+    """Add the middlewares that a request passes on its way to a route. refusals: see `OverloadMiddleware`."""
+    config = service.config
     # The last one is the outermost.
-    app.add_middleware(OverloadMiddleware, begin=begin, refusals=refusals)
-    app.add_middleware(ApiKeyMiddleware, keyring=keyring)
+    app.add_middleware(OverloadMiddleware, begin=service.begin, refusals=refusals)
+    app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(
@@ -48,4 +38,4 @@ def add_guards(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(PacedAnswers)
-    app.add_middleware(AuditMiddleware, metrics=counts, tracing=tracing)
+    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)

@@ -49,14 +49,7 @@ def create_app(service: RouterService) -> Starlette:
     proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)])
     app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
     add_error_handlers(app)
-    add_guards(
-        app,
-        service.config,
-        begin=service.begin,
-        refusals=REFUSALS,
-        keyring=lambda: service.keyring,
-        counts=service.metrics,
-    )
+    add_guards(app, service, REFUSALS)
     return app
 
 

@@ -75,15 +75,7 @@ def create_app(service: Service) -> FastAPI:
     _add_operator_routes(app, service)
     if config.dashboard:
         add_dashboard(app, service)
-    add_guards(
-        app,
-        config,
-        begin=service.begin,
-        refusals=REFUSALS,
-        keyring=lambda: service.keyring,
-        counts=service.metrics,
-        tracing=service.tracing,
-    )
+    add_guards(app, service, REFUSALS)
     return app
 
 
