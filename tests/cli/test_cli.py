@@ -93,7 +93,7 @@ def python(code: str) -> str:
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
-    heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "jinja2"}
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "starlette", "uvicorn", "jinja2"}
     out = python(f"{code}\nimport sys; print('LOADED', sorted({heavy!r} & set(sys.modules)))")
     assert out.splitlines()[-1] == "LOADED []"
 
@@ -106,10 +106,10 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
         for module, owners in importlib.metadata.packages_distributions().items()
         if names & {owner.lower().replace("_", "-") for owner in owners}
     }
-    assert {"fastapi", "msgspec", "zmq"} <= modules
+    assert {"starlette", "msgspec", "zmq"} <= modules
     assert {*PACKAGES} <= modules
     can_do_without = {"uvloop", "llguidance"}
-    names.remove("pydantic")  # FastAPI brings it, and typer imports it if it is installed
+    names.remove("pydantic")  # typer imports it if it is installed
     modules.remove("pydantic")
     assert len(PACKAGES) == len(names - can_do_without), "serve looks for each of the others"
     code = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))  # to import them fails\n"
@@ -138,7 +138,7 @@ from octavo.cli import app
 from octavo.cli.engine_options import EngineOptions
 from octavo.errors import ConfigError
 def launch(options, meanwhile):
-    print("before", *{"fastapi", "uvicorn", "starlette"} & set(sys.modules))
+    print("before", *{"uvicorn", "starlette"} & set(sys.modules))
     meanwhile()
     print("then", "octavo.server.serving" in sys.modules)
     raise ConfigError("no model here")

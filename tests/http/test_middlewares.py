@@ -16,7 +16,7 @@ from octavo.http.auth import ApiKeyMiddleware
 from octavo.http.limiter import Bucket, Pool
 from octavo.http.origins import OriginMiddleware
 from octavo.http.overload import OverloadMiddleware
-from octavo.http.routes import REFUSALS
+from octavo.http.routes import ROUTES
 from octavo.http.tenants import EVERYBODY, Keyring, Tenant, add_key
 from octavo.http.timeouts import SPACING_S, TimeoutQueue
 from octavo.server.json_structure import MAX_LISTS_AND_OBJECTS, _blocks, _count_outside_strings
@@ -172,7 +172,7 @@ def test_a_request_that_takes_a_place_is_counted_before_its_body_is_read() -> No
             if len(begun) == 3:
                 raise QueueFullError("too many")
 
-        return OverloadMiddleware(app, begin, REFUSALS)
+        return OverloadMiddleware(app, begin, ROUTES)
 
     state = {"tenant": EVERYBODY}
     path = "/v1/completions"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import running
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from test_real_engine import served_engine, write_byte_checkpoint
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
@@ -386,7 +386,7 @@ def test_what_is_told_of_a_request_behind_its_answer(
     caplog.set_level(logging.INFO, "octavo.audit")
     middleware = served.server.config.loaded_app
     while not isinstance(middleware, audit.AuditMiddleware):
-        middleware = middleware.middleware_stack if isinstance(middleware, FastAPI) else middleware.app
+        middleware = middleware.middleware_stack if isinstance(middleware, Starlette) else middleware.app
     with pytest.MonkeyPatch.context() as patch, served.http() as http:
         if place == "a trace":
             patch.setattr(middleware, "_tracing", BrokenTracing())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # only servers need them
+PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")  # only servers need them
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:

@@ -7,6 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.http.apis import error_response
 from octavo.http.auth import OPEN_PATHS
 from octavo.http.errors import CLIENT_LEFT, reason_of, to_http
 from octavo.runtime import logs
@@ -87,7 +88,7 @@ class AuditMiddleware:
             if status:
                 raise
             _faults.exception("a request failed")
-            await to_http(error).response(scope["path"])(scope, receive, tell)
+            await error_response(to_http(error), scope["path"])(scope, receive, tell)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -7,6 +7,7 @@ import binascii
 import contextlib
 from typing import TYPE_CHECKING
 
+from octavo.http.apis import error_response
 from octavo.http.errors import PAGES, AuthenticationError, to_http
 from octavo.http.tenants import EVERYBODY
 
@@ -40,7 +41,7 @@ class ApiKeyMiddleware:
             error = AuthenticationError(
                 "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
             )
-            await to_http(error).response(scope["path"])(scope, receive, send)
+            await error_response(to_http(error), scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self.app(scope, receive, send)

@@ -12,6 +12,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from octavo.http.apis import OPENAI
 from octavo.http.auth import OPEN_PATHS
 from octavo.http.errors import HttpError, note_error
 from octavo.http.listening import (
@@ -235,7 +236,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._on_refused(self.client, error)
         else:
             note_error(state, error)
-        body = msgspec.json.encode(error.body)
+        body = msgspec.json.encode(OPENAI.error(error))
         headers = {**error.headers, "content-type": "application/json", "content-length": len(body)}
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[error.status] + f"{lines}connection: close\r\n\r\n".encode() + body)

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from octavo.errors import (
     DeadlineError,
@@ -28,10 +25,8 @@ from octavo.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from starlette.applications import Starlette
-    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -98,19 +93,6 @@ class EngineAnswerError(EngineLostError):
     """The engine that a router had sent a request to gave an answer that is not valid HTTP, or too large."""
 
 
-_TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """A status and the four fields of an OpenAI error object. details: sent in Anthropic's error objects only."""
@@ -129,12 +111,6 @@ class HttpError:
         return self.code or reason_of(self.status)
 
     @property
-    def body(self) -> dict[str, Any]:
-        """The error object."""
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": fields}
-
-    @property
     def headers(self) -> dict[str, str]:
         """What the standard asks for beside the status."""
         if self.status == 401:
@@ -144,41 +120,6 @@ class HttpError:
         if self.status == 504:
             return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
-
-    def response(self, path: str = "") -> ErrorResponse:
-        """Return the whole answer, as the API of a path spells errors."""
-        body = self.body
-        if path.startswith("/v1/messages"):
-            body = self.anthropic_body
-        elif path.startswith("/api/"):
-            body = self.ollama_body
-        headers = self.headers
-        if self.status == 401 and path.startswith(PAGES):
-            headers["WWW-Authenticate"] = 'Basic realm="octavo: any name, and an API key as password", charset="UTF-8"'
-        return ErrorResponse(self, msgspec.json.encode(body), self.status, headers)
-
-    @property
-    def anthropic_body(self) -> dict[str, Any]:
-        """The error as Anthropic's API has it."""
-        error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
-        if self.details is not None:
-            error["details"] = self.details
-        return {"type": "error", "error": error}
-
-    @property
-    def ollama_body(self) -> dict[str, str]:
-        """The error as Ollama has it."""
-        return {"error": self.message}
-
-    @property
-    def tgi_body(self) -> dict[str, str]:
-        """The error as TGI has it."""
-        return {"error": self.message, "error_type": _TGI_TYPES.get(self.status, "generation")}
-
-    def tgi_response(self) -> ErrorResponse:
-        """Return the whole answer as TGI gives it: what is wrong with a request is 422 there."""
-        status = 422 if self.status == 400 else self.status
-        return ErrorResponse(self, msgspec.json.encode(self.tgi_body), status, self.headers)
 
 
 class ErrorResponse(Response):
@@ -269,35 +210,3 @@ def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[Non
             if in_text:
                 error.args = (str(error).replace(own, name, 1) if own in str(error) else f"{name}: {error}",)
         raise
-
-
-def add_error_handlers(app: Starlette) -> None:
-    """Make every error that leaves a route, or that no route was found for, an OpenAI error object."""
-
-    async def octavo_error(request: Request, error: Exception) -> Response:
-        http_error = to_http(error)
-        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # which is logged where it failed
-            logger.error("a request failed: %s", error, exc_info=error)
-        spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
-        return http_error.response(request.url.path) if spell is None else spell(http_error)
-
-    async def routing_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        where = f"{request.method} {request.url.path}"
-        messages = {404: f"there is no such route: {where}", 405: f"this route does not take the method: {where}"}
-        message = messages.get(error.status_code, str(error.detail))
-        response = HttpError(error.status_code, message).response(request.url.path)
-        response.headers.update(error.headers or {})
-        return response
-
-    async def left(request: Request, _: Exception) -> Response:
-        told: HttpError | None = getattr(request.state, "error", None)  # by its connection, which it ended
-        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # nobody reads it
-
-    async def own_bug(request: Request, error: Exception) -> Response:
-        return to_http(error).response(request.url.path)
-
-    app.add_exception_handler(OctavoError, octavo_error)
-    app.add_exception_handler(HTTPException, routing_error)
-    app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, own_bug)

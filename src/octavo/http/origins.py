@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from octavo.http.apis import OPENAI
 from octavo.http.auth import OPEN_PATHS
 from octavo.http.errors import HttpError
 
@@ -33,7 +34,7 @@ class OriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is allowed."""
         error = self._error(scope) if scope["type"] == "http" else None
-        app = self.app if error is None else error.response()
+        app = self.app if error is None else OPENAI.response(error)
         await app(scope, receive, send)
 
     def _error(self, scope: Scope) -> HttpError | None:

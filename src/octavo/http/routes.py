@@ -1,33 +1,120 @@
-"""What those who stand before the routes know of them: which take a place, how each spells errors, whose they are."""
+"""The routes of all APIs, one line each: server, OpenAPI document and router read what each of them needs from here."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from octavo.http.errors import HttpError
+from octavo.http.apis import ANTHROPIC, OLLAMA, OPENAI, OPERATOR, RESPONSES, SGLANG, TGI, Api, api_below
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from starlette.responses import Response
-
-OLLAMA_TAG = ":latest"  # what its clients write behind a name without a tag
-TGI_ROUTES = frozenset({"/generate", "/generate_stream", "/"})
-# Those whose answers a model writes.
-_OPENAI_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-GENERATING = TGI_ROUTES | _OPENAI_ROUTES | {"/v1/messages", "/api/chat", "/api/generate"}
-_EMBEDDING = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
-_COUNTING = frozenset({"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize"})
-# How each whose requests take a place, or have a body that is read, spells an error.
-REFUSALS: dict[str, Callable[[HttpError], Response]] = {
-    path: HttpError.tgi_response if path in TGI_ROUTES else partial(HttpError.response, path=path)
-    for path in GENERATING | _COUNTING | _EMBEDDING | {"/api/show"}
-}
-_OPERATORS = frozenset({"/metrics", "/server_info", "/get_server_info", "/dashboard/events"})
-_OPERATORS_BELOW = "/dashboard/requests/"
+_GET, _PROBE = ("GET",), ("GET", "HEAD")
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # the dashboard's, which shows requests of all keys
 
 
-def tells_of_all(path: str) -> bool:
-    """Whether a route tells of all keys, or of how the server was started: it asks for one that may read metrics."""
-    return path in _OPERATORS or path.startswith(_OPERATORS_BELOW)
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route.
+
+    path: as Starlette reads it. endpoint: `module:name` of an `octavo.server.endpoints.Endpoint` in octavo.server.api.
+    api: whose words it speaks; see `Api`.
+    work: what a model does for it, if its requests take a place and count as a tenant's: it writes an `answer`, turns
+    texts into `vectors`, or nothing, as texts are only read (`count`). "": the route has no body.
+    methods: the first one is in the OpenAPI document. aliases: older paths of the same.
+    operators: for a key without `read_metrics`, what it "may not" do here; "": any key may use the route.
+    is_described: whether the OpenAPI document has it.
+    """
+
+    path: str
+    endpoint: str
+    api: Api = OPENAI
+    work: Literal["answer", "vectors", "count", ""] = ""
+    methods: tuple[str, ...] = ("POST",)
+    aliases: tuple[str, ...] = ()
+    operators: str = ""
+    is_described: bool = True
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path and its aliases."""
+        return (self.path, *self.aliases)
+
+
+class Routes:
+    """A table of routes, found by their paths."""
+
+    def __init__(self, *routes: Route) -> None:
+        self._routes = routes
+        self._working = {path: route for route in routes if route.work for path in route.paths}
+        self._operators = {path for route in routes if route.operators for path in route.paths}
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self._routes)
+
+    def find(self, path: str) -> Route | None:
+        """Return the route at a path whose requests have a body and take a place; None if there is none."""
+        return self._working.get(path)
+
+    def api(self, path: str) -> Api:
+        """Return the API that is spoken at a path, also where no route is."""
+        route = self.find(path)
+        return api_below(path) if route is None else route.api
+
+    def is_for_operators(self, path: str) -> bool:
+        """Whether a route shows figures of all keys, or how the server was started: it needs `read_metrics`."""
+        return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
+
+
+ROUTES = Routes(
+    Route("/v1/chat/completions", "openai.chat:create_chat_completion", work="answer"),
+    Route("/v1/completions", "openai.completions:create_completion", work="answer"),
+    Route("/v1/responses", "openai.responses:create_response", RESPONSES, work="answer"),
+    Route("/v1/responses/input_tokens", "openai.responses:count_input_tokens", work="count"),
+    Route("/v1/embeddings", "openai.embeddings:create_embeddings", work="vectors"),
+    Route("/v1/models", "openai.models:list_models", methods=_GET),
+    Route("/v1/models/{model:path}", "openai.models:describe_model", methods=_GET),
+    Route("/v1/messages", "anthropic.messages:create_message", ANTHROPIC, work="answer"),
+    Route("/v1/messages/count_tokens", "anthropic.messages:count_tokens", ANTHROPIC, work="count"),
+    Route("/tokenize", "tokenizing:tokenize", work="count"),
+    Route("/detokenize", "tokenizing:detokenize", work="count"),
+    Route("/generate", "tgi:generate", TGI, work="answer"),
+    Route("/generate_stream", "tgi:generate_stream", TGI, work="answer"),
+    Route("/", "tgi:generate_either", TGI, work="answer"),
+    Route("/info", "tgi:info", TGI, methods=_GET),
+    Route("/api/chat", "ollama.answers:chat", OLLAMA, work="answer"),
+    Route("/api/generate", "ollama.answers:generate", OLLAMA, work="answer"),
+    Route("/api/embed", "ollama.embeddings:embed", OLLAMA, work="vectors"),
+    Route("/api/embeddings", "ollama.embeddings:embed_one", OLLAMA, work="vectors"),
+    Route("/api/show", "ollama.models:show", OLLAMA, work="count"),
+    Route("/api/tags", "ollama.models:tags", OLLAMA, methods=_PROBE),
+    Route("/api/ps", "ollama.models:loaded", OLLAMA, methods=_GET),
+    Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
+    *(
+        Route(f"/api/{name}", "ollama.models:refuse", OLLAMA, is_described=False)
+        for name in ("pull", "push", "create", "copy", "blobs/{digest:path}")
+    ),
+    Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
+    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # Ollama's clients look here
+    Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
+    Route(
+        "/server_info",
+        "describing:server_info",
+        OPERATOR,
+        methods=_GET,
+        aliases=("/get_server_info",),
+        operators="read the server's settings: that takes read_metrics",
+    ),
+    Route(
+        "/metrics",
+        "operating:metrics",
+        OPERATOR,
+        methods=_GET,
+        operators="read the metrics, which tell of all keys",
+    ),
+    Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers ask by HEAD
+    Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
+    Route("/version", "operating:version", OPERATOR, methods=_GET),
+    Route("/openapi.json", "openapi:openapi", OPERATOR, methods=_GET),
+)

@@ -12,11 +12,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octavo.http.errors import NoEngineError, NotAllowedError, add_error_handlers
+from octavo.http.errors import NoEngineError, NotAllowedError
 from octavo.http.graceful import GracefulServer, http_server
 from octavo.http.guards import add_guards
 from octavo.http.listening import MAX_CONNECTIONS
-from octavo.http.routes import REFUSALS
+from octavo.http.routes import ROUTES, Routes
 from octavo.router.page import page_routes
 from octavo.router.proxy import Proxy
 from octavo.router.upstream import FAILURES
@@ -35,8 +35,11 @@ class _ModelList(msgspec.Struct):
     models: list[dict[str, Any]] = []
 
 
-def create_app(service: RouterService) -> Starlette:
-    """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
+def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
+    """Make the ASGI application. With API keys, every route but /health and /ready needs one.
+
+    routes: those of the engines.
+    """
     own = [
         Route("/health", _health),
         Route("/ready", partial(_ready, service)),
@@ -46,10 +49,9 @@ def create_app(service: RouterService) -> Starlette:
         Route("/api/ps", partial(_models, service, "models", "name", {})),
         *page_routes(service),
     ]
-    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)])
+    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)], routes)
     app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
-    add_error_handlers(app)
-    add_guards(app, service, REFUSALS)
+    add_guards(app, service, routes)
     return app
 
 

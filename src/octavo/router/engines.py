@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.config.router import ASSUMED_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_MARGIN_S
+from octavo.http.apis import OLLAMA_TAG
 from octavo.http.errors import EngineLostError
-from octavo.http.routes import OLLAMA_TAG
 from octavo.router.partners import Partners
 from octavo.router.policies.least_loaded import least_loaded
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
 from octavo.errors import RequestError
 from octavo.http.body import read_timeout, received
@@ -19,7 +18,9 @@ from octavo.runtime.text_work import beside, entries_of_bytes
 from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
+
+    from starlette.requests import Request
 
     from octavo.config import ServerConfig
 
@@ -28,31 +29,28 @@ T = TypeVar("T")
 _HUGE = 2**64
 
 
-def body_of(
-    schema: type[Schema], *, is_count: bool = False, any_type: bool = False
-) -> Callable[[Request], Awaitable[Schema]]:
-    """Make the dependency that gives a route its checked body.
+async def read_body(
+    request: Request, schema: type[Schema], *, is_count: bool = False, any_type: bool = False
+) -> Schema:
+    """Read a request's body and check it.
 
-    The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
-    is_count: no answer of the model is asked for, which `request.state.is_count` says to those who do the work.
-    any_type: a program need not say that it sends JSON.
-    `request.state.kv_transfer`: what its headers say of another engine that has a part in it.
+    any_type: programs need not say that they send JSON; browsers must.
+    Sets `request.state.deadline`, on the clock of the event loop: the request's time counts from when its body has
+    arrived; `is_count`: texts are only read, no model runs; `num_body_bytes`; and `kv_transfer`: what the headers say
+    of another engine that has a part in it.
+    Raises `RequestError` and the errors of `received`.
     """
-
-    async def read(request: Request) -> Schema:
-        config: ServerConfig = request.app.state.config
-        if not any_type or "origin" in request.headers:  # browsers send that with every POST
-            _check_media_type(request.headers.get("content-type"))
-        state = request.app.state
-        request.state.kv_transfer = read_kv_transfer(request.headers, state.role)
-        async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:
-            request.state.is_count = is_count
-            request.state.num_body_bytes = sum(map(len, chunks))
-            timeout_s = read_timeout(request, config.request_timeout_s)
-            request.state.deadline = asyncio.get_running_loop().time() + timeout_s
-            return await look_at(request, lambda: parse(schema, _joined(chunks)))
-
-    return read
+    config: ServerConfig = request.app.state.config
+    if not any_type or "origin" in request.headers:  # browsers send that with every POST
+        _check_media_type(request.headers.get("content-type"))
+    state = request.app.state
+    request.state.kv_transfer = read_kv_transfer(request.headers, state.role)
+    async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:
+        request.state.is_count = is_count
+        request.state.num_body_bytes = sum(map(len, chunks))
+        timeout_s = read_timeout(request, config.request_timeout_s)
+        request.state.deadline = asyncio.get_running_loop().time() + timeout_s
+        return await look_at(request, lambda: parse(schema, _joined(chunks)))
 
 
 def _joined(chunks: list[bytes]) -> bytes:

@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
+from octavo.http.apis import ANTHROPIC
 from octavo.http.errors import spelling
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
@@ -30,6 +31,7 @@ from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
 from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,6 +137,7 @@ class Message(Struct):
     role: str = "assistant"
 
 
+@endpoint(body=MessagesRequest, answer=Message, is_streamed=True)
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
@@ -153,8 +156,9 @@ async def create_message(service: Service, http_request: Request, request: Messa
     )
 
 
+@endpoint(body=CountTokensRequest, answer=types.TokenCount)
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has."""
+    """Count the tokens of a conversation."""
     service.check_model(request.model)
     _check_fields(service, request)
     tool_format = service.answer_style.tools
@@ -266,7 +270,7 @@ class MessageReply:
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
-        return self._tell("error", error=error.anthropic_body["error"])
+        return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from octavo.errors import RequestError
+from octavo.http.apis import OLLAMA_TAG
 from octavo.http.errors import ModelNotFoundError, spelling
-from octavo.http.routes import OLLAMA_TAG
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from octavo.http.apis import OPENAI
 from octavo.server.answers.jobs import event
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
 
     def error(self, error: HttpError) -> bytes:
         """Return an error object, and the end."""
-        return event(error.body) + self._done
+        return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
         """Return what a choice grew by; None where a client hears of nothing."""

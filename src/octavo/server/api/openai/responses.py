@@ -32,6 +32,7 @@ from octavo.server.api.openai.token_places import TokenPlaces
 from octavo.server.api.request_types import Shown
 from octavo.server.api.sampling import read_response_format, sampling_params
 from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,8 +116,9 @@ class ResponsesRequest(SamplingControls):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+@endpoint(body=ResponsesRequest, answer=ResponseObject, is_streamed=True)
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation. Nothing is stored."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
@@ -140,8 +142,9 @@ async def create_response(service: Service, http_request: Request, request: Resp
     )
 
 
+@endpoint(body=ResponsesRequest, answer=InputTokens)
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has."""
+    """Count the tokens of a conversation."""
     service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
