@@ -18,24 +18,13 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from octavo.http.errors import HttpError
+    from octavo.http.metrics import Metrics
 
 logger = logging.getLogger(logs.AUDIT)  # of the lines alone
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # asked for every second, by routers as well
-
-
-class AnswerCounts(Protocol):
-    """What counts answers."""
-
-    def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request."""
-        ...
-
-    def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused or cut off."""
-        ...
 
 
 class Spans(Protocol):
@@ -60,7 +49,7 @@ class AuditMiddleware:
     was noted (`octavo.http.errors.note_error`), else by its status. tracing: what makes a span of it as well.
     """
 
-    def __init__(self, app: ASGIApp, metrics: AnswerCounts, tracing: Spans | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
         self.app = app
         self._metrics, self._tracing = metrics, tracing
 
@@ -113,7 +102,7 @@ def _request_id(scope: Scope) -> bytes:
     return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else new_id().encode()
 
 
-def tell_no_request(metrics: AnswerCounts, client: tuple[str, int] | None, error: HttpError) -> None:
+def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
     """Count and log an answer to what was no HTTP request, so that no middleware ever saw it."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)

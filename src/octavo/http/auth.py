@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from octavo.http.apis import error_response
-from octavo.http.errors import PAGES, AuthenticationError, to_http
+from octavo.http.errors import PAGES, AuthenticationError, NotAllowedError, to_http
 from octavo.http.tenants import EVERYBODY
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class ApiKeyMiddleware:
             return EVERYBODY
         key = _key(scope)
         return None if key is None else keyring.find(key)
+
+
+def check_operator(tenant: Tenant, action: str) -> None:
+    """Raise `NotAllowedError` if a key lacks `read_metrics`. action: what it then "may not" do, for the message."""
+    if not tenant.read_metrics:
+        raise NotAllowedError(f"this key may not {action}")
 
 
 def _key(scope: Scope) -> bytes | None:

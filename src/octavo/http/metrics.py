@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prometheus_client import Metric
     from prometheus_client.registry import Collector
 
 
@@ -44,3 +48,19 @@ class Metrics:
         """Return all figures in the format that the client prefers, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+
+def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Make a family of gauges. text: what they are. values: the values of the labels, and the number, of each."""
+    return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
+
+
+def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Make a family of counters; see `gauge`."""
+    return _filled(CounterMetricFamily(f"octavo:{name}", text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    for label_values, number in values:
+        family.add_metric(label_values, number)
+    return family

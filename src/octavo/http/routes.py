@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
+_CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
+_OLDER = ("/get_server_info",)
+# What a key without `read_metrics` may not do.
+_SETTINGS = "read the server's settings: that takes read_metrics"
+METRICS, DASHBOARD = "read the metrics, which tell of all keys", "see the dashboard, which tells of all keys"
 _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # the dashboard's, which shows requests of all keys
 
 
@@ -91,28 +96,12 @@ ROUTES = Routes(
     Route("/api/tags", "ollama.models:tags", OLLAMA, methods=_PROBE),
     Route("/api/ps", "ollama.models:loaded", OLLAMA, methods=_GET),
     Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
-    *(
-        Route(f"/api/{name}", "ollama.models:refuse", OLLAMA, is_described=False)
-        for name in ("pull", "push", "create", "copy", "blobs/{digest:path}")
-    ),
+    Route("/api/pull", "ollama.models:refuse", OLLAMA, aliases=_CHANGES, is_described=False),
     Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
     Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # Ollama's clients look here
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
-    Route(
-        "/server_info",
-        "describing:server_info",
-        OPERATOR,
-        methods=_GET,
-        aliases=("/get_server_info",),
-        operators="read the server's settings: that takes read_metrics",
-    ),
-    Route(
-        "/metrics",
-        "operating:metrics",
-        OPERATOR,
-        methods=_GET,
-        operators="read the metrics, which tell of all keys",
-    ),
+    Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
+    Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),
     Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers ask by HEAD
     Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
     Route("/version", "operating:version", OPERATOR, methods=_GET),

@@ -12,11 +12,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octavo.http.errors import NoEngineError, NotAllowedError
+from octavo.http.auth import check_operator
+from octavo.http.errors import NoEngineError
 from octavo.http.graceful import GracefulServer, http_server
 from octavo.http.guards import add_guards
 from octavo.http.listening import MAX_CONNECTIONS
-from octavo.http.routes import ROUTES, Routes
+from octavo.http.routes import METRICS, ROUTES, Routes
 from octavo.router.page import page_routes
 from octavo.router.proxy import Proxy
 from octavo.router.upstream import FAILURES
@@ -70,8 +71,7 @@ async def _ready(service: RouterService, _request: Request) -> Response:
 
 
 async def _metrics(service: RouterService, request: Request) -> Response:
-    if not request.state.tenant.read_metrics:
-        raise NotAllowedError("this key may not read the metrics, which tell of all keys")
+    check_operator(request.state.tenant, METRICS)
     content, content_type = service.metrics.text(request.headers.get("accept", ""))
     return Response(content, media_type=content_type)
 

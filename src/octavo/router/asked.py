@@ -23,30 +23,19 @@ _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
 _BLOCK_BYTES = 4096  # that are looked at at once
 
-
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
-_OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
 _DETAILS = ("parameters", "decoder_input_details")  # of TGI
-
-
-def _body_struct() -> type[msgspec.Struct]:
-    """Make the struct that holds the fields of all APIs that matter here; the engine checks them, and all others."""
-    nested: dict[str, list[tuple[str, Any, Any]]] = {}
-    for outer, inner in (*(path for path in _LIMITS if len(path) == 2), _DETAILS):
-        nested.setdefault(outer, []).append((inner, Any, None))
-    return msgspec.defstruct(
-        "Body",
-        [
-            *((name, msgspec.Raw, _NO_RAW) for name in _PROMPT_FIELDS),
-            *((path[0], Any, None) for path in _LIMITS if len(path) == 1),
-            *((outer, msgspec.defstruct(outer, fields) | None, None) for outer, fields in nested.items()),
-            *((name, Any, None) for name in _OTHERS),
-        ],
-    )
-
-
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_body_struct())
+_OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
+# The fields of all APIs that matter here; the engine checks whether they are right, and all others.
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
+    **{path[0]: (Any if len(path) == 1 else dict[str, Any] | None, None) for path in (*_LIMITS, _DETAILS)},
+    **dict.fromkeys(_OTHERS, (Any, None)),
+}
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("Body", [(name, *declared) for name, declared in _FIELDS.items()])
+)
 
 
 @dataclass(frozen=True)
@@ -192,9 +181,8 @@ def _max_tokens(read: Any) -> int:
 
 def _value(read: Any, path: tuple[str, ...]) -> Any:
     """Return a field, or a field of an object; None if there is none."""
-    for name in path:
-        read = getattr(read, name, None)
-    return read
+    value = getattr(read, path[0])
+    return value if len(path) == 1 else (value or {}).get(path[1])
 
 
 def _is_count(value: Any) -> bool:

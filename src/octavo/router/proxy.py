@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError
+from octavo.http.auth import check_operator
 from octavo.http.body import read_timeout, received
 from octavo.http.errors import (
     CLIENT_LEFT,
@@ -20,7 +21,6 @@ from octavo.http.errors import (
     EngineLostError,
     EngineTimeoutError,
     NoEngineError,
-    NotAllowedError,
     note_error,
     to_http,
 )
@@ -80,8 +80,8 @@ class Proxy:
     async def _serve(self, request: Request, send: Send) -> None:
         service, tenant, path = self._service, request.state.tenant, request.url.path
         route = self._routes.find(path)
-        if self._routes.is_for_operators(path) and not tenant.read_metrics:
-            raise NotAllowedError("this key may not see what tells of all keys: that takes read_metrics")
+        if self._routes.is_for_operators(path):
+            check_operator(tenant, "see what tells of all keys: that takes read_metrics")
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()

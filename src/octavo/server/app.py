@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Match
 from starlette.routing import Route as AppRoute
 
-from octavo.http.errors import NotAllowedError
+from octavo.http.auth import check_operator
 from octavo.http.guards import add_guards
 from octavo.http.routes import ROUTES
 from octavo.server.bodies import read_body
@@ -40,13 +40,7 @@ def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
         for path in route.paths
     ]
     app = Starlette(routes=[*table, *(dashboard_routes(service) if service.config.dashboard else ())])
-    app.state.config = service.config
-    app.state.limiter = service.limiter
-    app.state.timeouts = service.timeouts
-    app.state.text = service.engine.text
-    app.state.role = service.engine.capacity.role
-    app.state.routes = routes
-    app.state.started = datetime.now(UTC)
+    app.state.service, app.state.routes, app.state.started = service, routes, datetime.now(UTC)
     add_guards(app, service, routes)
     return app
 
@@ -66,8 +60,8 @@ class _AppRoute(AppRoute):
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
     """Serve a request of a route: errors from here on are spelled as its API spells them."""
-    if route.operators and not request.state.tenant.read_metrics:
-        raise NotAllowedError(f"this key may not {route.operators}")
+    if route.operators:
+        check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:
         return await endpoint.handler(service, request)
     request.state.spell_error = route.api.response

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from octavo.config import ServerConfig
+    from octavo.server.service import Service
 
 Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
@@ -40,16 +40,16 @@ async def read_body(
     of another engine that has a part in it.
     Raises `RequestError` and the errors of `received`.
     """
-    config: ServerConfig = request.app.state.config
+    service: Service = request.app.state.service
+    config, state = service.config, request.state
     if not any_type or "origin" in request.headers:  # browsers send that with every POST
         _check_media_type(request.headers.get("content-type"))
-    state = request.app.state
-    request.state.kv_transfer = read_kv_transfer(request.headers, state.role)
-    async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:
-        request.state.is_count = is_count
-        request.state.num_body_bytes = sum(map(len, chunks))
+    state.kv_transfer = read_kv_transfer(request.headers, service.engine.capacity.role)
+    async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
+        state.is_count = is_count
+        state.num_body_bytes = sum(map(len, chunks))
         timeout_s = read_timeout(request, config.request_timeout_s)
-        request.state.deadline = asyncio.get_running_loop().time() + timeout_s
+        state.deadline = asyncio.get_running_loop().time() + timeout_s
         return await look_at(request, lambda: parse(schema, _joined(chunks)))
 
 
@@ -75,7 +75,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await beside(
-        request.app.state.text,
+        request.app.state.service.engine.text,
         entries,
         work,
         tenant=state.tenant.name,

@@ -34,6 +34,11 @@ class Endpoint:
     answer: Any
     is_streamed: bool
 
+    @property
+    def __wrapped__(self) -> Handler:
+        """The handler, as `inspect.unwrap` asks for it."""
+        return self.handler
+
 
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False

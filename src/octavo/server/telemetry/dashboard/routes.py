@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from octavo.http.errors import NotAllowedError, NotFoundError
+from octavo.http.auth import check_operator
+from octavo.http.errors import NotFoundError
 from octavo.http.page_headers import PAGE_HEADERS
+from octavo.http.routes import DASHBOARD
 from octavo.server.telemetry.dashboard.feed import Dashboard, read_static
 
 if TYPE_CHECKING:
@@ -43,10 +45,6 @@ def dashboard_routes(service: Service) -> list[Route]:
     dashboard = Dashboard(service)
     files = read_static()
 
-    def check_allowed(request: Request) -> None:
-        if not request.state.tenant.read_metrics:
-            raise NotAllowedError("this key may not see the dashboard, which tells of all keys")
-
     async def page(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         if name not in files:
@@ -55,11 +53,11 @@ def dashboard_routes(service: Service) -> list[Route]:
         return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
     async def frames(request: Request) -> Response:
-        check_allowed(request)
+        check_operator(request.state.tenant, DASHBOARD)
         return _Frames(dashboard, request.state.tenant)
 
     async def explain(request: Request) -> Response:
-        check_allowed(request)
+        check_operator(request.state.tenant, DASHBOARD)
         return JSONResponse(await dashboard.explain(request.path_params["request_id"]))
 
     return [
