@@ -56,7 +56,7 @@ def _add_error_handlers(app: Starlette) -> None:
 
     async def octavo_error(request: Request, error: Exception) -> Response:
         http_error = to_http(error)
-        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # which is logged where it failed
+        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # that one is logged already
             logger.error("a request failed: %s", error, exc_info=error)
         spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
         return error_response(http_error, request.url.path) if spell is None else spell(http_error)
@@ -71,8 +71,8 @@ def _add_error_handlers(app: Starlette) -> None:
         return response
 
     async def left(request: Request, _: Exception) -> Response:
-        told: HttpError | None = getattr(request.state, "error", None)  # by its connection, which it ended
-        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # nobody reads it
+        told: HttpError | None = getattr(request.state, "error", None)  # by the connection, if that ended the request
+        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # only for log and metrics
 
     async def own_bug(request: Request, error: Exception) -> Response:
         return error_response(to_http(error), request.url.path)

@@ -1,4 +1,4 @@
-"""Each request is counted as its headers come, and who cannot be let in hears so before its body is read."""
+"""Each request is counted when its headers arrive, and refused before its body is read if there is no place."""
 
 from __future__ import annotations
 

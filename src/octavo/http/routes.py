@@ -1,4 +1,4 @@
-"""The routes of all APIs, one line each: server, OpenAPI document and router read what each of them needs from here."""
+"""The table of all routes, one line each. The server, the OpenAPI document and the router are made from it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # the dashboard'
 class Route:
     """One route.
 
-    path: as Starlette reads it. endpoint: `module:name` of an `octavo.server.endpoints.Endpoint` in octavo.server.api.
-    api: whose words it speaks; see `Api`.
-    work: what a model does for it, if its requests take a place and count as a tenant's: it writes an `answer`, turns
-    texts into `vectors`, or nothing, as texts are only read (`count`). "": the route has no body.
-    methods: the first one is in the OpenAPI document. aliases: older paths of the same.
-    operators: for a key without `read_metrics`, what it "may not" do here; "": any key may use the route.
-    is_described: whether the OpenAPI document has it.
+    path: with parameters as in Starlette. aliases: older paths of the same route.
+    endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`.
+    api: the API whose spelling of errors, streams and counts it uses.
+    work: the work for a request: "answer", a model writes text; "vectors", a model turns texts into vectors; "count",
+    texts are only read. Such requests have a body, take a place, count as their tenant's, and the router balances
+    them. "": none of that.
+    methods: the OpenAPI document has the first one.
+    operators: an action such as "read the metrics": a key without `read_metrics` may not do it here. "": any key may.
+    is_described: whether the OpenAPI document has the route.
     """
 
     path: str
@@ -48,7 +50,7 @@ class Route:
 
 
 class Routes:
-    """A table of routes, found by their paths."""
+    """A table of routes. Starlette asks them in this order; the router finds them by their exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -59,11 +61,11 @@ class Routes:
         return iter(self._routes)
 
     def find(self, path: str) -> Route | None:
-        """Return the route at a path whose requests have a body and take a place; None if there is none."""
+        """Return the route with a body at a path; its requests take a place. None if there is none."""
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
-        """Return the API that is spoken at a path, also where no route is."""
+        """Return the API at a path, also for a path without a route."""
         route = self.find(path)
         return api_below(path) if route is None else route.api
 

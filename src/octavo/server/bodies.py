@@ -54,7 +54,7 @@ async def read_body(
 
 
 def _joined(chunks: list[bytes]) -> bytes:
-    """Make one text of its pieces, which are let go: megabytes take milliseconds."""
+    """Join the pieces of a body and release them: for megabytes that takes milliseconds."""
     body = b"".join(chunks)
     chunks.clear()
     return body
@@ -71,7 +71,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Do what takes as long as the request's body is large: beside the event loop where it is."""
+    """Run work whose time grows with the request's body: on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await beside(
