@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "Cache-Control": "no-store",
-}
+_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 _LINKS = {
     "/v1/models": "the names that are served",
     "/openapi.json": "all routes, as an OpenAPI document",

@@ -1,8 +1,9 @@
-"""GET /openapi.json: what the routes take and give, in OpenAPI 3.1, made of the very types that check and spell it."""
+"""GET /openapi.json: the routes in OpenAPI 3.1, made from their table and the types of their bodies and answers."""
 
 from __future__ import annotations
 
 import functools
+import re
 from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 import msgspec
@@ -33,7 +34,7 @@ TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 OllamaError = TypedDict("OllamaError", {"error": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
-
+_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # of a path as Starlette has it
 _OLDER = "The same under its older name."
 _ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # the others' is OpenAI's
 
@@ -76,7 +77,7 @@ def describe(service: Service, routes: Routes) -> _Object:
         "openapi": "3.1.0",
         "info": {"title": "octavo", "version": __version__, "description": f"Serves {service.model_names[0]}."},
         "paths": {
-            path.replace(":path}", "}"): {route.methods[0].lower(): _operation(route, path, schemas)}
+            _CONVERTOR.sub("}", path): {route.methods[0].lower(): _operation(route, path, schemas)}
             for route in routes
             if route.is_described
             for path in route.paths
@@ -89,18 +90,19 @@ def describe(service: Service, routes: Routes) -> _Object:
 
 
 def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
-    told, is_lines = find_endpoint(route), route.api.lines
-    name = path.partition(":")[0].strip("/").replace("/", "_").replace("{", "").replace(".", "_") or "root"
+    told = find_endpoint(route)
+    parameter = {"in": "path", "required": True, "schema": {"type": "string"}}
+    name = re.sub(r"[/.]", "_", re.sub(r"[{}]", "", _CONVERTOR.sub("}", path)).strip("/")) or "root"
     summary = told.summary if path == route.path else _OLDER
     operation: _Object = {"operationId": name, "summary": summary, "tags": [route.api.name]}
-    if "{model" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := _PARAMETER.findall(path):
+        operation["parameters"] = [{"name": each, **parameter} for each in names]
     if told.body is not None:
         operation["requestBody"] = {"required": True, **_content("application/json", schemas[told.body])}
     answers: _Object = {}
     if told.answer is not None:
         answers["text/plain" if told.answer is str else "application/json"] = {"schema": schemas[told.answer]}
-    if told.is_streamed and is_lines:
+    if told.is_streamed and route.api.lines:
         answers["application/x-ndjson"] = answers["application/json"]
     elif told.is_streamed:
         answers["text/event-stream"] = {"schema": schemas[Event]}
@@ -113,7 +115,7 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
 
 
 def _errors(route: Route, told: Endpoint, schemas: dict[Any, _Object]) -> _Object:
-    # What stops a request before it reaches a route speaks as OpenAI does.
+    # An error before a request reaches its route is spelled as OpenAI's.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if told.body is not None or status not in _POST_ONLY}
@@ -129,7 +131,7 @@ def _content(media_type: str, schema: _Object) -> _Object:
     return {"content": {media_type: {"schema": schema}}}
 
 
-@functools.cache  # the loop waits for it
+@functools.cache  # it takes long, on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     """Return the schema of each type that a route takes or gives, and those that these refer to, by name."""
     told = [find_endpoint(route) for route in routes if route.is_described]
