@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,54 @@ def test_error_event_is_the_last_of_a_stream(api: Api) -> None:
     events = [event for event in api.event(ERROR).split(b"\n\n") if event]
     assert ERROR.message.encode() in events[0]
     assert api.is_last(events[-1] + (b"\n" if api.lines else b"\n\n"))
+
+
+OPENAI_OBJECT = {"message": "the queue is full", "type": "rate_limit_error", "param": "n", "code": "queue_full"}
+RESPONSES_EVENT = {"type": "error", "code": "queue_full", "message": "the queue is full", "param": "n"}
+
+
+@pytest.mark.parametrize(
+    ("api", "first_line", "body"),
+    [
+        (OPENAI, b"", {"error": OPENAI_OBJECT}),
+        (RESPONSES, b"event: error\n", {**RESPONSES_EVENT, "sequence_number": 0}),
+        (
+            ANTHROPIC,
+            b"event: error\n",
+            {"type": "error", "error": {"type": "rate_limit_error", "message": "the queue is full"}},
+        ),
+        (TGI, b"", {"error": "the queue is full", "error_type": "overloaded"}),
+    ],
+    ids=["openai", "responses", "anthropic", "tgi"],
+)
+def test_error_event_of_a_stream(api: Api, first_line: bytes, body: dict[str, Any]) -> None:
+    event, _, rest = api.event(ERROR).partition(b"\n\n")
+    assert event.startswith(first_line + b"data: ")
+    assert msgspec.json.decode(event.removeprefix(first_line + b"data: ")) == body
+    assert rest == (b"data: [DONE]\n\n" if api is OPENAI else b"")
+
+
+def test_error_line_of_a_stream_of_ollama() -> None:
+    assert OLLAMA.event(ERROR) == b'{"error":"the queue is full"}\n'
+
+
+def test_code_of_an_error_of_responses_is_its_type_if_it_has_none() -> None:
+    assert b'"code":"server_error"' in RESPONSES.event(HttpError(500, "failed", "server_error"))
+
+
+@pytest.mark.parametrize(
+    ("api", "event"),
+    [
+        (OPENAI, b'data: {"text":"data: [DONE]"}\n\n'),
+        (RESPONSES, b"event: response.created\ndata: {}\n\n"),
+        (ANTHROPIC, b"event: message_delta\ndata: {}\n\n"),
+        (TGI, b'data: {"details":null}\n\n'),
+        (TGI, b"no JSON"),
+        (OLLAMA, b'{"done":false}\n'),
+    ],
+)
+def test_other_events_are_not_the_last(api: Api, event: bytes) -> None:
+    assert not api.is_last(event)
 
 
 @pytest.mark.parametrize(

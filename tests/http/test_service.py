@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.registry import Collector
@@ -67,7 +69,10 @@ def test_limits_are_those_of_the_configuration() -> None:
     assert service.present(EVERYBODY) is EVERYBODY
 
 
-def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(keys: Path) -> None:
+def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "octavo.http.service")
     service = FakeService(ServerConfig(api_keys_file=keys))
     alice = Tenant(name="alice")
     assert service.present(alice) == alice
@@ -80,6 +85,18 @@ def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(keys: Path) -
     keys.write_text("[keys")
     service.reload()
     assert (service.num_changes, service.present(bob)) == (1, bob)
+    new, kept = (record.getMessage() for record in caplog.records)
+    assert new == "the API keys were read anew: 2"
+    assert kept.startswith("the API keys stay as they were: ")
+    assert str(keys) in kept
+
+
+def test_close_sends_the_last_spans() -> None:
+    service = FakeService(ServerConfig())
+    service.close()
+    service.tracing = tracing = Mock()
+    service.close()
+    tracing.close.assert_called_once_with()
 
 
 def test_tenant_whose_key_was_removed_is_not_present(keys: Path) -> None:

@@ -30,7 +30,7 @@ class Api:
 
     name: its tag in the OpenAPI document. below: where its routes are: an error at any such path is spelled its way.
     error: returns the JSON object of an error. event: returns the last event of a stream that fails.
-    is_last: whether a complete event is the last of a complete stream.
+    last_event: how the last event of a complete stream begins; None: it is JSON, with a field of `_LastToken` set.
     statuses: its statuses of errors that differ from HTTP's.
     any_type: programs need not send `Content-Type: application/json`. lines: a stream's events are lines of JSON.
 
@@ -46,7 +46,7 @@ class Api:
     below: str = ""
     error: Callable[[HttpError], Mapping[str, Any]]
     event: Callable[[HttpError], bytes]
-    is_last: Callable[[bytes], bool]
+    last_event: re.Pattern[bytes] | None = None
     statuses: Mapping[int, int] = field(default_factory=dict)
     any_type: bool = False
     lines: bool = False
@@ -61,22 +61,19 @@ class Api:
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
+    def is_last(self, event: bytes) -> bool:
+        """Return True if a complete event ends a complete stream."""
+        if self.last_event is not None:
+            return self.last_event.match(event) is not None
+        try:
+            token = msgspec.json.decode(event.removeprefix(b"data:"), type=_LastToken)
+        except msgspec.MsgspecError:
+            return False
+        return any((token.error, token.details, token.done))
+
 
 def _event(body: object, kind: str = "") -> bytes:
     return (f"event: {kind}\n".encode() if kind else b"") + b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _begins(pattern: bytes) -> Callable[[bytes], bool]:
-    compiled = re.compile(pattern)
-    return lambda event: compiled.match(event) is not None
-
-
-def _is_last_token(event: bytes) -> bool:
-    try:
-        token = msgspec.json.decode(event.removeprefix(b"data:"), type=_LastToken)
-    except msgspec.MsgspecError:
-        return False
-    return any((token.error, token.details, token.done))
 
 
 def _openai_error(error: HttpError) -> dict[str, Any]:
@@ -122,7 +119,7 @@ OPENAI = Api(
     name="OpenAI",
     error=_openai_error,
     event=lambda error: _event(_openai_error(error)) + b"data: [DONE]\n\n",
-    is_last=_begins(rb"data: \[DONE\]"),
+    last_event=re.compile(rb"data: \[DONE\]"),
     prompt=("tools", "messages", "prompt"),
     limits=("max_tokens", "max_completion_tokens"),
     prompt_counts=("prompt_tokens",),
@@ -131,7 +128,7 @@ OPENAI = Api(
 RESPONSES = replace(
     OPENAI,
     event=_responses_event,
-    is_last=_begins(rb"event: (?:response\.(?:completed|incomplete|failed)|error)\r?\n"),
+    last_event=re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|error)\r?\n"),
     prompt=("tools", "instructions", "input"),
     limits=("max_output_tokens",),
     prompt_counts=("input_tokens",),
@@ -142,7 +139,7 @@ ANTHROPIC = Api(
     below="/v1/messages",
     error=_anthropic_error,
     event=lambda error: _event(_anthropic_error(error), "error"),
-    is_last=_begins(rb"event: (?:message_stop|error)\r?\n"),
+    last_event=re.compile(rb"event: (?:message_stop|error)\r?\n"),
     prompt=("tools", "system", "messages"),
     limits=("max_tokens",),
     prompt_counts=("input_tokens",),
@@ -152,7 +149,6 @@ TGI = Api(
     name="TGI",
     error=_tgi_error,
     event=lambda error: _event(_tgi_error(error)),
-    is_last=_is_last_token,
     statuses={400: 422},
     prompt=("inputs",),
     limits=("parameters.max_new_tokens",),
@@ -165,7 +161,6 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    is_last=_is_last_token,
     any_type=True,  # `curl -d` sends it so
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
