@@ -39,7 +39,8 @@ def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
         for route in routes
         for path in route.paths
     ]
-    app = Starlette(routes=[*table, *(dashboard_routes(service) if service.config.dashboard else ())])
+    pages = dashboard_routes(service) if service.config.dashboard else {}
+    app = Starlette(routes=[*table, *(_AppRoute(path, serve, ("GET",), False) for path, serve in pages.items())])
     app.state.service, app.state.routes, app.state.started = service, routes, datetime.now(UTC)
     add_guards(app, service, routes)
     return app

@@ -254,6 +254,14 @@ def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> 
             assert [again.next()[0], again.next()[1]["is_first"]] == ["hello", True]
 
 
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/a"])
+def test_page_and_feed_answer_get_only(shared: Running, path: str) -> None:
+    """A HEAD that opened the feed would hold one of its places without reading."""
+    with shared.http() as http:
+        refused = http.head(path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+
+
 def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_WATCHERS", 1)
     with run_server() as running, running.http() as http, running.http() as other:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from octavo.http.auth import check_operator
 from octavo.http.errors import NotFoundError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from octavo.http.tenants import Tenant
+    from octavo.server.endpoints import Handler
     from octavo.server.service import Service
 
 
@@ -40,8 +40,8 @@ class _Frames(StreamingResponse):
             self._dashboard.leave()
 
 
-def dashboard_routes(service: Service) -> list[Route]:
-    """Return the page's routes. Its figures are of the requests of all keys, so they need `read_metrics`."""
+def dashboard_routes(service: Service) -> dict[str, Handler]:
+    """Return the handler of each path, for GET. Requests are of all keys: to see them needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 
@@ -60,12 +60,9 @@ def dashboard_routes(service: Service) -> list[Route]:
         check_operator(request.state.tenant, DASHBOARD)
         return JSONResponse(await dashboard.explain(request.path_params["request_id"]))
 
-    return [
-        Route(path, serve, include_in_schema=False)
-        for path, serve in (
-            ("/dashboard", page),
-            ("/dashboard/events", frames),
-            ("/dashboard/requests/{request_id:path}", explain),
-            ("/dashboard/{name}", page),
-        )
-    ]
+    return {
+        "/dashboard": page,
+        "/dashboard/events": frames,
+        "/dashboard/requests/{request_id:path}": explain,
+        "/dashboard/{name}": page,
+    }
