@@ -105,6 +105,43 @@ def test_only_pages_ask_a_browser_for_a_password(path: str, challenge: str) -> N
     assert response.headers["WWW-Authenticate"].startswith(challenge)
 
 
+def test_only_a_missing_key_is_answered_with_a_challenge() -> None:
+    assert "WWW-Authenticate" not in error_response(HttpError(403, "not allowed"), "/dashboard").headers
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "kinds"),
+    [
+        (
+            ANTHROPIC,
+            "type",
+            {
+                400: "invalid_request_error",
+                401: "authentication_error",
+                403: "permission_error",
+                404: "not_found_error",
+                413: "request_too_large",
+                429: "rate_limit_error",
+                500: "api_error",
+                503: "overloaded_error",
+                504: "timeout_error",
+            },
+        ),
+        (TGI, "error_type", {400: "validation", 413: "validation", 429: "overloaded", 503: "generation"}),
+    ],
+    ids=["anthropic", "tgi"],
+)
+def test_type_of_an_error_follows_its_status(api: Api, field: str, kinds: dict[int, str]) -> None:
+    bodies = {status: api.error(HttpError(status, "")) for status in kinds}
+    assert {
+        status: body["error"][field] if api is ANTHROPIC else body[field] for status, body in bodies.items()
+    } == kinds
+
+
+def test_only_ollamas_programs_may_leave_the_media_type_out_and_read_lines() -> None:
+    assert [api for api in APIS if api.any_type] == [api for api in APIS if api.lines] == [OLLAMA]
+
+
 def test_details_of_an_error_are_only_anthropics() -> None:
     error = HttpError(400, "no threads", details={"unsupported": ["thread"]})
     assert ANTHROPIC.error(error)["error"]["details"] == error.details

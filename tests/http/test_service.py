@@ -91,6 +91,12 @@ def test_reload_takes_new_keys_and_an_invalid_file_changes_nothing(
     assert str(keys) in kept
 
 
+def test_reload_without_keys_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "octavo.http.service")
+    FakeService(ServerConfig()).reload()
+    assert [record.getMessage() for record in caplog.records] == ["the API keys were read anew: 0"]
+
+
 def test_close_sends_the_last_spans() -> None:
     service = FakeService(ServerConfig())
     service.close()

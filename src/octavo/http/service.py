@@ -37,6 +37,7 @@ class HttpService(ABC):
     """
 
     config: AccessConfig
+    keyring: Keyring | None
     tracing: Spans | None = None
 
     def __init__(
@@ -46,7 +47,6 @@ class HttpService(ABC):
         self.limiter = RequestLimiter(config.max_open_requests, max_waiting_tokens, num_bodies * config.max_body_bytes)
         self.timeouts = TimeoutQueue()
         self.metrics = Metrics(collector)
-        self.keyring: Keyring | None = None
         self.is_closing = False
         self._read_keys()
 
