@@ -16,7 +16,7 @@
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
 #                                       and the questions it is asked (JOBS=2: in two processes)
 #   make mutants                        changes every statement of the core in every way: does a test see it?
-#                                       (ROOM=router: another room; all: each one. FILES=access/limiter.py,
+#                                       (ROOM=router: another room; all: each one. FILES=http/limiter.py,
 #                                       CHANGED=origin/main: of all rooms. SHARE=0.1 SEED=1, LIMIT_S=60: fewer.
 #                                       ROOM_OF_DAY=2026-332: the room whose turn it is)
 #   make sanitize SANITIZE="--kind thread --isa best"   csrc under the sanitizers of g++ (address, undefined, thread)
@@ -63,7 +63,7 @@ ISA_TESTS := tests/worker tests/speculative tests/engine tests/test_speculation_
 	$(wildcard tests/test_exactness*.py)
 LOWEST := $(VENV)/lowest
 LOWEST_TOOLS := pytest pytest-xdist hypothesis httpx "jsonschema[format]" psutil openai anthropic ollama
-LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/server/access tests/engine/test_async_llm.py
+LOWEST_TESTS := tests/core tests/cli tests/router tests/server/api tests/http tests/engine/test_async_llm.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
 .PHONY: demo serve test test-all test-isa test-slow test-lowest test-python turn $(foreach day,0 1 2 3 4 5 6 7,turn-$(day)) real sanitize simulate mutants figures fuzz guard quality lint format bench wheel release clean

@@ -33,8 +33,8 @@ from real_tokenizers import ended
 from octavo.config import ServerConfig
 from octavo.data.core_output import EngineCoreOutput
 from octavo.engine.output_processor import OutputProcessor
+from octavo.http.tenants import Tenant, add_key
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))

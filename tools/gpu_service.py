@@ -47,7 +47,7 @@ def soak(check: Check, entries: Entries) -> None:
 
 def restart(check: Check, entries: Entries) -> None:
     """Kill a server that answers, start it again, and compare what it answers, log probabilities included."""
-    missing = [name for name in ("uvicorn", "fastapi", "zmq") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("uvicorn", "starlette", "zmq") if importlib.util.find_spec(name) is None]
     if missing:
         entries.add("killed", lambda: {"left_out": f"octavo[server] is not installed: no {', '.join(missing)}"})
         return

@@ -41,7 +41,7 @@ TOOLS = (
     "anthropic",
     "ollama",
 )
-WITHOUT_TORCH = ("core", "router", "server/api", "server/access", "server/answers", "structured_output")
+WITHOUT_TORCH = ("core", "router", "server/api", "http", "server/answers", "structured_output")
 WITH_TORCH = (*WITHOUT_TORCH, "cli", "engine", "kv_transfer", "runtime")
 # They compare with packages that TOOLS do not bring.
 IGNORED = ("cli/test_perplexity.py", "engine/test_gguf_tokenizer.py")

@@ -41,11 +41,11 @@ from octavo.config import (
 )
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.http.listening import bind
+from octavo.http.tenants import Tenant, add_key
 from octavo.journal.format import VERSION
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.sampling_params import SamplingParams
-from octavo.server.access.listening import bind
-from octavo.server.access.tenants import Tenant, add_key
 
 runner = CliRunner()
 COMMANDS = (
@@ -90,11 +90,11 @@ def python(code: str) -> str:
         "from octavo.cli import app; app(['--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['serve', '--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['models'], standalone_mode=False)",
-        "import octavo.server.access.listening",
+        "import octavo.http.listening",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
-    heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "jinja2"}
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "starlette", "uvicorn", "jinja2"}
     out = python(f"{code}\nimport sys; print('LOADED', sorted({heavy!r} & set(sys.modules)))")
     assert out.splitlines()[-1] == "LOADED []"
 
@@ -107,10 +107,10 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
         for module, owners in importlib.metadata.packages_distributions().items()
         if names & {owner.lower().replace("_", "-") for owner in owners}
     }
-    assert {"fastapi", "msgspec", "zmq"} <= modules
+    assert {"starlette", "msgspec", "zmq"} <= modules
     assert {*PACKAGES} <= modules
     can_do_without = {"uvloop", "llguidance"}
-    names.remove("pydantic")  # FastAPI brings it, and typer imports it if it is installed
+    names.remove("pydantic")  # typer imports it if it is installed
     modules.remove("pydantic")
     assert len(PACKAGES) == len(names - can_do_without), "serve looks for each of the others"
     code = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))  # to import them fails\n"
@@ -139,7 +139,7 @@ from octavo.cli import app
 from octavo.cli.engine_options import EngineOptions
 from octavo.errors import ConfigError
 def launch(options, meanwhile):
-    print("before", *{"fastapi", "uvicorn", "starlette"} & set(sys.modules))
+    print("before", *{"uvicorn", "starlette"} & set(sys.modules))
     meanwhile()
     print("then", "octavo.server.serving" in sys.modules)
     raise ConfigError("no model here")
@@ -699,7 +699,7 @@ def test_a_server_that_loads_its_model_is_told_to_end() -> None:
 import threading, time
 from octavo.cli import app
 from octavo.cli.engine_options import EngineOptions
-from octavo.server.access import listening
+from octavo.http import listening
 listening._LEAVE_S = 0.2
 def launch(options, meanwhile):
     threading.Thread(target=time.sleep, args=[60]).start()

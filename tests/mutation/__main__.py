@@ -49,7 +49,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mutation", description=__doc__)
-    parser.add_argument("files", nargs="*", help="files of the rooms, all by default: limiter.py, access/limiter.py")
+    parser.add_argument("files", nargs="*", help="files of the rooms, all by default: limiter.py, http/limiter.py")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--room", choices=[*BY_NAME, "all"], help="default: core; all with files or --changed")
     chosen.add_argument("--room-of-day", metavar="YYYY-DDD", help="the room whose turn it is on this day of the year")

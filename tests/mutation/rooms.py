@@ -91,10 +91,16 @@ ROOMS = (
     Room("speculative", "octavo.speculative", ("speculative",)),
     Room("router", "octavo.router", ("router",)),
     Room(
-        "access",
-        "octavo.server.access",
-        ("server/access", "server/test_http_errors.py"),
-        left_out=("tests/server/access/test_limits.py::test_open_files_are_allowed_as_far_as_the_system_lets",),
+        "http",
+        "octavo.http",
+        ("http", "server/test_http_errors.py"),
+        left_out=("tests/http/test_limits.py::test_open_files_are_allowed_as_far_as_the_system_lets",),
+    ),
+    Room(
+        "bodies",
+        "octavo.server",
+        ("server/test_bodies.py", "server/test_http_errors.py", "server/test_json_structure.py"),
+        ("bodies.py", "json_structure.py"),
     ),
     Room(
         "kv_transfer",
@@ -130,7 +136,7 @@ def room_of_day(day: str) -> Room:
 def paths_named(rooms: Iterable[Room], files: Iterable[str]) -> list[tuple[Room, list[Path]]]:
     """Return each room that has one of these files, with their paths; all rooms and paths when no file is named.
 
-    A file is the end of a path: `limiter.py`, `access/limiter.py`. Raises `ValueError` for one that no room has.
+    A file is the end of a path: `limiter.py`, `http/limiter.py`. Raises `ValueError` for one that no room has.
     """
     found = [(room, room.paths()) for room in rooms]
     wanted = [Path(file).parts for file in files]

@@ -161,8 +161,8 @@ def test_files_are_named_by_the_end_of_their_path():
     def found(*names):
         return {(room.name, path.name) for room, paths in paths_named(ROOMS, names) for path in paths}
 
-    assert found("limiter.py", "router/proxy.py") == {("access", "limiter.py"), ("router", "proxy.py")}
-    assert found("connection.py") == {("access", "connection.py"), ("router", "connection.py")}
+    assert found("limiter.py", "router/proxy.py") == {("http", "limiter.py"), ("router", "proxy.py")}
+    assert found("connection.py") == {("http", "connection.py"), ("router", "connection.py")}
     assert found("connection.py", "core/stop.py") > found("core/stop.py") == {("core", "stop.py")}
     with pytest.raises(ValueError, match=r"router/limiter\.py is no file of core, models"):
         found("stop.py", "router/limiter.py")
@@ -171,7 +171,7 @@ def test_files_are_named_by_the_end_of_their_path():
 def test_each_room_has_its_day():
     days = [f"2026-{day:03}" for day in range(1, 1 + len(ROOMS))]
     assert {room_of_day(day).name for day in days} == set(BY_NAME)
-    assert room_of_day("2026-009") == room_of_day("2026-001")
+    assert room_of_day("2026-010") == room_of_day("2026-001")
 
 
 @pytest.mark.parametrize("day", ["2026", "2026-000", "2026-367", "26-007", "2026-7th"])

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from router.asking_engine import Transport
 
 from octavo.config import RouterConfig
+from octavo.http.tenants import EVERYBODY, Tenant
 from octavo.router.answer import AnswerLimits
 from octavo.router.connection import EngineConnection
 from octavo.router.proxy import Proxy
 from octavo.router.service import RouterService
-from octavo.server.access.tenants import EVERYBODY, Tenant
 
 if TYPE_CHECKING:
     from octavo.router.answer import Answer

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from server.running import ALL_KEPT, DEADLINE_S, short_pauses, wait_until
+from running import ALL_KEPT, DEADLINE_S, short_pauses, wait_until
 
 from octavo.config import RouterConfig
+from octavo.http.listening import bind
 from octavo.router.app import make_router
 from octavo.router.service import RouterService
-from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from octavo.http.graceful import GracefulServer
     from octavo.router.engines import Engine
-    from octavo.server.access.graceful import GracefulServer
 
 
 @dataclass

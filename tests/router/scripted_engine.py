@@ -9,11 +9,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import uvicorn
-from server.running import DEADLINE_S, short_pauses
+from running import DEADLINE_S, short_pauses
 from starlette.datastructures import Headers
 
-from octavo.server.access.kv_transfer import read_kv_transfer
-from octavo.server.access.listening import bind
+from octavo.http.kv_transfer import read_kv_transfer
+from octavo.http.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

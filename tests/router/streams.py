@@ -8,9 +8,9 @@ import json
 import threading
 from typing import TYPE_CHECKING
 
-from server.running import DEADLINE_S
+from running import DEADLINE_S
 
-from octavo.server.access.listening import bind
+from octavo.http.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -12,7 +12,7 @@ import pytest
 from allocations import allocated_in
 from router.routing import run_router
 from router.streams import HEAD, raw_engine
-from server.running import asking, connect, wait_until
+from running import asking, connect, wait_until
 
 from octavo.router.answer import MalformedAnswerError
 from octavo.router.event_stream import EventStream

@@ -10,17 +10,17 @@ from router.routing import run_router
 from router.scripted_engine import scripted
 from router.streams import HEAD, raw_engine
 from router.virtual_time import run_virtually
-from server.running import asking, run_server, wait_until
+from running import asking, run_server, wait_until
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError, DeadlineError
+from octavo.http.tenants import EVERYBODY
+from octavo.http.timeouts import TimeoutQueue
 from octavo.router.asked import Asked
 from octavo.router.engines import Engine
 from octavo.router.flight import Flight
 from octavo.router.service import RouterService
 from octavo.router.upstream import Upstream
-from octavo.server.access.tenants import EVERYBODY
-from octavo.server.access.timeouts import TimeoutQueue
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{"text":""}'

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import run_server, wait_until
+from running import run_server, wait_until
 
 from octavo.router.discovery import EnginesFile, EnginesOfName
 

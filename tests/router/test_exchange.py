@@ -11,8 +11,8 @@ from router.in_process import URLS, USAGE, Client, answer
 from router.virtual_time import run_virtually
 from starlette.exceptions import HTTPException
 
-from octavo.server.access.tenants import EVERYBODY, Tenant
-from octavo.server.errors import CLIENT_LEFT
+from octavo.http.errors import CLIENT_LEFT
+from octavo.http.tenants import EVERYBODY, Tenant
 
 STREAM = "text/event-stream"
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'

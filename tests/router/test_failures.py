@@ -15,11 +15,11 @@ import uvicorn
 from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, asking, run_server, short_pauses, wait_until
+from running import DEADLINE_S, asking, run_server, short_pauses, wait_until
 
-from octavo.router.spelling import is_last_event
+from octavo.http.listening import bind
+from octavo.http.routes import ROUTES
 from octavo.router.upstream import is_own_failure, is_refusal
-from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -240,7 +240,7 @@ def test_an_engine_that_freezes_behind_the_last_event_adds_none():
     ],
 )
 def test_an_event_that_only_tells_of_an_end_is_not_the_last(path, event):
-    assert not is_last_event(event, path)
+    assert not ROUTES.api(path).is_last(event)
 
 
 def test_a_frozen_engine_is_found_and_its_requests_end():

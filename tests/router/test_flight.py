@@ -8,11 +8,11 @@ import pytest
 from router.virtual_time import run_virtually
 
 from octavo.errors import DeadlineError
+from octavo.http.errors import EngineLostError
+from octavo.http.tenants import EVERYBODY
+from octavo.http.timeouts import TimeoutQueue
 from octavo.router.asked import Asked
 from octavo.router.flight import Flight
-from octavo.server.access.tenants import EVERYBODY
-from octavo.server.access.timeouts import TimeoutQueue
-from octavo.server.errors import EngineLostError
 
 
 def test_end_between_two_guarded_blocks_is_raised_at_the_next_one():

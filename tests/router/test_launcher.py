@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import psutil
-from server.running import wait_until
+from running import wait_until
 
 from octavo.router.launcher import LocalReplicas
 

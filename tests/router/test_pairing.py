@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from router.routing import run_router
 from router.scripted_engine import scripted
-from server.running import DEADLINE_S, asking, run_server, wait_until
+from running import DEADLINE_S, asking, run_server, wait_until
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.router import pairing

@@ -8,7 +8,7 @@ import threading
 import pytest
 from router.routing import run_router
 from router.scripted_engine import NUM_PROMPT_TOKENS, scripted
-from server.running import DEADLINE_S, wait_until
+from running import DEADLINE_S, wait_until
 
 from octavo.router import pairing
 from octavo.router.engines import Engine, EnginePool

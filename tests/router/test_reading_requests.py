@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from octavo.http.tenants import Tenant
 from octavo.router.asked import Asked, read_asked
 from octavo.router.engines import Engine
 from octavo.router.flight import Flight, Share
-from octavo.server.access.tenants import Tenant
 
 
 def asked(tenant: str = "", headers: dict[str, str] | None = None, *, is_answered: bool = True, **body: Any) -> Asked:

@@ -9,10 +9,10 @@ import threading
 import pytest
 from fakes import FakeExecutor
 from router.routing import run_router
-from server.running import DEADLINE_S, connect, run_server, wait_until
+from running import DEADLINE_S, connect, run_server, wait_until
 from starlette.routing import Route
 
-from octavo.server.access.tenants import Keyring, Tenant, add_key, remove_key
+from octavo.http.tenants import Keyring, Tenant, add_key, remove_key
 
 BODY = {"prompt": "hello", "max_tokens": 5}
 ENDLESS = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}

@@ -7,8 +7,8 @@ import json
 import pytest
 from fakes import answer_text
 from router.routing import run_router
+from running import DEADLINE_S, run_server
 from sdks import anthropic, ollama, openai
-from server.running import DEADLINE_S, run_server
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError

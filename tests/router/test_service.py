@@ -10,6 +10,8 @@ from router.in_process import URLS, Client
 from router.virtual_time import run_virtually
 
 from octavo.config import RouterConfig
+from octavo.http.errors import AuthenticationError, EngineLostError, NoEngineError, ServerClosingError
+from octavo.http.tenants import EVERYBODY, Tenant, add_key, remove_key
 from octavo.router.app import _cards
 from octavo.router.asked import Asked
 from octavo.router.engines import Engine, EnginePool
@@ -18,8 +20,6 @@ from octavo.router.launcher import NoLauncher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import LeastLoaded
 from octavo.router.service import RouterService
-from octavo.server.access.tenants import EVERYBODY, Tenant, add_key, remove_key
-from octavo.server.errors import AuthenticationError, EngineLostError, NoEngineError, ServerClosingError
 
 
 class HearingLauncher(NoLauncher):

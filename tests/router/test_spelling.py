@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from octavo.router.spelling import error_event, error_response, is_last_event
-from octavo.server.errors import HttpError
+
+from octavo.http.errors import HttpError
 
 ERROR = HttpError(503, "gone", "server_error", param="model", code="engine_lost")
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from router.routing import run_router
 from router.streams import ask, ask_many, event, events_of, request, stream_engine
-from server.running import connect, wait_until
+from running import connect, wait_until
 
 from octavo.router.answer import MalformedAnswerError
 from octavo.router.event_stream import EventStream

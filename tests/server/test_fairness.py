@@ -11,7 +11,7 @@ import pytest
 from running import asking, run_server, wait_until
 
 from octavo.engine.input_processor import InputProcessor
-from octavo.server.access.tenants import Tenant, add_key
+from octavo.http.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import running
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from test_real_engine import served_engine, write_byte_checkpoint
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.stop_strings import StopSearch
 from octavo.engine.tokenizer import Tokenizer
+from octavo.http import audit
+from octavo.http.limiter import Permit
 from octavo.runtime.faults import is_fault
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.access import audit
-from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.job_outputs import merge
 from octavo.server.answers.usage import UsageCounter
@@ -386,7 +386,7 @@ def test_what_is_told_of_a_request_behind_its_answer(
     caplog.set_level(logging.INFO, "octavo.audit")
     middleware = served.server.config.loaded_app
     while not isinstance(middleware, audit.AuditMiddleware):
-        middleware = middleware.middleware_stack if isinstance(middleware, FastAPI) else middleware.app
+        middleware = middleware.middleware_stack if isinstance(middleware, Starlette) else middleware.app
     with pytest.MonkeyPatch.context() as patch, served.http() as http:
         if place == "a trace":
             patch.setattr(middleware, "_tracing", BrokenTracing())

@@ -18,7 +18,6 @@ from fakes import FakeChatTemplate, make_engine
 
 from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.sampling_params import SamplingParams
-from octavo.server.access.body import parse
 from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
@@ -30,6 +29,7 @@ from octavo.server.api.ollama.requests import PromptRequest
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.api.openai.responses import ResponsesRequest
 from octavo.server.api.openai.responses import _read_conversation as items_of
+from octavo.server.bodies import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

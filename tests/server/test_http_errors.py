@@ -26,8 +26,8 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
-from octavo.server.access.listening import bind, check_binding, open_door
-from octavo.server.errors import to_http
+from octavo.http.errors import to_http
+from octavo.http.listening import bind, check_binding, open_door
 from octavo.server.service import MAX_FAILED_STARTS
 from octavo.server.serving import GracefulServer
 

@@ -18,8 +18,8 @@ from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text
 from running import ask_as_written, run_server, wait_until
 
 from octavo.errors import ModelError
+from octavo.http.tenants import Keyring
 from octavo.models.weight_files import find_weight_files
-from octavo.server.access.tenants import Keyring
 
 if TYPE_CHECKING:
     from pathlib import Path

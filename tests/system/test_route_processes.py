@@ -18,8 +18,8 @@ import pytest
 from router.streams import ask_many, event, stream_engine
 from serving_process import DEADLINE_S, STORY
 
-from octavo.server.access.listening import allow_open_files
-from octavo.server.access.tenants import Tenant, add_key, remove_key
+from octavo.http.listening import allow_open_files
+from octavo.http.tenants import Tenant, add_key, remove_key
 
 TERMINAL_S = 10.0
 pytestmark = pytest.mark.xdist_group("replicas")  # they share those of one fixture

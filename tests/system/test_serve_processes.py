@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import STORY, SUM, Stream, serve_lasting
 
-from octavo.server.access.tenants import Tenant, add_key
+from octavo.http.tenants import Tenant, add_key
 
 
 @pytest.fixture(scope="module")

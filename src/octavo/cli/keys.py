@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.command import command, make_app
-from octavo.server.access.tenants import Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
+from octavo.http.tenants import Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="A TOML file.", show_default=False)]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.", show_default=False)]

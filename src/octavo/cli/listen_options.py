@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # only servers need them
+PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")  # only servers need them
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
@@ -83,7 +83,7 @@ class ListenOptions:
 
     def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
         """Return the names to answer to: on loopback its own as well; None for any."""
-        from octavo.server.access.listening import LOOPBACK_NAMES, is_loopback
+        from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
         hosts = tuple(asked or ())
         if hosts or is_loopback(self.host):

@@ -58,7 +58,7 @@ def run_router(
     config: RouterConfig, listen: ListenOptions, say: Callable[[str], object], launcher: Launcher | None = None
 ) -> None:
     """Route until a signal ends it. launcher: runs the engines meanwhile. Raises `ConfigError`."""
-    from octavo.server.access.listening import (
+    from octavo.http.listening import (
         allow_open_files,
         bind,
         check_binding,

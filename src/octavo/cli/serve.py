@@ -112,7 +112,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
 def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
     """Load the model and serve it until a signal ends it."""
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.server.access.listening import (
+    from octavo.http.listening import (
         allow_open_files,
         bind,
         check_binding,

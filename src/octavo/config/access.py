@@ -20,10 +20,10 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 class AccessConfig:
     """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
 
-    api_keys_file: a key for each tenant (`octavo.server.access.tenants`); neither it nor api_key: nobody is asked.
+    api_keys_file: a key for each tenant (`octavo.http.tenants`); neither it nor api_key: nobody is asked.
     operator_key: beside those of a file, of who has started this server and reads its metrics: a replica's router.
     max_open_requests: output streams that may be open; more are refused with 429. allowed_hosts, allowed_origins: see
-    `octavo.server.access.origins`.
+    `octavo.http.origins`.
     """
 
     grace_s: float = option(

@@ -12,14 +12,15 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from octavo.http.auth import check_operator
+from octavo.http.errors import NoEngineError
+from octavo.http.graceful import GracefulServer, http_server
+from octavo.http.guards import add_guards
+from octavo.http.listening import MAX_CONNECTIONS
+from octavo.http.routes import METRICS, ROUTES, Routes
 from octavo.router.page import page_routes
 from octavo.router.proxy import Proxy
 from octavo.router.upstream import FAILURES
-from octavo.server.access.graceful import GracefulServer, http_server
-from octavo.server.access.guards import add_guards
-from octavo.server.access.listening import MAX_CONNECTIONS
-from octavo.server.access.routes import REFUSALS
-from octavo.server.errors import NoEngineError, NotAllowedError, add_error_handlers
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -35,8 +36,11 @@ class _ModelList(msgspec.Struct):
     models: list[dict[str, Any]] = []
 
 
-def create_app(service: RouterService) -> Starlette:
-    """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
+def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
+    """Make the ASGI application. With API keys, every route but /health and /ready needs one.
+
+    routes: those of the engines.
+    """
     own = [
         Route("/health", _health),
         Route("/ready", partial(_ready, service)),
@@ -46,17 +50,9 @@ def create_app(service: RouterService) -> Starlette:
         Route("/api/ps", partial(_models, service, "models", "name", {})),
         *page_routes(service),
     ]
-    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)])
+    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)], routes)
     app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
-    add_error_handlers(app)
-    add_guards(
-        app,
-        service.config,
-        begin=service.begin,
-        refusals=REFUSALS,
-        keyring=lambda: service.keyring,
-        counts=service.metrics,
-    )
+    add_guards(app, service, routes)
     return app
 
 
@@ -75,8 +71,7 @@ async def _ready(service: RouterService, _request: Request) -> Response:
 
 
 async def _metrics(service: RouterService, request: Request) -> Response:
-    if not request.state.tenant.read_metrics:
-        raise NotAllowedError("this key may not read the metrics, which tell of all keys")
+    check_operator(request.state.tenant, METRICS)
     content, content_type = service.metrics.text(request.headers.get("accept", ""))
     return Response(content, media_type=content_type)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.http.apis import APIS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -18,52 +20,22 @@ _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's
 _MAX_PIECES = 4096  # behind these nobody looks: 4 MB
 _MAX_TOKENS = 1 << 17  # that an answer counts as; who asks for more is told so by the engine
 _MAX_STREAMS = 1 << 10
-# What stands before what in the prompt that an engine makes, whichever API it is.
-_PROMPT_FIELDS = ("tools", "instructions", "system", "messages", "prompt", "input", "inputs")
 _NO_RAW = msgspec.Raw()
 _BLOCK_BYTES = 4096  # that are looked at at once
 
-
-class Parameters(msgspec.Struct):
-    """TGI's."""
-
-    max_new_tokens: Any = None
-    decoder_input_details: Any = None
-
-
-class Options(msgspec.Struct):
-    """Ollama's."""
-
-    num_predict: Any = None
-
-
-class Body(msgspec.Struct):
-    """The fields of all APIs that matter here; whatever else there is, and whether they are right, is the engine's."""
-
-    model: Any = None
-    tools: msgspec.Raw = _NO_RAW
-    instructions: msgspec.Raw = _NO_RAW
-    system: msgspec.Raw = _NO_RAW
-    messages: msgspec.Raw = _NO_RAW
-    prompt: msgspec.Raw = _NO_RAW
-    input: msgspec.Raw = _NO_RAW
-    inputs: msgspec.Raw = _NO_RAW
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    num_predict: Any = None
-    parameters: Parameters | None = None
-    options: Options | None = None
-    n: Any = None
-    echo: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    cache_salt: Any = None
-
-
-_decoder = msgspec.json.Decoder(Body)
+_PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
+_LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
+_DETAILS = ("parameters", "decoder_input_details")  # of TGI
+_OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
+# The fields of all APIs that matter here; the engine checks whether they are right, and all others.
+_FIELDS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
+    **{path[0]: (Any if len(path) == 1 else dict[str, Any] | None, None) for path in (*_LIMITS, _DETAILS)},
+    **dict.fromkeys(_OTHERS, (Any, None)),
+}
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("Body", [(name, *declared) for name, declared in _FIELDS.items()])
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +46,7 @@ class Asked:
     owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of all prompts and of each answer.
     num_choices: answers to each of its prompts, num_streams: to all of them. session: what the policy affinity goes by.
     scores_prompt: log probabilities of the prompt are asked for, so that all of it is computed whatever is in a cache.
+    is_answered: a model writes an answer; embeddings and counts have none.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -85,6 +58,7 @@ class Asked:
     num_streams: int = 1
     session: str | None = None
     scores_prompt: bool = False
+    is_answered: bool = True
 
     @cached_property
     def num_prompt_bytes(self) -> int:
@@ -128,15 +102,12 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
 def read_asked(
     body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
 ) -> Asked:
-    """Read a request. A body that is none of a known API's asks for nothing in particular.
-
-    is_answered: a model writes an answer; embeddings and counts have none.
-    """
+    """Read a request. A body that is none of a known API's asks for nothing in particular. is_answered: see `Asked`."""
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return Asked(session=session)
+        return Asked(session=session, is_answered=is_answered)
     model = read.model if isinstance(read.model, str) else None
     salt = read.cache_salt if isinstance(read.cache_salt, str) else ""
     prompt = _prompt(read)
@@ -152,10 +123,11 @@ def read_asked(
         num_streams=num_choices * _num_prompts(read),
         session=session or next((each for each in given if isinstance(each, str) and each), None),
         scores_prompt=_scores_prompt(read),
+        is_answered=is_answered,
     )
 
 
-def _prompt(read: Body) -> tuple[memoryview, ...]:
+def _prompt(read: Any) -> tuple[memoryview, ...]:
     """Return the prompt's fields behind one another, without what closes the last: then one that goes on is longer."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
@@ -163,9 +135,9 @@ def _prompt(read: Body) -> tuple[memoryview, ...]:
     return tuple(given)
 
 
-def _scores_prompt(read: Body) -> bool:
+def _scores_prompt(read: Any) -> bool:
     is_echoed = bool(read.echo) and read.logprobs is not None
-    has_details = read.parameters is not None and bool(read.parameters.decoder_input_details)
+    has_details = bool(_value(read, _DETAILS))
     return read.prompt_logprobs is not None or is_echoed or has_details
 
 
@@ -194,7 +166,7 @@ def _elements(part: memoryview) -> bytes:
     return beginning[1:].lstrip() if beginning[:1] == b"[" else b""
 
 
-def _num_prompts(read: Body) -> int:
+def _num_prompts(read: Any) -> int:
     """Return to how many prompts an answer is asked for each: of completions and embeddings there may be a list."""
     given = read.prompt or read.input
     if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, ids of one, or a conversation's items
@@ -202,11 +174,15 @@ def _num_prompts(read: Body) -> int:
     return len(msgspec.json.decode(given, type=list[msgspec.Raw]))
 
 
-def _max_tokens(read: Body) -> int:
-    given = [read.max_completion_tokens, read.max_tokens, read.max_output_tokens, read.num_predict]
-    given += [] if read.parameters is None else [read.parameters.max_new_tokens]
-    given += [] if read.options is None else [read.options.num_predict]
+def _max_tokens(read: Any) -> int:
+    given = [_value(read, path) for path in _LIMITS]
     return min(min((each for each in given if _is_count(each)), default=_USUAL_TOKENS), _MAX_TOKENS)
+
+
+def _value(read: Any, path: tuple[str, ...]) -> Any:
+    """Return a field, or a field of an object; None if there is none."""
+    value = getattr(read, path[0])
+    return value if len(path) == 1 else (value or {}).get(path[1])
 
 
 def _is_count(value: Any) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.config.router import ASSUMED_REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_MARGIN_S
+from octavo.http.apis import OLLAMA_TAG
+from octavo.http.errors import EngineLostError
 from octavo.router.partners import Partners
 from octavo.router.policies.least_loaded import least_loaded
-from octavo.server.access.routes import OLLAMA_TAG
-from octavo.server.errors import EngineLostError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
+    from octavo.http.tenants import Tenant
+    from octavo.http.timeouts import TimeoutQueue
     from octavo.router.asked import Asked
     from octavo.router.engines import Engine
-    from octavo.server.access.tenants import Tenant
-    from octavo.server.access.timeouts import TimeoutQueue
 
 
 class Flight:

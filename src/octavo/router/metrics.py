@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from octavo.http.metrics import counter, gauge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,19 +44,9 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each figure, with the engine's address."""
         engines = list(self._pool.engines.values())
-        for attribute, name, text in _GAUGES:
-            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["engine"])
-            for engine in engines:
-                gauge.add_metric([engine.url], float(getattr(engine, attribute)))
-            yield gauge
-        requests = GaugeMetricFamily(
-            "octavo:router_open_requests", "Requests that an engine is doing.", labels=["engine"]
-        )
-        for engine in engines:
-            requests.add_metric([engine.url], len(engine.flights))
-        yield requests
-        for attribute, name, text in _COUNTERS:
-            counter = CounterMetricFamily(f"octavo:{name}", text, labels=["engine"])
-            for engine in engines:
-                counter.add_metric([engine.url], float(getattr(engine, attribute)))
-            yield counter
+        for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
+            for attribute, name, text in figures:
+                values = [([engine.url], float(getattr(engine, attribute))) for engine in engines]
+                yield family(name, text, ["engine"], values)
+        num_open = [([engine.url], len(engine.flights)) for engine in engines]
+        yield gauge("router_open_requests", "Requests that an engine is doing.", ["engine"], num_open)

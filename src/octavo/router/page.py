@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from octavo.server.errors import NotAllowedError
-from octavo.server.page_headers import PAGE_HEADERS
+from octavo.http.auth import check_operator
+from octavo.http.page_headers import PAGE_HEADERS
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -39,8 +39,7 @@ async def _file(content: bytes, kind: str, _request: Request) -> Response:
 
 
 async def _engines(service: RouterService, request: Request) -> Response:
-    if not request.state.tenant.read_metrics:
-        raise NotAllowedError("this key may not see the engines' figures, which tell of all keys")
+    check_operator(request.state.tenant, "see the engines' figures, which tell of all keys")
     engines = sorted(service.pool.engines.values(), key=lambda engine: engine.number)
     state = {"policy": service.config.policy, "engines": [_told(engine) for engine in engines]}
     return JSONResponse(state, headers={"Cache-Control": "no-store"})

@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import OctavoError
+from octavo.http.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
 from octavo.router.flight import Flight, Share
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import read_usage
 from octavo.runtime import logs
 from octavo.runtime.ids import new_id
-from octavo.server.access.kv_transfer import KV_TRANSFER_HEADERS, kv_transfer_headers
-from octavo.server.access.routes import GENERATING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +69,7 @@ def pair(service: RouterService, flight: Flight, engine: Engine, scope: Scope, b
     if (
         engine.role != "decode"
         or scope["method"] != "POST"
-        or scope["path"] not in GENERATING
+        or not asked.is_answered
         or asked.scores_prompt
         or num_new < service.config.min_prefill_tokens
         or (prefill := service.pool.choose_prefill(asked, engine, asyncio.get_running_loop().time())) is None

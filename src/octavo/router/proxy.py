@@ -13,33 +13,33 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
-from octavo.router.asked import read_asked
-from octavo.router.event_stream import EventStream
-from octavo.router.flight import Flight, Share
-from octavo.router.pairing import pair, without_kv_transfer
-from octavo.router.spelling import error_event, error_response, is_last_event
-from octavo.router.upstream import FAILURES
-from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
-from octavo.runtime import logs
-from octavo.server.access.body import read_timeout, received
-from octavo.server.access.routes import GENERATING, REFUSALS, tells_of_all
-from octavo.server.errors import (
+from octavo.http.auth import check_operator
+from octavo.http.body import read_timeout, received
+from octavo.http.errors import (
     CLIENT_LEFT,
     EngineAnswerError,
     EngineLostError,
     EngineTimeoutError,
     NoEngineError,
-    NotAllowedError,
     note_error,
     to_http,
 )
+from octavo.http.routes import ROUTES, Routes
+from octavo.router.answer import AnswerError, MalformedAnswerError, SilentEngineError
+from octavo.router.asked import read_asked
+from octavo.router.event_stream import EventStream
+from octavo.router.flight import Flight, Share
+from octavo.router.pairing import pair, without_kv_transfer
+from octavo.router.upstream import FAILURES
+from octavo.router.usage import COUNTS_BYTES, Usage, read_usage
+from octavo.runtime import logs
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from starlette.types import Receive, Scope, Send
 
+    from octavo.http.apis import Api
     from octavo.router.answer import Answer
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
@@ -56,9 +56,9 @@ _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the id
 class Proxy:
     """The route of all requests that the router does not answer itself."""
 
-    def __init__(self, service: RouterService, own_paths: Collection[str] = ()) -> None:
-        """own_paths: paths that the router answers itself, by the methods that it knows."""
-        self._service = service
+    def __init__(self, service: RouterService, own_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
+        """own_paths: paths that the router answers itself, by the methods that it knows. routes: the engines'."""
+        self._service, self._routes = service, routes
         self._own_paths = frozenset(own_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,12 +75,13 @@ class Proxy:
         except OctavoError as error:
             http_error = note_error(scope["state"], to_http(error))
             if not request.state.is_begun:
-                await error_response(http_error, scope["path"])(scope, receive, send)
+                await self._routes.api(scope["path"]).response(http_error)(scope, receive, send)
 
     async def _serve(self, request: Request, send: Send) -> None:
         service, tenant, path = self._service, request.state.tenant, request.url.path
-        if tells_of_all(path) and not tenant.read_metrics:
-            raise NotAllowedError("this key may not see what tells of all keys: that takes read_metrics")
+        route = self._routes.find(path)
+        if self._routes.is_for_operators(path):
+            check_operator(tenant, "see what tells of all keys: that takes read_metrics")
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()
@@ -89,15 +90,15 @@ class Proxy:
                 tenant=tenant.name,
                 headers=request.headers,
                 session_header=service.config.session_header,
-                is_answered=path in GENERATING,
+                is_answered=route is not None and route.work == "answer",
             )
             flight = Flight(asked, tenant)
             timeout_s = _timeout_s(request, service.request_timeout_s)
             with (
-                service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS),
+                service.entering(flight, takes_place=request.method == "POST" and route is not None),
                 flight.limited(service.timeouts, timeout_s),
             ):
-                exchange = _Exchange(service, flight, request, body, send)
+                exchange = _Exchange(service, flight, request, body, send, self._routes.api(path))
                 async with flight.watching(request.receive):
                     await exchange.run()
 
@@ -119,10 +120,12 @@ class _Refusal:
 class _Exchange:
     """A request and its answer, whichever engine gives it."""
 
-    def __init__(self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send) -> None:
+    def __init__(
+        self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send, api: Api
+    ) -> None:
         self._service, self._flight, self._body, self._send = service, flight, body, send
         self._scope = without_kv_transfer(request.scope)
-        self._path: str = request.scope["path"]
+        self._api = api
         self._audit = request.state.audit
         self._tried: list[Engine] = []
         self._failed: set[Engine] = set()
@@ -255,14 +258,14 @@ class _Exchange:
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
         """Raise `AnswerError` for a model's stream that only its connection's end ended, before the last event."""
-        if not answer.ends_with_connection or self._path not in GENERATING:
+        if not answer.ends_with_connection or not self._flight.asked.is_answered:
             return
-        if not is_last_event(events.rest or events.last_event, self._path):
+        if not self._api.is_last(events.rest or events.last_event):
             raise AnswerError("its stream was cut: the connection ended before the last event")
 
     async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
         """End a stream that was begun: with an error event, unless all of its events have been sent."""
-        if is_last_event(events.last_event, self._path):
+        if self._api.is_last(events.last_event):
             await self._send({"type": "http.response.body"})
             return
         own = error if isinstance(error, OctavoError) else _failure_of(error)
@@ -272,7 +275,7 @@ class _Exchange:
         if isinstance(own, EngineLostError):
             engine.num_failures += 1
         http_error = note_error(self._scope["state"], to_http(own))
-        await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
+        await self._send({"type": "http.response.body", "body": self._api.event(http_error)})
 
     async def _send_more(self, body: bytes = b"") -> None:
         """Send a piece of an answer as soon as its client takes more."""

@@ -7,50 +7,41 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError
+from octavo.http.errors import NoEngineError
+from octavo.http.service import HttpService, key_removed
 from octavo.router.engines import EnginePool
 from octavo.router.launcher import Launcher, NoLauncher
 from octavo.router.metrics import RouterCollector
 from octavo.router.policies import create_policy
 from octavo.router.upstream import Upstream
 from octavo.router.watching import EngineWatch
-from octavo.server.access.limiter import RequestLimiter
-from octavo.server.access.tenants import Keyring
-from octavo.server.access.timeouts import TimeoutQueue
-from octavo.server.errors import AuthenticationError, NoEngineError, ServerClosingError
-from octavo.server.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from octavo.config import RouterConfig
+    from octavo.errors import OctavoError
     from octavo.router.engines import Engine
     from octavo.router.flight import Flight
-    from octavo.server.access.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
 _BODIES = 64  # so many of the largest may be open at once
 
 
-class RouterService:
+class RouterService(HttpService):
     """The engines of a configuration, and who may use them. Used on one event loop only.
 
     launcher: what runs them, where that is this process.
     Raises `ConfigError` where the file of keys cannot be used.
     """
 
+    config: RouterConfig
     upstream: Upstream  # from `start` on: connections belong to a loop that runs
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
-        self.config = config
         self.pool = EnginePool(create_policy(config))
-        self.limiter = RequestLimiter(config.max_open_requests, None, _BODIES * config.max_body_bytes)
-        self.timeouts = TimeoutQueue()
-        self.metrics = self.answer_counts = Metrics(RouterCollector(self.pool))
-        self.keyring: Keyring | None = None
-        self._read_keys()
-        self.is_closing = False
+        super().__init__(config, RouterCollector(self.pool), num_bodies=_BODIES)
         self._launcher = launcher or NoLauncher()
         self._flights: set[Flight] = set()
         self._is_idle = asyncio.Event()
@@ -74,17 +65,10 @@ class RouterService:
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
-    def check_ready(self) -> None:
-        """Raise where no request can be taken now."""
-        if self.is_closing:
-            raise ServerClosingError("closing")
+    def check_engine(self) -> None:
+        """Raise `NoEngineError` if no engine is ready."""
         if not self.pool.ready():
             raise NoEngineError(self.config.health_interval_s)
-
-    def begin(self, tenant: Tenant) -> None:
-        """Count a request whose headers are there. Raises why it cannot be taken."""
-        self.check_ready()
-        self.limiter.begin(tenant)
 
     @contextlib.contextmanager
     def entering(self, flight: Flight, *, takes_place: bool) -> Iterator[None]:
@@ -113,39 +97,23 @@ class RouterService:
         if self._watch is not None:
             self._watch.suspect(engine)
 
-    def reload(self) -> None:
-        """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended."""
-        try:
-            self._read_keys()
-        except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
-            return
+    def _keys_changed(self) -> None:
         self._launcher.reload()
         for flight in list(self._flights):
-            if self.keyring is not None and self.keyring.named(flight.tenant.name) is None:
-                flight.end(AuthenticationError("the API key of this request was taken away"))
+            if self.present(flight.tenant) is None:
+                flight.end(key_removed())
 
-    def _read_keys(self) -> None:
-        self.keyring = Keyring.of(self.config)
-        if self.keyring is not None:
-            self.limiter.change(self.keyring.tenants)
+    async def _idle(self) -> None:
+        await self._is_idle.wait()
 
-    async def drain(self, grace_s: float) -> None:
-        """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
-        self.is_closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._is_idle.wait()
+    async def _end_open(self, why: Callable[[], OctavoError]) -> None:
         if self._flights:
             logger.warning("ending %d open requests", len(self._flights))
         for flight in list(self._flights):
-            flight.end(ServerClosingError("closing"))
+            flight.end(why())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SLOW_READER_S):  # who does not read is not waited for
+            async with asyncio.timeout(_SLOW_READER_S):  # a client that does not read is not waited for
                 await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()
             await self.upstream.close()
-
-    def close(self) -> None:
-        """Do nothing: all was closed by `drain`."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# A quote within a text that a model wrote has a backslash before it.
-_PLACES = (b'"usage":', b'"details":', b'"total_duration":')  # the second is TGI's, the third Ollama's
-_PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens|prefill_tokens|input_length|prompt_eval_count)":\s*(\d+)')
-_CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
-_READ = re.compile(rb'(?<!\\)"cache_read_input_tokens":\s*(\d+)')
-_WRITTEN = re.compile(rb'(?<!\\)"(?:completion_tokens|output_tokens|generated_tokens|eval_count)":\s*(\d+)')
+from octavo.http.apis import APIS
+
+
+def _number(*names: str) -> re.Pattern[bytes]:
+    """Match a field with one of these names and its number; a quote in a model's text has a backslash before it."""
+    return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
+
+
+_PLACES = tuple({f'"{api.counted}":'.encode() for api in APIS})
+_PROMPT = _number(*(name for api in APIS for name in api.prompt_counts))
+_WRITTEN = _number(*(name for api in APIS for name in api.answer_counts))
+_CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
 COUNTS_BYTES = 2048  # that counts take
 
 

@@ -28,7 +28,7 @@ class Fields(dict[str, Any]):
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-22T20:15:05.123+00:00 ERROR octavo.server.errors: what happened [request id]`."""
+    """`2026-11-22T20:15:05.123+00:00 ERROR octavo.http.errors: what happened [request id]`."""
 
     def __init__(self, process: str = "") -> None:
         place = f"{process}: " if process else ""

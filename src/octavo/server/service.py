@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
+from octavo.http.errors import ModelNotFoundError
+from octavo.http.service import HttpService, key_removed, server_closing
 from octavo.outputs import DEADLINE_PASSED
-from octavo.server.access.limiter import RequestLimiter
-from octavo.server.access.tenants import Keyring
-from octavo.server.access.timeouts import TimeoutQueue
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
 from octavo.server.api.extra_fields import ExtraFields
-from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
-from octavo.server.telemetry.metrics import EngineCollector, Metrics
+from octavo.server.telemetry.metrics import EngineCollector
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,10 +34,10 @@ if TYPE_CHECKING:
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.engine.engine_client import EngineClient
     from octavo.engine.input_processor import ProcessedInput
+    from octavo.http.limiter import Permit
+    from octavo.http.tenants import Tenant
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
-    from octavo.server.access.tenants import Tenant
     from octavo.server.telemetry.tracing import Tracing
 
 T = TypeVar("T")
@@ -59,54 +56,39 @@ class _Open:
     cut_off: OctavoError | None = None
 
 
-class Service:
+class Service(HttpService):
     """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
 
     settings: what was set, by part and name, for GET /server_info; nothing secret.
     Raises `ConfigError` where the file of keys cannot be used, or packages are missing for what is asked for.
     """
 
+    config: ServerConfig
+
     def __init__(
         self, engine: EngineClient, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.engine = engine
         self.settings = dict(settings or {})
-        self.config = config or ServerConfig()
-        self.model_names = self.config.served_model_names or (self.model_info.name,)
-        self.limiter = RequestLimiter(
-            self.config.max_open_requests, self.config.max_num_waiting_tokens, _BODIES * self.config.max_body_bytes
+        config = config or ServerConfig()
+        super().__init__(
+            config, EngineCollector(self), num_bodies=_BODIES, max_waiting_tokens=config.max_num_waiting_tokens
         )
-        self.timeouts = TimeoutQueue()
+        self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.extra_fields = ExtraFields()
-        self.metrics = Metrics(EngineCollector(self))
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
-        self.keyring: Keyring | None = None
-        self._read_keys()
         inputs = engine.input_processor
         self.default_params: SamplingParams = inputs.default_sampling_params()
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         logger.info("%s", self.answer_style.summary)
-        self.is_closing = self._is_ending = False
+        self._is_ending = False
         self._open: dict[str, _Open] = {}  # by the request's id
         self._endings: set[asyncio.Task[None]] = set()
-
-    @property
-    def answer_counts(self) -> Metrics:
-        """What counts answers."""
-        return self.metrics
 
     @property
     def is_dead(self) -> bool:
         """Whether no request will ever be taken again: the engine's process will not be started anew."""
         return self.engine.is_dead
-
-    async def start(self) -> None:
-        """Do nothing: the engine runs already."""
-
-    def close(self) -> None:
-        """Send the last spans."""
-        if self.tracing is not None:
-            self.tracing.close()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -130,46 +112,18 @@ class Service:
         if self.engine.is_dead or self.engine.num_failed_starts >= MAX_FAILED_STARTS:
             raise EngineDeadError("dead", retry_after_s=self.engine.retry_after_s)
 
-    def check_ready(self) -> None:
-        """Raise where no request can be taken now: while it closes, or the engine is dead, stuck or starting again."""
-        if self.is_closing:
-            raise ServerClosingError("closing")
-        self._check_engine()
-
-    def _check_engine(self) -> None:
+    def check_engine(self) -> None:
+        """Raise if the engine cannot take a request now: it is dead, stuck or starting again."""
         self.check_alive()
         if not self.engine.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.retry_after_s)
 
-    def _read_keys(self) -> None:
-        self.keyring = Keyring.of(self.config)
-        if self.keyring is not None:
-            self.limiter.change(self.keyring.tenants)
-
-    def reload(self) -> None:
-        """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended."""
-        try:
-            self._read_keys()
-        except ConfigError as error:
-            logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
-        else:
-            logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
-            gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
-            self._cut_off(gone, _key_is_gone)
-            ending = asyncio.get_running_loop().create_task(self._end(gone))
-            self._endings.add(ending)  # the loop itself keeps none
-            ending.add_done_callback(self._endings.discard)
-
-    def present(self, tenant: Tenant) -> Tenant | None:
-        """Return what a tenant is now, as its key may have been taken away or changed since its request began."""
-        if self.keyring is None:
-            return tenant
-        return self.keyring.named(tenant.name)
-
-    def begin(self, tenant: Tenant) -> None:
-        """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
-        self.check_ready()
-        self.limiter.begin(tenant)
+    def _keys_changed(self) -> None:
+        gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
+        self._cut_off(gone, key_removed)
+        ending = asyncio.get_running_loop().create_task(self._end(gone))
+        self._endings.add(ending)  # the event loop keeps no strong reference
+        ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take the place of a request before anything is done for it (`RequestLimiter.enter`).
@@ -228,10 +182,10 @@ class Service:
         Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
         """
         if self._is_ending:  # it had its place before, and may begin until then
-            raise ServerClosingError("closing")
-        self._check_engine()
+            raise server_closing()
+        self.check_engine()
         if self.present(place.tenant) is None:
-            raise _key_is_gone()
+            raise key_removed()
         if isinstance(prompt, str):
             prompt = await self._read_prompt(prompt, params, place, deadline)
         timeout_s = deadline - asyncio.get_running_loop().time()
@@ -287,16 +241,14 @@ class Service:
             place.release_tokens(num_waiting)
             self._open.pop(request_id, None)
 
-    async def drain(self, grace_s: float) -> None:
-        """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
-        self.is_closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self.limiter.streams.num_held:
-                    await self.limiter.streams.change()
+    async def _idle(self) -> None:
+        while self.limiter.streams.num_held:
+            await self.limiter.streams.change()
+
+    async def _end_open(self, why: Callable[[], OctavoError]) -> None:
         self._is_ending = True
         still_open = list(self._open)
-        self._cut_off(still_open, partial(ServerClosingError, "closing"))
+        self._cut_off(still_open, why)
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
@@ -332,7 +284,3 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
     return Tracing(endpoint)
-
-
-def _key_is_gone() -> AuthenticationError:
-    return AuthenticationError("the API key of this request was taken away")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.access.graceful import GracefulServer, http_server
-from octavo.server.access.listening import MAX_CONNECTIONS
+from octavo.http.graceful import GracefulServer, http_server
+from octavo.http.listening import MAX_CONNECTIONS
 from octavo.server.app import create_app
 from octavo.server.service import Service
 

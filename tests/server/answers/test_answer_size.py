@@ -10,7 +10,7 @@ from fakes import FakeExecutor
 from running import run_server
 
 from octavo.engine.output_processor import OutputProcessor
-from octavo.server.access import body as bodies
+from octavo.server import bodies
 from octavo.server.api.anthropic import messages
 from octavo.server.api.openai import chat, completions, embeddings, responses
 from octavo.server.api.openai.embeddings import EmbeddingReply

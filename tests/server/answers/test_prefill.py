@@ -9,7 +9,7 @@ from fakes import answer_text
 from running import asking, run_server, wait_until
 
 from octavo.data.kv_transfer_params import KVTransferParams
-from octavo.server.access.kv_transfer import kv_transfer_headers
+from octavo.http.kv_transfer import kv_transfer_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from running import connect, read_all, run_server
 
 from octavo.cli.config_file import configuration, describe_configuration
 from octavo.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
-from octavo.server.access.tenants import Tenant, add_key
+from octavo.http.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from pathlib import Path

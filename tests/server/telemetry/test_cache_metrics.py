@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from server.running import run_server
+from running import run_server
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.data.capacity import EngineCapacity

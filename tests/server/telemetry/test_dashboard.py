@@ -16,8 +16,8 @@ import pytest
 from fakes import FakeExecutor
 from running import ask_as_written, run_server, wait_until
 
+from octavo.http.tenants import Tenant, add_key
 from octavo.journal.explain import PHASES
-from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.telemetry.dashboard import feed
 
 if TYPE_CHECKING:
@@ -252,6 +252,14 @@ def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> 
         wait_until(lambda: running.engine._feed is None, "the engine tells nobody any more")
         with watching(http) as again:
             assert [again.next()[0], again.next()[1]["is_first"]] == ["hello", True]
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/main.js", "/dashboard/events", "/dashboard/requests/a"])
+def test_page_and_feed_answer_get_only(shared: Running, path: str) -> None:
+    """A HEAD that opened the feed would hold one of its places without reading."""
+    with shared.http() as http:
+        refused = http.head(path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
 
 
 def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import OctavoError
+from octavo.http.errors import note_error, to_http
 from octavo.runtime.faults import error_for, is_fault
 from octavo.runtime.text_work import beside
 from octavo.server.answers.answer_size import num_entries
@@ -23,7 +24,6 @@ from octavo.server.answers.job_outputs import outputs_of
 from octavo.server.answers.jobs import ChoiceUpdate, encoder
 from octavo.server.answers.prefill import PrefillReply, prefill_of
 from octavo.server.answers.usage import UsageCounter
-from octavo.server.errors import note_error, to_http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.http.limiter import Permit
     from octavo.outputs import RequestOutput
-    from octavo.server.access.limiter import Permit
     from octavo.server.answers.jobs import Job, Reply, StreamForm, WholeReply
     from octavo.server.service import Service
 

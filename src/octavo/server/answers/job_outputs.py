@@ -7,10 +7,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.http.errors import spelling
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.runtime.faults import is_fault, request_failed
 from octavo.server.answers.answer_size import LogprobLimit
-from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.engine.input_processor import ProcessedInput
+    from octavo.http.errors import HttpError
+    from octavo.http.limiter import Permit
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
-    from octavo.server.errors import HttpError
 
 encoder = msgspec.json.Encoder()
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.call_arguments import read_arguments
 from octavo.errors import PromptTooLongError, RequestError
+from octavo.http.errors import spelling
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import Job, json_response
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
 from octavo.server.api.extra_fields import each
 from octavo.server.api.truncation import WHOLE, Truncation
-from octavo.server.errors import spelling
+from octavo.server.bodies import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.engine.input_processor import InputProcessor
+    from octavo.http.limiter import Permit
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
     from octavo.server.answers.jobs import Reply
     from octavo.server.answers.tools import Toolbox
     from octavo.server.api.openai.requests import ChatFields

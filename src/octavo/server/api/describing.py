@@ -8,12 +8,18 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import HTMLResponse, JSONResponse
+
 from octavo import __version__
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from octavo.server.service import Service
 
-PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
+_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 _LINKS = {
     "/v1/models": "the names that are served",
     "/openapi.json": "all routes, as an OpenAPI document",
@@ -38,49 +44,58 @@ those of Ollama, which look here for the words "Ollama is running", under <code>
 """
 
 
-def front_page(service: Service) -> str:
+@endpoint()
+async def front_page(service: Service, _http_request: Request) -> Response:
     """Return a page with links to what can be looked at."""
     links = {"/dashboard": "what happens now", **_LINKS} if service.config.dashboard else _LINKS
     lines = [f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in links.items()]
-    return _PAGE.format(version=__version__, names=escape(", ".join(service.model_names)), links="\n".join(lines))
+    names = escape(", ".join(service.model_names))
+    page = _PAGE.format(version=__version__, names=names, links="\n".join(lines))
+    return HTMLResponse(page, headers=_HEADERS)
 
 
-def model_info(service: Service) -> dict[str, Any]:
-    """Return what gateways ask of a model."""
+@endpoint(answer=dict[str, Any])
+async def model_info(service: Service, _http_request: Request) -> Response:
+    """Describe the model to gateways."""
     info, name = service.model_info, service.model_names[0]
-    return {
-        "model_path": name,
-        "tokenizer_path": name,
-        "is_generation": info.has_head,
-        "model_type": info.model_type,
-        "architectures": list(info.architectures),
-        "preferred_sampling_params": dict(info.generation_defaults) or None,
-        "weight_version": "default",
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "max_model_len": info.max_model_len,
-        "vocab_size": info.vocab_size,
-        "role": service.engine.capacity.role,
-        "kv_transfer_port": service.engine.capacity.kv_transfer_port,
-        "kv_format": service.engine.capacity.kv_format,
-        "request_timeout": service.config.request_timeout_s,
-    }
+    return JSONResponse(
+        {
+            "model_path": name,
+            "tokenizer_path": name,
+            "is_generation": info.has_head,
+            "model_type": info.model_type,
+            "architectures": list(info.architectures),
+            "preferred_sampling_params": dict(info.generation_defaults) or None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "role": service.engine.capacity.role,
+            "kv_transfer_port": service.engine.capacity.kv_transfer_port,
+            "kv_format": service.engine.capacity.kv_format,
+            "request_timeout": service.config.request_timeout_s,
+        }
+    )
 
 
-def server_info(service: Service) -> dict[str, Any]:
-    """Return what gateways ask of a server, and the settings that it was started with."""
+@endpoint(answer=dict[str, Any])
+async def server_info(service: Service, _http_request: Request) -> Response:
+    """All that the server was started with."""
     fingerprint = service.engine.capacity.fingerprint
-    return {
-        "model_path": service.model_names[0],
-        "served_model_name": service.model_names[0],
-        "version": __version__,
-        "tp_size": 1,
-        "dp_size": 1,
-        "max_total_tokens": service.engine.capacity.kv_cache_tokens,
-        "max_running_requests": service.engine.capacity.max_num_seqs,
-        "context_length": service.model_info.max_model_len,
-        "speculative_method": service.engine.capacity.speculative_method,
-        "num_speculative_tokens": service.engine.capacity.num_speculative_tokens,
-        "fingerprint": None if fingerprint is None else fingerprint.to_json(),
-        "settings": service.settings,
-    }
+    return JSONResponse(
+        {
+            "model_path": service.model_names[0],
+            "served_model_name": service.model_names[0],
+            "version": __version__,
+            "tp_size": 1,
+            "dp_size": 1,
+            "max_total_tokens": service.engine.capacity.kv_cache_tokens,
+            "max_running_requests": service.engine.capacity.max_num_seqs,
+            "context_length": service.model_info.max_model_len,
+            "speculative_method": service.engine.capacity.speculative_method,
+            "num_speculative_tokens": service.engine.capacity.num_speculative_tokens,
+            "fingerprint": None if fingerprint is None else fingerprint.to_json(),
+            "settings": service.settings,
+        }
+    )

@@ -1,106 +1,42 @@
-"""GET /openapi.json: what the routes take and give, in OpenAPI 3.1, made of the very types that check and spell it."""
+"""GET /openapi.json: the routes in OpenAPI 3.1, made from their table and the types of their bodies and answers."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import re
 from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 import msgspec
 from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from octavo import __version__
-from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.api.anthropic.messages import CountTokensRequest, Message, MessagesRequest
-from octavo.server.api.ollama.replies import Answer, Vector, Vectors
-from octavo.server.api.ollama.requests import (
-    ChatRequest,
-    EmbeddingsRequest,
-    EmbedRequest,
-    PromptRequest,
-    ShowRequest,
-)
-from octavo.server.api.openai import replies
-from octavo.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest
-from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.api.openai.responses import ResponsesRequest
-from octavo.server.api.tgi import Generated, GenerateRequest
-from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest
+from octavo.http.apis import ANTHROPIC, OLLAMA, TGI
+from octavo.http.auth import OPEN_PATHS
+from octavo.server.endpoints import endpoint, find_endpoint
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from starlette.requests import Request
+    from starlette.responses import Response
 
+    from octavo.http.routes import Route, Routes
+    from octavo.server.endpoints import Endpoint
     from octavo.server.service import Service
 
 _REF = "#/components/schemas/"
 _Object = dict[str, Any]
-# Answers that are spelled without a type of their own.
-Model = TypedDict("Model", {"id": str, "object": Literal["model"], "created": int, "max_model_len": int})
-ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Model]})
-TokenCount = TypedDict("TokenCount", {"input_tokens": int})
 Event = TypedDict("Event", {"data": str, "event": NotRequired[str]})
-Version = TypedDict("Version", {"version": str})
 ErrorObject = TypedDict("ErrorObject", {"message": str, "type": str, "param": str | None, "code": str | None})
 Error = TypedDict("Error", {"error": ErrorObject})
 AnthropicErrorObject = TypedDict("AnthropicErrorObject", {"type": str, "message": str})
 TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 OllamaError = TypedDict("OllamaError", {"error": str})
-OllamaModels = TypedDict("OllamaModels", {"models": list[dict[str, Any]]})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """One route. answer: the type that is spelled. streams: it may answer with events, of Ollama's with lines."""
-
-    path: str
-    summary: str
-    answer: Any = None
-    body: type[BaseModel] | None = None
-    family: str = "OpenAI"
-    streams: bool = False
-
-
-_CONVERSATION = "Answer a conversation."
-_UNSTORED = f"{_CONVERSATION} Nothing is stored."
-_COUNT = "Count the tokens of a conversation."
-_PROMPT = "Continue a prompt."
-_ROUTES = (
-    _Route("/v1/chat/completions", _CONVERSATION, replies.ChatCompletion, ChatCompletionRequest, streams=True),
-    _Route("/v1/completions", "Continue prompts.", replies.Completion, CompletionRequest, streams=True),
-    _Route("/v1/responses", _UNSTORED, replies.ResponseObject, ResponsesRequest, streams=True),
-    _Route("/v1/responses/input_tokens", _COUNT, replies.InputTokens, ResponsesRequest),
-    _Route("/v1/embeddings", "Turn texts into vectors.", EmbeddingList, EmbeddingRequest),
-    _Route("/v1/models", "List the names that are served.", ModelList),
-    _Route("/v1/models/{model}", "Describe a name that is served.", Model),
-    _Route("/v1/messages", _CONVERSATION, Message, MessagesRequest, "Anthropic", streams=True),
-    _Route("/v1/messages/count_tokens", _COUNT, TokenCount, CountTokensRequest, "Anthropic"),
-    _Route("/generate", _PROMPT, Generated, GenerateRequest, "TGI"),
-    _Route("/generate_stream", _PROMPT, None, GenerateRequest, "TGI", streams=True),
-    _Route("/", _PROMPT, list[Generated], GenerateRequest, "TGI", streams=True),
-    _Route("/info", "Describe the model and its limits.", _Object, family="TGI"),
-    _Route("/api/chat", _CONVERSATION, Answer, ChatRequest, "Ollama", streams=True),
-    _Route("/api/generate", "Answer a prompt.", Answer, PromptRequest, "Ollama", streams=True),
-    _Route("/api/embed", "Turn texts into vectors.", Vectors, EmbedRequest, "Ollama"),
-    _Route("/api/embeddings", "Turn a text into a vector.", Vector, EmbeddingsRequest, "Ollama"),
-    _Route("/api/show", "Describe a model.", _Object, ShowRequest, "Ollama"),
-    _Route("/api/tags", "List the models.", OllamaModels, family="Ollama"),
-    _Route("/api/ps", "List the models that are loaded.", OllamaModels, family="Ollama"),
-    _Route("/api/version", "The version of Ollama that this is like.", Version, family="Ollama"),
-    _Route("/model_info", "Describe the model to gateways.", _Object, family="SGLang"),
-    _Route("/get_model_info", "The same under its older name.", _Object, family="SGLang"),
-    _Route("/server_info", "All that the server was started with.", _Object, family="operator"),
-    _Route("/get_server_info", "The same under its older name.", _Object, family="operator"),
-    _Route("/tokenize", "Turn text into token ids.", replies.Tokenized, TokenizeRequest),
-    _Route("/detokenize", "Turn token ids into text.", replies.Detokenized, DetokenizeRequest),
-    _Route("/health", "Whether this process lives.", family="operator"),
-    _Route("/ready", "Whether requests are taken.", family="operator"),
-    _Route("/version", "The version of octavo.", Version, family="operator"),
-    _Route("/metrics", "Figures for Prometheus.", str, family="operator"),
-    _Route("/openapi.json", "This document.", _Object, family="operator"),
-)
-_ERRORS = {"Anthropic": AnthropicError, "TGI": TgiError, "Ollama": OllamaError}  # of a family; the others' is OpenAI's
+_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # of a path as Starlette has it
+_OLDER = "The same under its older name."
+_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # the others' is OpenAI's
 
 _STATUSES = {
     400: "Something is wrong with the request, or it has no Host or two; the error says what.",
@@ -124,17 +60,28 @@ _TGI_ONLY = 422
 _OTHER_HOST = 421
 
 
-def describe(service: Service) -> dict[str, Any]:
-    """Return the document, with the limits and the names of one server."""
+@endpoint(answer=_Object)
+async def openapi(service: Service, http_request: Request) -> Response:
+    """This document."""
+    return JSONResponse(describe(service, http_request.app.state.routes))
+
+
+def describe(service: Service, routes: Routes) -> _Object:
+    """Return the document of a server's routes, with its limits and names."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    schemas, components = _schemas()
-    document: dict[str, Any] = {
+    schemas, components = _schemas(routes)
+    document: _Object = {
         "openapi": "3.1.0",
         "info": {"title": "octavo", "version": __version__, "description": f"Serves {service.model_names[0]}."},
-        "paths": {route.path: {"post" if route.body else "get": _operation(route, schemas)} for route in _ROUTES},
+        "paths": {
+            _CONVERTOR.sub("}", path): {route.methods[0].lower(): _operation(route, path, schemas)}
+            for route in routes
+            if route.is_described
+            for path in route.paths
+        },
         "components": {"schemas": components, "securitySchemes": schemes},
     }
     if service.keyring is not None:
@@ -142,33 +89,37 @@ def describe(service: Service) -> dict[str, Any]:
     return document
 
 
-def _operation(route: _Route, schemas: dict[Any, _Object]) -> _Object:
-    name = route.path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_") or "root"
-    operation: _Object = {"operationId": name, "summary": route.summary, "tags": [route.family]}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if route.body is not None:
-        operation["requestBody"] = {"required": True, **_content("application/json", schemas[route.body])}
+def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
+    told = find_endpoint(route)
+    parameter = {"in": "path", "required": True, "schema": {"type": "string"}}
+    name = re.sub(r"[/.]", "_", re.sub(r"[{}]", "", _CONVERTOR.sub("}", path)).strip("/")) or "root"
+    summary = told.summary if path == route.path else _OLDER
+    operation: _Object = {"operationId": name, "summary": summary, "tags": [route.api.name]}
+    if names := _PARAMETER.findall(path):
+        operation["parameters"] = [{"name": each, **parameter} for each in names]
+    if told.body is not None:
+        operation["requestBody"] = {"required": True, **_content("application/json", schemas[told.body])}
     answers: _Object = {}
-    if route.answer is not None:
-        answers["text/plain" if route.answer is str else "application/json"] = {"schema": schemas[route.answer]}
-    if route.streams and route.family == "Ollama":
+    if told.answer is not None:
+        answers["text/plain" if told.answer is str else "application/json"] = {"schema": schemas[told.answer]}
+    if told.is_streamed and route.api.lines:
         answers["application/x-ndjson"] = answers["application/json"]
-    elif route.streams:
+    elif told.is_streamed:
         answers["text/event-stream"] = {"schema": schemas[Event]}
     success: _Object = {"description": "The answer."}
-    operation["responses"] = {"200": {**success, "content": answers} if answers else success, **_errors(route, schemas)}
-    if route.family == "operator" and route.answer is None:
+    operation["responses"] = {"200": {**success, "content": answers} if answers else success}
+    operation["responses"] |= _errors(route, told, schemas)
+    if path in OPEN_PATHS:
         operation["security"] = []
     return operation
 
 
-def _errors(route: _Route, schemas: dict[Any, _Object]) -> _Object:
-    # What stops a request before it reaches a route speaks as OpenAI does.
-    kinds = dict.fromkeys((_ERRORS.get(route.family, Error), Error))
+def _errors(route: Route, told: Endpoint, schemas: dict[Any, _Object]) -> _Object:
+    # An error before a request reaches its route is spelled as OpenAI's.
+    kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
-    statuses = {status for status in _STATUSES if route.body is not None or status not in _POST_ONLY}
-    if route.family != "TGI":
+    statuses = {status for status in _STATUSES if told.body is not None or status not in _POST_ONLY}
+    if route.api is not TGI:
         statuses -= {_TGI_ONLY}
     if route.path in OPEN_PATHS:
         statuses.remove(_OTHER_HOST)
@@ -180,14 +131,13 @@ def _content(media_type: str, schema: _Object) -> _Object:
     return {"content": {media_type: {"schema": schema}}}
 
 
-@functools.cache  # the loop waits for it
-def _schemas() -> tuple[dict[Any, _Object], _Object]:
+@functools.cache  # it takes long, on the event loop
+def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     """Return the schema of each type that a route takes or gives, and those that these refer to, by name."""
-    bodies = sorted({route.body for route in _ROUTES if route.body is not None}, key=lambda body: body.__name__)
+    told = [find_endpoint(route) for route in routes if route.is_described]
+    bodies = sorted({each.body for each in told if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
-    answers = list(
-        dict.fromkeys([*(route.answer for route in _ROUTES if route.answer), *_ERRORS.values(), Error, Event])
-    )
+    answers = list(dict.fromkeys([*(each.answer for each in told if each.answer), *_ERRORS.values(), Error, Event]))
     outputs, described = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
     assert not requests["$defs"].keys() & described.keys(), "two types have one name"
     of_bodies = {body: inputs[body, "validation"] for body in bodies}

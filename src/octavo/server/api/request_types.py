@@ -1,4 +1,4 @@
-"""What stands in requests beside plain fields, as types: for the OpenAPI document, which is made of them.
+"""Types of fields of requests, and of answers without a struct of their own: the OpenAPI document is made of them.
 
 Values are read by their routes, whose errors name the place; pydantic looks at none of these.
 """
@@ -193,3 +193,10 @@ ResponsesChoice = Mode | NamedTool | AllowedTools
 TextFormat = TypedDict("TextFormat", {"type": Literal["text", "json_object", "json_schema"]})
 TextConfig = TypedDict("TextConfig", {"format": TextFormat}, total=False)
 Reasoning = TypedDict("Reasoning", {"effort": str | None}, total=False)
+
+# --- answers
+TokenCount = TypedDict("TokenCount", {"input_tokens": int})
+Version = TypedDict("Version", {"version": str})
+Model = TypedDict("Model", {"id": str, "object": Literal["model"], "created": int, "max_model_len": int})
+ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Model]})
+OllamaModels = TypedDict("OllamaModels", {"models": list[Object]})

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a dependency
+from starlette.responses import JSONResponse
 
 from octavo import __version__
 from octavo.errors import RequestError
+from octavo.http.apis import TGI
+from octavo.http.errors import spelling
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
-from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import ChoiceUpdate, Job, event
 from octavo.server.answers.usage import Receipt
@@ -25,14 +26,17 @@ from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.sampling import sampling_params
 from octavo.server.api.tgi_tokens import PrefillToken, Token, TokenTexts
-from octavo.server.errors import HttpError, spelling
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from starlette.requests import Request
     from starlette.responses import Response
 
     from octavo.engine.input_processor import ProcessedInput
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
@@ -128,16 +132,25 @@ class StreamEvent(Struct):
     top_tokens: list[Token] | UnsetType = UNSET
 
 
-async def read_body(request: Request) -> GenerateRequest:
-    """Read a request; whatever is wrong from here on is told as TGI tells it."""
-    request.state.spell_error = HttpError.tgi_response
-    return await _read(request)
+@endpoint(body=GenerateRequest, answer=Generated)
+async def generate(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+    """Continue a prompt."""
+    return await _generate(service, http_request, request, stream=False)
 
 
-_read = body_of(GenerateRequest)
+@endpoint(body=GenerateRequest, is_streamed=True)
+async def generate_stream(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+    """Continue a prompt."""
+    return await _generate(service, http_request, request, stream=True)
 
 
-async def generate(
+@endpoint(body=GenerateRequest, answer=list[Generated], is_streamed=True)
+async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+    """Continue a prompt."""
+    return await _generate(service, http_request, request, stream=bool(request.stream), in_list=True)
+
+
+async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
     """Continue a prompt. in_list: a whole answer comes as a list of one, as TGI's does at /."""
@@ -165,28 +178,31 @@ async def generate(
         return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs, in_list=in_list))
 
 
-def info(service: Service) -> dict[str, Any]:
-    """Return what TGI tells of a model and its limits."""
+@endpoint(answer=dict[str, Any])
+async def info(service: Service, _http_request: Request) -> Response:
+    """Describe the model and its limits."""
     length, limits, capacity = service.model_info.max_model_len, service.config, service.engine.capacity
-    return {
-        "model_id": service.model_names[0],
-        "model_sha": None,
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": limits.max_open_requests,
-        "max_best_of": 1,
-        "max_stop_sequences": MAX_STOP_STRINGS,
-        "max_input_tokens": length - 1,
-        "max_total_tokens": length,
-        "max_batch_prefill_tokens": capacity.max_batch_prefill_tokens,
-        "max_batch_total_tokens": capacity.max_batch_total_tokens,
-        "kv_cache_tokens": capacity.kv_cache_tokens,
-        "validation_workers": 1,
-        "max_client_batch_size": 1,
-        "router": "octavo",
-        "version": __version__,
-        "sha": None,
-        "docker_label": None,
-    }
+    return JSONResponse(
+        {
+            "model_id": service.model_names[0],
+            "model_sha": None,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": limits.max_open_requests,
+            "max_best_of": 1,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_input_tokens": length - 1,
+            "max_total_tokens": length,
+            "max_batch_prefill_tokens": capacity.max_batch_prefill_tokens,
+            "max_batch_total_tokens": capacity.max_batch_total_tokens,
+            "kv_cache_tokens": capacity.kv_cache_tokens,
+            "validation_workers": 1,
+            "max_client_batch_size": 1,
+            "router": "octavo",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+    )
 
 
 def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
@@ -329,7 +345,7 @@ class GenerateReply:
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error in mid-stream."""
-        return event(error.tgi_body)
+        return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
         entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)

@@ -16,6 +16,7 @@ from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, 
 from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent, TokenPiece
 from octavo.server.api.openai.requests import Aliased, Body, ChatFields, TokenIds
 from octavo.server.api.request_types import ChatMessages, Shown, TokenId
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +68,12 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool | None = None
 
 
+@endpoint(body=TokenizeRequest, answer=Tokenized)
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
-    """Return the token ids of a text or a conversation."""
+    """Turn text into token ids.
+
+    The text may be a conversation's prompt.
+    """
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.take_aliases()
@@ -81,8 +86,12 @@ async def tokenize(service: Service, http_request: Request, request: TokenizeReq
     return await _in_thread(service, http_request, lambda: _tokenized(service, request))
 
 
+@endpoint(body=DetokenizeRequest, answer=Detokenized)
 async def detokenize(service: Service, http_request: Request, request: DetokenizeRequest) -> Response:
-    """Return the text of token ids, special tokens included unless they are not wanted."""
+    """Turn token ids into text.
+
+    Special tokens are included unless skip_special_tokens is set.
+    """
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BACK, OF_ANSWERS)
     return await _in_thread(service, http_request, lambda: _detokenized(service, request))

@@ -1,17 +1,17 @@
-"""GET /metrics: what engine and server count, as Prometheus reads it. Names are vLLM's where they mean the same."""
+"""The engine's figures for GET /metrics, as Prometheus reads them. Names are vLLM's where they mean the same."""
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from octavo.http.metrics import counter, gauge
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.data.metrics import EngineStats, Histogram
     from octavo.server.service import Service
 
+_MODEL = ["model_name"]
 # (attribute of EngineStats, name, what it says)
 _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
@@ -121,41 +122,6 @@ _HISTOGRAMS = (
 )
 
 
-class Metrics:
-    """All figures of one server, in a registry of its own.
-
-    collector: reads those of what it serves.
-    """
-
-    def __init__(self, collector: Collector) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(collector)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        self._requests = Counter(
-            "http_requests", "Answered HTTP requests.", ["method", "handler", "status"], registry=self._registry
-        )
-        self._refused = Counter(
-            "octavo:requests_refused",
-            "Requests that were refused or cut off, by the error's code.",
-            ["code"],
-            registry=self._registry,
-        )
-
-    def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
-        self._requests.labels(method, handler, str(status)).inc()
-
-    def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
-        self._refused.labels(reason).inc()
-
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Return all figures in the format that the client likes best, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
 class EngineCollector(Collector):
     """Reads an engine's figures whenever somebody asks."""
 
@@ -167,118 +133,83 @@ class EngineCollector(Collector):
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.stats
         for attribute, name, text in _GAUGES:
-            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
-            gauge.add_metric(model, getattr(stats, attribute))
-            yield gauge
+            yield gauge(name, text, _MODEL, [(model, getattr(stats, attribute))])
         yield from _capacity(engine.capacity, model)
         for attribute, name, text in _COUNTERS:
-            counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name"])
-            counter.add_metric(model, getattr(stats, attribute))
-            yield counter
+            yield counter(name, text, _MODEL, [(model, getattr(stats, attribute))])
         yield from _tiers(stats, engine.capacity, model)
         yield from _drafts(stats.drafts, model)
         yield from _stores(stats, model)
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
-        endings = CounterMetricFamily(
-            "octavo:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in list(stats.request_success.items()):
-            endings.add_metric([*model, reason], count)
-        yield endings
-        tenants = CounterMetricFamily(
-            "octavo:tenant_tokens", "Tokens of ended requests, by API key.", labels=["model_name", "tenant", "kind"]
-        )
-        for tenant, (num_prompt, num_generated) in list(stats.tenant_tokens.items()):
-            tenants.add_metric([*model, tenant, "prompt"], num_prompt)
-            tenants.add_metric([*model, tenant, "generation"], num_generated)
-        yield tenants
-        ready = GaugeMetricFamily("octavo:engine_ready", "1 while the engine takes requests.", labels=["model_name"])
-        ready.add_metric(model, float(engine.is_alive))
-        yield ready
-        restarts = CounterMetricFamily(
-            "octavo:engine_restarts", "How often the engine process was started again.", labels=["model_name"]
-        )
-        restarts.add_metric(model, engine.num_restarts)
-        yield restarts
+        endings = [([*model, reason], count) for reason, count in list(stats.request_success.items())]
+        yield counter("request_success", "Requests that ended, by reason.", [*_MODEL, "finished_reason"], endings)
+        tokens = [
+            ([*model, tenant, kind], count)
+            for tenant, counts in list(stats.tenant_tokens.items())
+            for kind, count in zip(("prompt", "generation"), counts, strict=True)
+        ]
+        yield counter("tenant_tokens", "Tokens of ended requests, by API key.", [*_MODEL, "tenant", "kind"], tokens)
+        is_alive, restarts = [(model, float(engine.is_alive))], [(model, engine.num_restarts)]
+        yield gauge("engine_ready", "1 while the engine takes requests.", _MODEL, is_alive)
+        yield counter("engine_restarts", "How often the engine process was started again.", _MODEL, restarts)
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield what was found at the start; the KV cache's figures as labels, too, as vLLM has them."""
+    """Yield the engine's sizes, which are fixed at its start; the KV cache's also as labels, as in vLLM."""
     for attribute, name, text in _CAPACITY:
-        gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
-        gauge.add_metric(model, getattr(capacity, attribute))
-        yield gauge
-    labels = ["model_name", *_CACHE_CONFIG]
-    config = GaugeMetricFamily("octavo:cache_config_info", "The KV cache, in labels; always 1.", labels=labels)
-    config.add_metric([*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)], 1)
-    yield config
+        yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
+    config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
+    yield gauge("cache_config_info", "The KV cache, in labels; always 1.", [*_MODEL, *_CACHE_CONFIG], [(config, 1)])
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield what each tier did, and what was copied between device and host memory for the prefix cache.
+    """Yield the counters of each tier, and the bytes copied between device and host memory for the prefix cache.
 
-    A bandwidth is bytes by seconds; the time saved is what computing would have taken, less the wait.
+    A bandwidth is bytes by seconds; the time saved is the computing time minus the waiting time.
     """
     for attribute, name, text in _TIER_COUNTERS:
-        counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name", "tier"])
-        for tier, figures in list(stats.tiers.items()):
-            counter.add_metric([*model, tier], getattr(figures, attribute))
-        yield counter
-    moved = CounterMetricFamily(
-        "octavo:host_cache_bytes",
-        "Bytes of evicted blocks of all KV groups, to host memory and back.",
-        labels=["model_name", "direction"],
-    )
+        yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
     counts = {
         "out": (stats.num_offloaded_blocks, stats.num_offloaded_parts),
         "in": (stats.host_cache_hit_blocks, stats.host_cache_hit_parts),
     }
+    moved = []
     for direction, (num_blocks, num_parts) in counts.items():
         num_bytes = num_blocks * capacity.kv_block_bytes
         num_bytes += sum(count * capacity.bounded_groups[group - 1].block_bytes for group, count in num_parts.items())
-        moved.add_metric([*model, direction], num_bytes)
-    yield moved
+        moved.append(([*model, direction], num_bytes))
+    text = "Bytes of evicted blocks of all KV groups, to host memory and back."
+    yield counter("host_cache_bytes", text, [*_MODEL, "direction"], moved)
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
-    """How often guesses come true; the rate of a place is its accepted tokens by its draft tokens."""
+    """Yield how many drafts were accepted; the rate at a position is its accepted tokens by its draft tokens."""
     for attribute, text in _DRAFT_COUNTERS:
-        counter = CounterMetricFamily(f"octavo:spec_decode_{attribute}", text, labels=["model_name"])
-        counter.add_metric(model, getattr(drafts, attribute))
-        yield counter
+        yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])
     for attribute, text in _DRAFT_POSITIONS:
-        counter = CounterMetricFamily(f"octavo:spec_decode_{attribute}", text, labels=["model_name", "position"])
-        for position, count in enumerate(list(getattr(drafts, attribute))):
-            counter.add_metric([*model, str(position)], count)
-        yield counter
+        counts = [([*model, str(place)], count) for place, count in enumerate(list(getattr(drafts, attribute)))]
+        yield counter(f"spec_decode_{attribute}", text, [*_MODEL, "position"], counts)
 
 
 def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
     """Yield loads and saves by outcome, and the figures of each store."""
     transfers = (("loads", "Loads from", stats.kv_loads), ("saves", "Saves into", stats.kv_saves))
     for name, what, by_outcome in transfers:
-        ended = CounterMetricFamily(
-            f"octavo:kv_{name}", f"{what} stores, by outcome.", labels=["model_name", "outcome"]
-        )
-        for outcome, count in by_outcome.items():
-            ended.add_metric([*model, outcome], count)
-        yield ended
-    labels = ["model_name", "store"]
-    for attribute, name, text in _STORE_GAUGES:
-        gauge = GaugeMetricFamily(f"octavo:kv_store_{name}", text, labels=labels)
-        for store, figures in stats.kv_stores.items():
-            gauge.add_metric([*model, store], getattr(figures, attribute))
-        yield gauge
-    for attribute, name, text in _STORE_COUNTERS:
-        counter = CounterMetricFamily(f"octavo:kv_store_{name}", text, labels=labels)
-        for store, figures in stats.kv_stores.items():
-            counter.add_metric([*model, store], getattr(figures, attribute))
-        yield counter
+        ended = [([*model, outcome], count) for outcome, count in by_outcome.items()]
+        yield counter(f"kv_{name}", f"{what} stores, by outcome.", [*_MODEL, "outcome"], ended)
+    for family, figures in ((gauge, _STORE_GAUGES), (counter, _STORE_COUNTERS)):
+        for attribute, name, text in figures:
+            yield family(f"kv_store_{name}", text, [*_MODEL, "store"], _each(stats.kv_stores, attribute, model))
+
+
+def _each(figures: Mapping[str, Any], attribute: str, model: list[str]) -> list[tuple[list[str], float]]:
+    """Return a figure of each tier or store, under the model's name and its own."""
+    return [([*model, name], getattr(each, attribute)) for name, each in list(figures.items())]
 
 
 def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:
-    family = HistogramMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+    family = HistogramMetricFamily(f"octavo:{name}", text, labels=_MODEL)
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     family.add_metric(model, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
     return family

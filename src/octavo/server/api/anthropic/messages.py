@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 
 from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
-from octavo.server.access.body import look_at
+from octavo.http.apis import ANTHROPIC
+from octavo.http.errors import spelling
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
@@ -29,14 +30,16 @@ from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_AL
 from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
-from octavo.server.errors import ThreadsUnsupportedError, spelling
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
     from octavo.server.answers.answer_form import AnswerForm
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage
-    from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -68,6 +70,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
+
+
+class ThreadsUnsupportedError(RequestError):
+    """A request asks the server to hold its conversation, which Anthropic's API calls a thread.
+
+    Anthropic's SDK reads `details` and sends the whole conversation instead.
+    """
+
+    details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+    def __init__(self) -> None:
+        message = "thread is not supported by this server: leave it out and send the whole conversation"
+        super().__init__(message, parameter="thread")
 
 
 class CountTokensRequest(Body):
@@ -122,6 +137,7 @@ class Message(Struct):
     role: str = "assistant"
 
 
+@endpoint(body=MessagesRequest, answer=Message, is_streamed=True)
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
@@ -140,8 +156,9 @@ async def create_message(service: Service, http_request: Request, request: Messa
     )
 
 
+@endpoint(body=CountTokensRequest, answer=types.TokenCount)
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has."""
+    """Count the tokens of a conversation."""
     service.check_model(request.model)
     _check_fields(service, request)
     tool_format = service.answer_style.tools
@@ -253,7 +270,7 @@ class MessageReply:
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
-        return self._tell("error", error=error.anthropic_body["error"])
+        return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""

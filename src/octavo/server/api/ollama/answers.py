@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from octavo.engine.call_arguments import parse_arguments
 from octavo.errors import RequestError
+from octavo.http.apis import OLLAMA
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import LINES, Job, json_response, line
@@ -19,7 +19,10 @@ from octavo.server.answers.tools import NO_TOOLS, read_chat_tools
 from octavo.server.api.conversation import Conversation, answer_conversation, continuing
 from octavo.server.api.ollama.messages import read_conversation
 from octavo.server.api.ollama.replies import Answer, AnswerMessage, Call, FunctionToCall
+from octavo.server.api.ollama.requests import ChatRequest, PromptRequest
 from octavo.server.api.openai.logprobs import chat_logprobs
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,15 +30,16 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.jobs import ChoiceUpdate
     from octavo.server.answers.usage import Usage
-    from octavo.server.api.ollama.requests import AnswerRequest, ChatRequest, PromptRequest
-    from octavo.server.errors import HttpError
+    from octavo.server.api.ollama.requests import AnswerRequest
     from octavo.server.service import Service
 
 
+@endpoint(body=ChatRequest, answer=Answer, is_streamed=True)
 async def chat(service: Service, http_request: Request, request: ChatRequest) -> Response:
     """Answer a conversation."""
     options = _job_options(service, request)
@@ -53,8 +57,12 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
     return await answer_conversation(service, http_request, conversation, params, reply, id_prefix="chat-", **options)
 
 
+@endpoint(body=PromptRequest, answer=Answer, is_streamed=True)
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
-    """Answer a prompt, or continue it as it stands: with raw, and where the model has no chat template."""
+    """Answer a prompt.
+
+    With raw, or if the model has no chat template, the prompt is continued as it is.
+    """
     options = _job_options(service, request)
     if not request.prompt:
         return _loaded(service, request, Answer(request.model, response=""))
@@ -127,7 +135,7 @@ class OllamaReply:
 
     def error(self, error: HttpError) -> bytes:
         """Return the line of an error in mid-stream."""
-        return line(error.ollama_body)
+        return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
         message = AnswerMessage()

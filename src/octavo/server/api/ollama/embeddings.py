@@ -6,13 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.engine.embedding import embedding
-from octavo.server.access.body import look_at
 from octavo.server.answers.jobs import json_response
 from octavo.server.api.ollama.answers import durations
 from octavo.server.api.ollama.replies import Vector, Vectors
+from octavo.server.api.ollama.requests import EmbeddingsRequest, EmbedRequest
 from octavo.server.api.openai.completions import read_prompts
 from octavo.server.api.openai.embeddings import MAX_INPUTS, embed_prompts
 from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,12 +26,15 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
     from octavo.server.answers.jobs import Job
     from octavo.server.answers.usage import Usage
-    from octavo.server.api.ollama.requests import EmbeddingsRequest, EmbedRequest
     from octavo.server.service import Service
 
 
+@endpoint(body=EmbedRequest, answer=Vectors)
 async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
-    """Turn texts into vectors of length 1."""
+    """Turn texts into vectors.
+
+    Their length is 1.
+    """
     model = request.settle(service)
     if request.input in (None, "", []):
         return _none(service, Vectors(request.model, []))
@@ -47,8 +52,12 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
     )
 
 
+@endpoint(body=EmbeddingsRequest, answer=Vector)
 async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
-    """Turn a text into a vector of length 1."""
+    """Turn a text into a vector.
+
+    Its length is 1.
+    """
     model = request.settle(service)
     if not request.prompt:
         return _none(service, Vector([]))

@@ -7,47 +7,62 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.server.access.routes import OLLAMA_TAG
-from octavo.server.api.ollama.requests import served_name
-from octavo.server.errors import NotAllowedError
+from octavo.http.apis import OLLAMA_TAG
+from octavo.http.errors import NotAllowedError
+from octavo.server.answers.jobs import json_response
+from octavo.server.api.ollama.requests import ShowRequest, served_name
+from octavo.server.api.request_types import OllamaModels, Version
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
-    from octavo.server.api.ollama.requests import ShowRequest
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from octavo.server.service import Service
 
 API_VERSION = "0.12.11"  # the version of Ollama whose API this is: clients ask for a least one
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # when a model is unloaded that Ollama keeps for ever
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
-# Routes that would change models, and the method of each.
-REFUSED = {
-    **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}"), "POST"),
-    "/api/delete": "DELETE",
-}
 
 
-async def refuse() -> None:
+@endpoint()
+async def refuse(_service: Service, _http_request: Request) -> Response:
     """Raise `NotAllowedError`: models are the operator's."""
     raise NotAllowedError("this server changes no models: it serves the one that it was started with")
 
 
-def version() -> dict[str, str]:
-    """Return the version of Ollama that clients may take this server for."""
-    return {"version": API_VERSION}
+@endpoint(answer=Version)
+async def version(_service: Service, _http_request: Request) -> Response:
+    """The version of Ollama that this is like."""
+    return json_response({"version": API_VERSION})
 
 
-def tags(service: Service, started: datetime) -> dict[str, Any]:
-    """Return the models that are there, under names with a tag, as clients write them."""
-    return {"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]}
+@endpoint(answer=OllamaModels)
+async def tags(service: Service, http_request: Request) -> Response:
+    """List the models.
+
+    Names have a tag, as clients write them.
+    """
+    started = http_request.app.state.started
+    return json_response({"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]})
 
 
-def loaded(service: Service) -> dict[str, Any]:
-    """Return the models that are loaded, which is all of them, and for ever."""
+@endpoint(answer=OllamaModels)
+async def loaded(service: Service, _http_request: Request) -> Response:
+    """List the models that are loaded.
+
+    All of them are, and they are never unloaded.
+    """
     room = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
-    return {"models": [{**_card(service, name), **room} for name in service.model_names]}
+    return json_response({"models": [{**_card(service, name), **room} for name in service.model_names]})
 
 
-def show(service: Service, request: ShowRequest, started: datetime) -> dict[str, Any]:
-    """Describe a model. Its files, and its template, which is the operator's, are told to nobody."""
+@endpoint(body=ShowRequest, answer=dict[str, Any])
+async def show(service: Service, http_request: Request, request: ShowRequest) -> Response:
+    """Describe a model.
+
+    The answer has neither its files nor its template, which are the operator's.
+    """
     asked = request.model or request.name
     if not asked:
         raise RequestError("model is required", parameter="model")
@@ -59,21 +74,23 @@ def show(service: Service, request: ShowRequest, started: datetime) -> dict[str,
         "tools": style.tools is not None,
         "thinking": style.has_reasoning,
     }
-    return {
-        **dict.fromkeys(("license", "modelfile", "parameters", "template"), ""),
-        "details": _details(service),
-        "model_info": {
-            "general.architecture": family,
-            "general.basename": name,
-            "general.parameter_count": info.num_parameters,
-            f"{family}.context_length": info.max_model_len,
-            f"{family}.embedding_length": info.hidden_size,
-            f"{family}.vocab_size": info.vocab_size,
-            **({} if info.file_type is None else {"general.file_type": info.file_type}),
-        },
-        "capabilities": [capability for capability, is_there in able.items() if is_there],
-        "modified_at": started,
-    }
+    return json_response(
+        {
+            **dict.fromkeys(("license", "modelfile", "parameters", "template"), ""),
+            "details": _details(service),
+            "model_info": {
+                "general.architecture": family,
+                "general.basename": name,
+                "general.parameter_count": info.num_parameters,
+                f"{family}.context_length": info.max_model_len,
+                f"{family}.embedding_length": info.hidden_size,
+                f"{family}.vocab_size": info.vocab_size,
+                **({} if info.file_type is None else {"general.file_type": info.file_type}),
+            },
+            "capabilities": [capability for capability, is_there in able.items() if is_there],
+            "modified_at": http_request.app.state.started,
+        }
+    )
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, model_validator
 
 from octavo.errors import RequestError
+from octavo.http.apis import OLLAMA_TAG
+from octavo.http.errors import ModelNotFoundError, spelling
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.access.routes import OLLAMA_TAG
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import (
     HARMLESS,
@@ -24,7 +25,6 @@ from octavo.server.api.extra_fields import (
 from octavo.server.api.openai.requests import Body, SamplingControls, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params, token_limit
-from octavo.server.errors import ModelNotFoundError, spelling
 
 if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.access.body import look_at
+from octavo.http.errors import spelling
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.answers.usage import CompletionTokensDetails
@@ -33,9 +33,11 @@ from octavo.server.api.openai.replies import (
     FunctionCall,
     ToolCall,
 )
+from octavo.server.api.openai.requests import ChatCompletionRequest
 from octavo.server.api.sampling import read_structure, sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
-from octavo.server.errors import spelling
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,12 +51,12 @@ if TYPE_CHECKING:
     from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.usage import Usage
-    from octavo.server.api.openai.requests import ChatCompletionRequest
     from octavo.server.service import Service
 
 Told = TypeVar("Told", ChatMessage, ChatDelta)
 
 
+@endpoint(body=ChatCompletionRequest, answer=ChatCompletion, is_streamed=True)
 async def create_chat_completion(service: Service, http_request: Request, request: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from octavo.http.apis import OPENAI
 from octavo.server.answers.jobs import event
 
 if TYPE_CHECKING:
+    from octavo.http.errors import HttpError
     from octavo.server.answers.jobs import ChoiceUpdate, Job
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.requests import SamplingFields
-    from octavo.server.errors import HttpError
 
 Choice = TypeVar("Choice", bound=msgspec.Struct)
 Chunk = TypeVar("Chunk", bound=msgspec.Struct)
@@ -61,7 +62,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
 
     def error(self, error: HttpError) -> bytes:
         """Return an error object, and the end."""
-        return event(error.body) + self._done
+        return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
         """Return what a choice grew by; None where a client hears of nothing."""

@@ -9,15 +9,17 @@ from msgspec import UNSET
 
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answering import answer
 from octavo.server.answers.jobs import ChoiceUpdate, Job
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import PlacedLogprobs, completion_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs
+from octavo.server.api.openai.requests import CompletionRequest
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
 from octavo.server.api.sampling import read_structure, sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +29,20 @@ if TYPE_CHECKING:
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.http.limiter import Permit
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.logprobs import Position
-    from octavo.server.api.openai.requests import CompletionRequest
     from octavo.server.api.openai.token_places import TokenPlace
     from octavo.server.service import Service
 
 MAX_CHOICES = 1024  # of one request: prompts times n
 
 
+@endpoint(body=CompletionRequest, answer=Completion, is_streamed=True)
 async def create_completion(service: Service, http_request: Request, request: CompletionRequest) -> Response:
-    """Continue one or several prompts."""
+    """Continue prompts."""
     model = service.check_model(request.model)
     request.settle(service.extra_fields)
 

@@ -13,7 +13,6 @@ from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
-from octavo.server.access.body import look_at
 from octavo.server.answers.answering import answer_whole
 from octavo.server.answers.jobs import Job
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
@@ -22,6 +21,8 @@ from octavo.server.api.openai.completions import read_prompts, truncated
 from octavo.server.api.openai.requests import Body, Priority, TruncationFields
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,8 +97,12 @@ class EmbeddingList(Struct):
     object: Literal["list"] = "list"
 
 
+@endpoint(body=EmbeddingRequest, answer=EmbeddingList)
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
-    """Turn texts into vectors of length 1."""
+    """Turn texts into vectors.
+
+    Their length is 1.
+    """
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.check(service.model_info.max_model_len)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
+from octavo.http.errors import spelling
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
 from octavo.server.api.request_types import Shown, within
-from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.http.errors import spelling
 from octavo.runtime.ids import new_id
-from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Toolbox, check_tool_type, read_choice, read_function
@@ -31,7 +31,8 @@ from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
 from octavo.server.api.request_types import Shown
 from octavo.server.api.sampling import read_response_format, sampling_params
-from octavo.server.errors import spelling
+from octavo.server.bodies import look_at
+from octavo.server.endpoints import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.http.errors import HttpError
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.answers.answer_form import AnswerForm
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_format import ToolFormat
     from octavo.server.answers.usage import Usage
-    from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -115,8 +116,9 @@ class ResponsesRequest(SamplingControls):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+@endpoint(body=ResponsesRequest, answer=ResponseObject, is_streamed=True)
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation. Nothing is stored."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
@@ -140,8 +142,9 @@ async def create_response(service: Service, http_request: Request, request: Resp
     )
 
 
+@endpoint(body=ResponsesRequest, answer=InputTokens)
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has."""
+    """Count the tokens of a conversation."""
     service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools

@@ -12,8 +12,8 @@ import msgspec
 from octavo import __version__
 from octavo.engine.snapshot_feed import SNAPSHOT_INTERVAL_S
 from octavo.errors import ConfigError, EngineDeadError, QueueFullError
+from octavo.http.errors import NotFoundError
 from octavo.journal.explain import explain
-from octavo.server.errors import NotFoundError
 from octavo.server.telemetry.dashboard.cursor import Cursor
 from octavo.server.telemetry.dashboard.tiers import tier_rows
 from octavo.server.telemetry.dashboard.view import LiveView
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from octavo.data.snapshot import Snapshot
-    from octavo.server.access.tenants import Tenant
+    from octavo.http.tenants import Tenant
     from octavo.server.service import Service
 
 MAX_WATCHERS = 16

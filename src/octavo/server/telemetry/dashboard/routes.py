@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from octavo.server.errors import NotAllowedError, NotFoundError
-from octavo.server.page_headers import PAGE_HEADERS
+from octavo.http.auth import check_operator
+from octavo.http.errors import NotFoundError
+from octavo.http.page_headers import PAGE_HEADERS
+from octavo.http.routes import DASHBOARD
 from octavo.server.telemetry.dashboard.feed import Dashboard, read_static
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from octavo.server.access.tenants import Tenant
+    from octavo.http.tenants import Tenant
+    from octavo.server.endpoints import Handler
     from octavo.server.service import Service
 
 
@@ -39,35 +40,29 @@ class _Frames(StreamingResponse):
             self._dashboard.leave()
 
 
-def add_dashboard(app: FastAPI, service: Service) -> None:
-    """Add the page. It tells of the requests of all keys, so it asks for one that may read the metrics."""
+def dashboard_routes(service: Service) -> dict[str, Handler]:
+    """Return the handler of each path, for GET. Requests are of all keys: to see them needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 
-    def check_allowed(request: Request) -> None:
-        if not request.state.tenant.read_metrics:
-            raise NotAllowedError("this key may not see the dashboard, which tells of all keys")
-
-    def page(name: str) -> Response:
+    async def page(request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
         if name not in files:
             raise NotFoundError("the dashboard has no such file")
         content, media_type = files[name]
         return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
-    @app.get("/dashboard", include_in_schema=False)
-    async def index() -> Response:
-        return page("index.html")
-
-    @app.get("/dashboard/events", include_in_schema=False)
     async def frames(request: Request) -> Response:
-        check_allowed(request)
+        check_operator(request.state.tenant, DASHBOARD)
         return _Frames(dashboard, request.state.tenant)
 
-    @app.get("/dashboard/requests/{request_id:path}", include_in_schema=False)
-    async def explain(request: Request, request_id: str) -> Response:
-        check_allowed(request)
-        return JSONResponse(await dashboard.explain(request_id))
+    async def explain(request: Request) -> Response:
+        check_operator(request.state.tenant, DASHBOARD)
+        return JSONResponse(await dashboard.explain(request.path_params["request_id"]))
 
-    @app.get("/dashboard/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
-        return page(name)
+    return {
+        "/dashboard": page,
+        "/dashboard/events": frames,
+        "/dashboard/requests/{request_id:path}": explain,
+        "/dashboard/{name}": page,
+    }

@@ -1,0 +1,109 @@
+"""Who asks: the API key, asked for on every route but the health checks, and the tenant that it stands for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+from typing import TYPE_CHECKING
+
+from octavo.http.apis import error_response
+from octavo.http.errors import PAGES, AuthenticationError, NotAllowedError, to_http
+from octavo.http.tenants import EVERYBODY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from octavo.http.tenants import Keyring, Tenant
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class ApiKeyMiddleware:
+    """Outside of all routes: without a key no route is reached, known or unknown. Sets `request.state.tenant`.
+
+    keyring: returns the keys that are valid now; None where none is asked for.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:
+        self.app = app
+        self._keyring = keyring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is allowed, answer 401 to the rest."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        tenant = self._tenant(scope)
+        if tenant is None:
+            error = AuthenticationError(
+                "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+            )
+            await error_response(to_http(error), scope["path"])(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        await self.app(scope, receive, send)
+
+    def _tenant(self, scope: Scope) -> Tenant | None:
+        keyring = self._keyring()
+        if keyring is None or scope["path"] in OPEN_PATHS:
+            return EVERYBODY
+        key = _key(scope)
+        return None if key is None else keyring.find(key)
+
+
+def check_operator(tenant: Tenant, action: str) -> None:
+    """Raise `NotAllowedError` if a key lacks `read_metrics`. action: what it then "may not" do, for the message."""
+    if not tenant.read_metrics:
+        raise NotAllowedError(f"this key may not {action}")
+
+
+def _key(scope: Scope) -> bytes | None:
+    """Return the one key that is sent, as OpenAI's clients send it, as Anthropic's do, or as a browser does.
+
+    Where several headers have a key it must be the same. A browser sends its password with whatever any page makes it
+    ask for: it counts only for the server's own pages, and for opening one of them.
+    """
+    keys: dict[bytes, bytes | None] = {}
+    is_password = False
+    for name, value in scope["headers"]:
+        if name in {b"authorization", b"x-api-key"}:
+            keys[name] = None if name in keys else _read_key(name, value)
+            is_password = is_password or (name == b"authorization" and _scheme(value) == b"basic")
+    if is_password and not _asks_itself(scope):
+        return None
+    return keys.popitem()[1] if len({*keys.values()}) == 1 else None
+
+
+def _asks_itself(scope: Scope) -> bool:
+    """Whether a browser says that one of the server's own pages asks, or its user.
+
+    One that does not say so (over plain HTTP, but for loopback) must name no other Origin.
+    """
+    said: dict[bytes, bytes] = dict(scope["headers"])
+    site = said.get(b"sec-fetch-site")
+    if site is None:
+        own = {scheme + said.get(b"host", b"") for scheme in (b"http://", b"https://")}
+        return said.get(b"origin") in {None, *own}
+    opens_page = (said.get(b"sec-fetch-mode"), said.get(b"sec-fetch-dest")) == (b"navigate", b"document")
+    return site in {b"same-origin", b"none"} or (opens_page and scope["method"] == "GET" and scope["path"] in PAGES)
+
+
+def _scheme(value: bytes) -> bytes:
+    return value.partition(b" ")[0].lower()
+
+
+def _read_key(name: bytes, value: bytes) -> bytes | None:
+    """Return the key in a header's value; None where there is none."""
+    if name == b"x-api-key":
+        return value.strip()
+    rest = value.partition(b" ")[2].strip()
+    match _scheme(value):
+        case b"bearer":
+            return rest
+        case b"basic":  # of any user, with the key as password
+            with contextlib.suppress(binascii.Error):
+                return base64.b64decode(rest, validate=True).partition(b":")[2] or None
+    return None

@@ -1,0 +1,77 @@
+"""A request's body, read up to a limit in bytes and in time, and the time that its client gives it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+from octavo.errors import QueueFullError, RequestError
+from octavo.http.errors import BodyTooLargeError, SlowBodyError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+
+    from octavo.config import AccessConfig
+    from octavo.http.limiter import Pool
+    from octavo.http.timeouts import TimeoutQueue
+
+FREE_BYTES = 64 << 10
+
+
+@contextlib.asynccontextmanager
+async def received(
+    request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
+) -> AsyncIterator[list[bytes]]:
+    """Yield the pieces of a request's body. They hold room in a pool until the block is left.
+
+    Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
+    """
+    with contextlib.ExitStack() as taken:
+        try:
+            async with timeouts.timeout(config.body_timeout_s):
+                chunks = await _read_limited(request, config.max_body_bytes, pool, taken)
+        except TimeoutError:
+            raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+        yield chunks
+
+
+def read_timeout(request: Request, limit_s: float) -> float:
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for an invalid number."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return limit_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
+    return min(seconds, limit_s)
+
+
+async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
+    """Read the pieces of a body; stop as soon as it is too large, whatever Content-Length says.
+
+    The first `FREE_BYTES` need no room in the pool: as many wait in the connection anyway. taken: gives the room back.
+    """
+    error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise error
+    chunks: list[bytes] = []
+    num_bytes, num_taken, tenant = 0, 0, request.state.tenant
+    taken.callback(lambda: pool.give_back(tenant, num_taken))
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise error
+        if (more := num_bytes - FREE_BYTES - num_taken) > 0:
+            if more > pool.room(tenant, besides=num_taken):
+                raise QueueFullError("too many large requests arrive at once")
+            pool.take(tenant, more)
+            num_taken += more
+        chunks.append(chunk)
+    return chunks

@@ -1,0 +1,330 @@
+"""A client's connection, bounded before there is a request, and answered no faster than its client reads.
+
+uvicorn itself waits for headers for ever, however long, and writes an answer's body at once, however large.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from octavo.http.apis import OPENAI
+from octavo.http.auth import OPEN_PATHS
+from octavo.http.errors import HttpError, note_error
+from octavo.http.listening import (
+    MAX_UNSENT_BYTES,
+    PROBE_CONNECTIONS,
+    bytes_taken,
+    bytes_under_way,
+    reset_when_closed,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+    from octavo.http.timeouts import Timeout, TimeoutQueue
+
+logger = logging.getLogger(__name__)
+MAX_HEADER_BYTES = 64 << 10
+_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
+_PROBE_TIMEOUT_S = 2.0
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
+
+    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. Of what waits
+    for its reader, all or `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`: a stream that has ended
+    keeps its place until it is sent, and closing waits for the reader, too. on_refused: hears of what is answered and
+    was no request, with the client's address. A client may send requests without waiting for answers (pipelining): they
+    are answered one after another, and while one is, one more is read, so that a client who leaves meanwhile is
+    noticed. Who asks for another protocol (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110,
+    section 7.8, allows. max_connections: those beyond are refused, but for `PROBE_CONNECTIONS` more that may ask
+    whether the server lives, each once: a full server is not a dead one, which would be started again.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        header_timeout_s: float,
+        keep_alive_timeout_s: float,
+        idle_timeout_s: float,
+        max_connections: int,
+        timeouts: TimeoutQueue,
+        on_refused: Callable[[tuple[str, int] | None, HttpError], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._queue = timeouts
+        self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._max_connections = max_connections
+        self._on_refused = on_refused
+        self._timer: Timeout | None = None
+        self._reader_timer: Timeout | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
+        self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
+        self._num_header_bytes = 0
+        self._is_in_body = self._came_further = False
+        self._is_for_probes = False
+        self._refusal: HttpError | None = None  # what is wrong with headers besides that they cannot be read
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Begin to wait for the first headers; one connection too many is told so, and closed."""
+        super().connection_made(transport)
+        if self.client is not None:  # of IPv4 on a socket of both families: as it is everywhere else
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._is_for_probes = len(self.connections) > self._max_connections
+        if len(self.connections) > self._max_connections + PROBE_CONNECTIONS:
+            self._make_room_for_a_probe()
+        self._wait(min(self._header_timeout_s, _PROBE_TIMEOUT_S) if self._is_for_probes else self._header_timeout_s)
+
+    def _make_room_for_a_probe(self) -> None:
+        """End one that was to ask whether the server lives and has said nothing yet, or else this one."""
+        others = (each for each in self.connections if each is not self and isinstance(each, BoundedHttpProtocol))
+        next((each for each in others if each.is_silent_probe), self).give_way()
+
+    @property
+    def is_silent_probe(self) -> bool:
+        """Whether it is there to ask whether the server lives, and has not begun to."""
+        is_silent = self._answered is None and not self._num_header_bytes
+        return self._is_for_probes and is_silent and not self.transport.is_closing()
+
+    def give_way(self) -> None:
+        """Say that there are too many, and close."""
+        self._refuse(_too_many_connections())
+        self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more is waited for."""
+        self._stop_waiting()
+        self._stop_watching_reader()
+        super().connection_lost(exc)
+        if self._answered is not None:  # uvicorn tells only what came last
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def pause_writing(self) -> None:
+        """Let answers wait, but not for ever."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; headers that are not complete yet are counted."""
+        self._came_further = False
+        self._parse(data)
+        if not (self._is_in_body or self._came_further or self.transport.is_closing()):
+            if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
+                self._wait(self._header_timeout_s)  # it was idle
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._refusal = _headers_too_large()
+                self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        """Parse; where the parser stops at an upgrade, begin that request anew without it and go on behind."""
+        rest = memoryview(data)
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as upgrade:
+                    if not self._asks_to_upgrade:
+                        return
+                    rest = rest[upgrade.args[0] :]
+                    self._begin_without_upgrade()
+                else:
+                    return
+        except httptools.HttpParserError:
+            if self._refusal is None:
+                self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("")
+
+    @property
+    def _asks_to_upgrade(self) -> bool:
+        """Whether the parser takes what follows these headers for another protocol, and so skips the body."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has none
+
+    def _begin_without_upgrade(self) -> None:
+        """Parse the same headers once more, without the one that asks."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those behind a body (trailers) say nothing that is heard."""
+        if not self._is_in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Let the request begin."""
+        if self._asks_to_upgrade:
+            return
+        self._stop_waiting()
+        self._is_in_body = self._came_further = True
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refusal = _headers_too_large()
+        elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
+            self._refusal = _too_many_connections()
+        if self._refusal is not None:
+            raise ValueError("refused")  # makes the parser give up, and `send_400_response` follow
+        super().on_headers_complete()
+        self.scope["state"]["write_body"] = self.write_body
+        if self._is_for_probes:
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # which ends it, too
+        if not self.pipeline:
+            self._answered = self.cycle
+            self._watch_reader()
+        elif len(self.pipeline) == 1:
+            self.flow.resume_reading()
+
+    def write_body(self, piece: bytes) -> bool:
+        """Write a piece of the chunked answer that was begun; return whether its client takes more now.
+
+        Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send`
+        of ASGI takes a task, and a call of each layer.
+        """
+        if self.transport.is_closing():  # nobody reads it, of which the route hears by `receive`
+            return True
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not self.flow.write_paused
+
+    def on_message_complete(self) -> None:
+        """What follows are the next headers."""
+        if self._asks_to_upgrade:
+            return
+        super().on_message_complete()
+        self._is_in_body, self._came_further = False, True
+        self._num_header_bytes = 0
+        if self._timer is not None:  # the answer was there before the body
+            self._wait(self._keep_alive_timeout_s)
+
+    def on_response_complete(self) -> None:
+        """Be idle, unless the rest of a body that nobody wanted, or of headers, has to come in time."""
+        if self.pipeline:
+            self._answered, _ = self.pipeline[-1]
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which knows of no turns
+        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
+            is_begun = self._is_in_body or self._num_header_bytes
+            self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
+        self._watch_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, and close; where nobody could tell the answer from another one, only close."""
+        answered = self._answered
+        is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
+        if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
+            self._refuse(self._refusal or HttpError(400, msg), self.scope["state"] if is_its_body else None)
+        self._close()
+
+    def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
+        """Answer, and tell who counts it; state: of the request that it ends, which is counted when it is over."""
+        if state is None:
+            self._on_refused(self.client, error)
+        else:
+            note_error(state, error)
+        body = msgspec.json.encode(OPENAI.error(error))
+        headers = {**error.headers, "content-type": "application/json", "content-length": len(body)}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + f"{lines}connection: close\r\n\r\n".encode() + body)
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_reader()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self._queue.call_later(seconds, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch_reader(self) -> None:
+        """Look whether what waits for the reader now is taken in time, and go on as long as more comes or waits."""
+        if self._reader_timer is not None:
+            return
+        sock = self.transport.get_extra_info("socket")
+        before, waiting = bytes_taken(sock), self._num_waiting_bytes(sock)
+        is_over = self._answered is None or self._answered.response_complete
+        if before is None or (is_over and not waiting and not self.transport.is_closing()):
+            return
+        self._reader_timer = self.loop.call_later(self._idle_timeout_s, self._look_at_reader, sock, before, waiting)
+
+    def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
+        """End the connection of who had taken `before`, and since then neither what waited nor enough of it."""
+        self._reader_timer = None
+        after = bytes_taken(sock)
+        # gVisor tells 0 of every connection; who is gone before the first byte arrives is the system's to notice
+        if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
+            self._watch_reader()
+            return
+        logger.info(
+            "%s took %d of %d bytes that waited for it within %g s: its connection is ended",
+            "a client" if self.client is None else self.client[0],
+            after - before,
+            waiting,
+            self._idle_timeout_s,
+        )
+        self._reader_timer = self._queue.call_later(0.0, self._abort)
+
+    def _num_waiting_bytes(self, sock: socket.socket) -> int:
+        return bytes_under_way(sock) + self.transport.get_write_buffer_size()
+
+    def _abort(self) -> None:
+        """End the connection at once: closing would wait for its reader, and so would the system behind that."""
+        reset_when_closed(self.transport.get_extra_info("socket"))
+        self.transport.abort()
+
+    def _stop_watching_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+
+def _too_many_connections() -> HttpError:
+    return HttpError(503, "too many connections", "server_error", code="too_many_connections")
+
+
+def _headers_too_large() -> HttpError:
+    return HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
+
+
+class PacedAnswers:
+    """Sends the body of a whole answer in pieces, each when those before it have been taken.
+
+    An answer is over when next to all of it has arrived: only then does its connection count as idle, which may be
+    closed. TLS takes all of one piece at once, and its connection never says that anything waits for the reader.
+    Events of a stream, behind which more follows, go out as they are: comments come between them, not into one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on, the end of an answer in pieces of at most `MAX_UNSENT_BYTES`."""
+
+        async def send_paced(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) > MAX_UNSENT_BYTES and not message.get("more_body", False):
+                last = (len(body) - 1) // MAX_UNSENT_BYTES * MAX_UNSENT_BYTES
+                for start in range(0, last, MAX_UNSENT_BYTES):
+                    piece = body[start : start + MAX_UNSENT_BYTES]
+                    await send({"type": message["type"], "body": piece, "more_body": True})
+                message = {**message, "body": body[last:]}
+            await send(message)
+
+        await self.app(scope, receive, send_paced)

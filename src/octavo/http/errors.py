@@ -1,0 +1,212 @@
+"""Errors as HTTP: one table from octavo's errors to a status and an OpenAI error object."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from octavo.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineRestartingError,
+    OctavoError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    SlowReaderError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+CLIENT_LEFT = 499  # the status of a request whose client left, for the log; the number is nginx's
+PAGES = ("/dashboard", "/router")  # that people open in a browser
+
+
+class RateLimitError(QueueFullError):
+    """An API key's own limit is reached."""
+
+
+class SlowBodyError(RequestError):
+    """The request's body did not arrive in time."""
+
+
+class AuthenticationError(RequestError):
+    """The request carries no valid API key."""
+
+
+class NotAllowedError(RequestError):
+    """The API key is valid, and not for this."""
+
+
+class ModelNotFoundError(RequestError):
+    """The server has no model of that name."""
+
+
+class NotFoundError(RequestError):
+    """What is asked for is not there."""
+
+
+class BodyTooLargeError(RequestError):
+    """The request's body exceeds the limit."""
+
+
+class MediaTypeError(RequestError):
+    """The request's body is not said to be JSON."""
+
+
+class ServerClosingError(EngineError):
+    """The server is shutting down and takes nothing new."""
+
+
+class NoEngineError(EngineError):
+    """A router has no engine that takes a request now."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("no engine is ready")
+        self.retry_after_s = retry_after_s
+
+
+class EngineLostError(EngineError):
+    """The engine that a router had sent a request to has gone."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is lost")
+
+
+class EngineTimeoutError(EngineLostError):
+    """The engine that a router had sent a request to did not begin its answer, or continue it, in time."""
+
+
+class EngineAnswerError(EngineLostError):
+    """The engine that a router had sent a request to gave an answer that is not valid HTTP, or too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """A status and the four fields of an OpenAI error object. details: sent in Anthropic's error objects only."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float = 1.0
+    details: Mapping[str, Any] | None = None
+
+    @property
+    def reason(self) -> str:
+        """What it is counted as, and what its line of the audit log has."""
+        return self.code or reason_of(self.status)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the standard asks for beside the status."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        if self.status in {408, 413}:
+            return {"Connection": "close"}  # the rest of the body is not read
+        if self.status == 504:
+            return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
+        return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
+
+
+class ErrorResponse(Response):
+    """An error as a whole answer; who sends it notes its reason with it."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: HttpError, content: bytes, status: int, headers: dict[str, str]) -> None:
+        super().__init__(content, status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        note_error(scope.setdefault("state", {}), self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
+    """Keep what a request failed of, for its count and its line of the audit log; return the first that was noted.
+
+    state: the request's, of its scope; mutated.
+    """
+    noted: HttpError = state.setdefault("error", error)
+    return noted
+
+
+def reason_of(status: int) -> str:
+    """Return the reason for a status that has no code of its own, like bad_request; status_520 for an unknown one."""
+    try:
+        return HTTPStatus(status).phrase.lower().replace(" ", "_")
+    except ValueError:  # an engine may answer a router with any status
+        return f"status_{status}"
+
+
+# The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
+# about the server's own trouble stands here, because the error's own text may name paths or addresses.
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
+    (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded", None),
+    (QueueFullError, 429, "rate_limit_error", "queue_full", None),
+    (AuthenticationError, 401, _INVALID, "invalid_api_key", None),
+    (NotAllowedError, 403, _INVALID, "not_allowed", None),
+    (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
+    (NotFoundError, 404, _INVALID, "not_found", None),
+    (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
+    (MediaTypeError, 415, _INVALID, "unsupported_media_type", None),
+    (SlowBodyError, 408, _INVALID, "request_too_slow", None),
+    (SlowReaderError, 400, _INVALID, "read_too_slowly", None),
+    (RequestError, 400, _INVALID, None, None),
+    (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
+    (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
+    (NoEngineError, 503, _SERVER, "no_engine", "no engine can take this request now; try again in a moment"),
+    (EngineTimeoutError, 504, _SERVER, "engine_timeout", "the engine did not answer this request in time"),
+    (
+        EngineAnswerError,
+        502,
+        _SERVER,
+        "bad_engine_answer",
+        "the engine's answer cannot be read; the router's log says why",
+    ),
+    (EngineLostError, 503, _SERVER, "engine_lost", "the engine that served this request has gone; try again"),
+    (DeadlineError, 504, _SERVER, "request_timeout", None),
+    (RequestFailedError, 500, _SERVER, "request_failed", None),
+    (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
+)
+
+
+def to_http(error: Exception) -> HttpError:
+    """Translate any error."""
+    for kind, status, type_, code, message in _TABLE:
+        if isinstance(error, kind):
+            parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
+            details: Mapping[str, Any] | None = getattr(error, "details", None)
+            return HttpError(status, message or str(error), type_, parameter, code, retry, details)
+    return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
+
+
+@contextlib.contextmanager
+def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
+    """Name the field that an error is about as the client did. names: ours -> the client's. in_text: there, too."""
+    try:
+        yield
+    except RequestError as error:
+        own = error.parameter or ""
+        if own in names:
+            error.parameter = name = names[own]
+            if in_text:
+                error.args = (str(error).replace(own, name, 1) if own in str(error) else f"{name}: {error}",)
+        raise

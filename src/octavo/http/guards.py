@@ -1,0 +1,83 @@
+"""The middlewares before all routes of an application, in one order, and the answers to errors that leave a route."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from octavo.errors import OctavoError, RequestFailedError
+from octavo.http.apis import error_response
+from octavo.http.audit import AuditMiddleware
+from octavo.http.auth import ApiKeyMiddleware
+from octavo.http.connection import PacedAnswers
+from octavo.http.errors import CLIENT_LEFT, HttpError, to_http
+from octavo.http.origins import OriginMiddleware
+from octavo.http.overload import OverloadMiddleware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+
+    from octavo.http.routes import Routes
+    from octavo.http.service import HttpService
+
+logger = logging.getLogger(__name__)
+
+
+def add_guards(app: Starlette, service: HttpService, routes: Routes) -> None:
+    """Add the middlewares that a request passes on its way to a route, and the handlers of errors."""
+    _add_error_handlers(app)
+    config = service.config
+    # The last one is the outermost.
+    app.add_middleware(OverloadMiddleware, begin=service.begin, routes=routes)
+    app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
+    app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(PacedAnswers)
+    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
+
+
+def _add_error_handlers(app: Starlette) -> None:
+    """Answer every error that leaves a route, or for which there is no route, as the API at its path spells errors."""
+
+    async def octavo_error(request: Request, error: Exception) -> Response:
+        http_error = to_http(error)
+        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # that one is logged already
+            logger.error("a request failed: %s", error, exc_info=error)
+        spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
+        return error_response(http_error, request.url.path) if spell is None else spell(http_error)
+
+    async def routing_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path}"
+        messages = {404: f"there is no such route: {where}", 405: f"this route does not take the method: {where}"}
+        message = messages.get(error.status_code, str(error.detail))
+        response = error_response(HttpError(error.status_code, message), request.url.path)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(request: Request, _: Exception) -> Response:
+        told: HttpError | None = getattr(request.state, "error", None)  # by the connection, if that ended the request
+        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # only for log and metrics
+
+    async def own_bug(request: Request, error: Exception) -> Response:
+        return error_response(to_http(error), request.url.path)
+
+    app.add_exception_handler(OctavoError, octavo_error)
+    app.add_exception_handler(HTTPException, routing_error)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, own_bug)

@@ -1,0 +1,406 @@
+"""How much is taken in: who is let through at once, and when to come back who is not.
+
+The place of a request is taken before anything is done for it, and given back when its answer is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from octavo.errors import QueueFullError, RequestError
+from octavo.http.errors import RateLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.http.tenants import Tenant
+
+_MINUTE_S = 60.0
+_LONGEST_RETRY_S = 60.0
+_NUM_ENDINGS = 64
+
+
+class Bucket:
+    """So many units a minute, and at most a minute's worth at once. It may go into debt, for what is counted later."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute = per_minute
+        self._level, self._time = per_minute, now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return how long until `amount` can be taken, 0 for now; more than a minute's worth waits for a full one."""
+        missing = min(amount, self.per_minute) - self._fill(now)
+        return max(missing, 0.0) * _MINUTE_S / self.per_minute
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, whatever is there."""
+        self._level = self._fill(now) - amount
+
+    def _fill(self, now: float) -> float:
+        self._level = min(self._level + (now - self._time) * self.per_minute / _MINUTE_S, self.per_minute)
+        self._time = now
+        return self._level
+
+
+class Pool:
+    """Units of one thing that all share, and how many each tenant holds. limit: None for no end of them.
+
+    Where several tenants share it, one that holds some may hold at most its weight times as many as are free: after
+    Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch" (1998), so a flood of one
+    always leaves room for the others.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.num_held = 0
+        self.is_shared = False
+        self._held: Counter[str] = Counter()
+        self._change = asyncio.Event()
+
+    @property
+    def num_free(self) -> float:
+        """How many nobody holds."""
+        return math.inf if self.limit is None else self.limit - self.num_held
+
+    def held_by(self, tenant: Tenant) -> int:
+        """Return how many a tenant holds."""
+        return self._held[tenant.name]
+
+    def room(self, tenant: Tenant, *, besides: int = 0) -> float:
+        """Return how many more a tenant may take now; below 0 where it holds more than it might take.
+
+        besides: what it holds for the same thing, which is not held against it.
+        """
+        free, held = self.num_free, self.held_by(tenant) - besides
+        return min(free, tenant.weight * free - held) if self.is_shared and held else free
+
+    def share(self, tenant: Tenant) -> float:
+        """Return how many more leave it its weight times the rest at most: half of what is free for a weight of 1."""
+        held = self.held_by(tenant) if self.is_shared else 0
+        return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
+
+    def take(self, tenant: Tenant, amount: int) -> None:
+        """Count units as a tenant's; whether there is room is for the caller to ask."""
+        self._held[tenant.name] += amount
+        self.num_held += amount
+
+    def give_back(self, tenant: Tenant, amount: int) -> None:
+        """Count them no more."""
+        if not amount:
+            return
+        self._held[tenant.name] -= amount
+        if not self._held[tenant.name]:
+            del self._held[tenant.name]
+        self.num_held -= amount
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until some are given back."""
+        await self._change.wait()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Who waits in a line. passed: units that others took since it is the first of its key, by its own weight."""
+
+    tenant: Tenant
+    amount: int
+    number: int
+    granted: asyncio.Future[None]
+    passed: float = 0.0
+
+    @property
+    def is_next(self) -> bool:
+        """Whether as much as it asks for has gone to others meanwhile: room is kept for it now."""
+        return self.passed >= self.amount
+
+
+class Line:
+    """Who waits for room in a pool: first come, first served among those of one tenant.
+
+    Others may pass, who have not come in yet or who are first of another tenant, as long as they fit and until the
+    one they pass has been passed by as much as it asks for: a large one is not starved by small ones, and those are not
+    kept out by one that waits for long. After that no other of its tenant passes; other tenants leave it its room once
+    it waits for them alone, as its own tenant holds nothing.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
+        self._num_waited = 0
+
+    def take_now(self, tenant: Tenant, amount: int) -> bool:
+        """Take room for one who does not wait; False where it may not have it now."""
+        own = self._waiters.get(tenant.name)
+        if (own and own[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
+            return False
+        self._take(tenant, amount, self._num_waited)
+        return True
+
+    async def take(self, tenant: Tenant, amount: int) -> None:
+        """Take room when it is its turn. Who is cancelled meanwhile has taken nothing."""
+        waiter = _Waiter(tenant, amount, self._num_waited, asyncio.get_running_loop().create_future())
+        self._num_waited += 1
+        self._waiters.setdefault(tenant.name, deque()).append(waiter)
+        self.serve()
+        try:
+            await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.cancelled():
+                self._remove(waiter)
+                self.serve()
+            else:  # it was its turn just now
+                self.give_back(tenant, amount)
+            raise
+
+    def give_back(self, tenant: Tenant, amount: int) -> None:
+        """Give room back to the pool, and what is free to those who wait."""
+        self._pool.give_back(tenant, amount)
+        self.serve()
+
+    def serve(self) -> None:
+        """Let in who may come in now, the longest waiting first."""
+        while (waiter := next(filter(self._is_served, self._heads()), None)) is not None:
+            self._remove(waiter)
+            self._take(waiter.tenant, waiter.amount, waiter.number)
+            waiter.granted.set_result(None)
+
+    def _heads(self) -> list[_Waiter]:
+        """Return the first of each tenant, the longest waiting first."""
+        return sorted((waiters[0] for waiters in self._waiters.values()), key=lambda waiter: waiter.number)
+
+    def _is_served(self, waiter: _Waiter) -> bool:
+        return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
+
+    def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
+        """Tell whether there is room that is not kept for one of another tenant who came before `number`."""
+        if amount > self._pool.room(tenant):
+            return False
+        left = self._pool.num_free - amount
+        return not any(
+            head.is_next and left < head.amount and not self._pool.held_by(head.tenant)
+            for head in self._passed(number)
+            if head.tenant.name != tenant.name
+        )
+
+    def _take(self, tenant: Tenant, amount: int, number: int) -> None:
+        self._pool.take(tenant, amount)
+        for head in self._passed(number):
+            head.passed += amount * head.tenant.weight / tenant.weight
+
+    def _passed(self, number: int) -> list[_Waiter]:
+        """Return the first of each tenant who came before `number`."""
+        return [waiters[0] for waiters in self._waiters.values() if waiters[0].number < number]
+
+    def _remove(self, waiter: _Waiter) -> None:
+        waiters = self._waiters[waiter.tenant.name]
+        waiters.remove(waiter)
+        if not waiters:
+            del self._waiters[waiter.tenant.name]
+
+
+@dataclass(slots=True)
+class _Account:
+    """The rates of a tenant."""
+
+    requests: Bucket | None
+    tokens: Bucket | None
+
+
+@dataclass(slots=True)
+class Permit:
+    """The place of one HTTP request: so many output streams of a tenant. Given back once, however often it is left.
+
+    is_in: one of its prompts has had room, so that those behind it are not refused any more: they wait.
+    """
+
+    tenant: Tenant
+    num_streams: int
+    _limiter: RequestLimiter
+    is_kept: bool = False
+    is_in: bool = False
+    _is_left: bool = False
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its prompts
+
+    def __enter__(self) -> Self:
+        """Give it back when the block ends, unless a stream keeps it (`is_kept`), whose duty it is then."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_kept:
+            self.leave()
+
+    async def hold_tokens(self, num_tokens: int) -> None:
+        """Take room for a prompt that waits, to be given back with `release_tokens`.
+
+        Raises `QueueFullError` where there is none for the first prompt, `RequestError` for one that never fits.
+        """
+        async with self._queue:
+            await self._limiter.hold_tokens(self, num_tokens)
+            self.is_in = True
+
+    def release_tokens(self, num_tokens: int) -> None:
+        """Give the room of a prompt back: it does not wait any more."""
+        if num_tokens:
+            self._limiter.line.give_back(self.tenant, num_tokens)
+
+    def charge(self, num_tokens: int) -> None:
+        """Count tokens that were read or written for it."""
+        self._limiter.charge(self.tenant, num_tokens)
+
+    def leave(self) -> None:
+        """Give it back."""
+        if not self._is_left:
+            self._is_left = True
+            self._limiter.leave(self)
+
+
+class RequestLimiter:
+    """Counts what is open; belongs to the event loop.
+
+    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which no output was told
+    yet, and `line` who waits for room among them; body_bytes: of bodies that arrive. What a request can never have is a
+    `RequestError`, what it may have later a `QueueFullError` with the seconds to wait.
+    """
+
+    def __init__(
+        self,
+        max_open: int | None,
+        max_num_waiting_tokens: int | None = None,
+        max_body_bytes: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.streams, self.waiting_tokens, self.body_bytes = map(
+            Pool, (max_open, max_num_waiting_tokens, max_body_bytes)
+        )
+        self.line = Line(self.waiting_tokens)
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # when, and of how many streams
+        self._has_ended = False
+
+    def begin(self, tenant: Tenant) -> None:
+        """Count a request of which only the headers are known. Raises what would refuse the smallest."""
+        account = self._account(tenant)  # perhaps a new one, whose times begin now
+        now = self._clock()
+        self._check_rate(account.requests, 1.0, "requests", now)
+        self._check(tenant, 1, now)
+        if account.requests is not None:
+            account.requests.take(1, now)
+
+    def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
+        """Take places for a request that has begun: all of them, or none.
+
+        at_least: with fewer it can be served, too, one part after another. It takes a multiple of that then, and no
+        more than its share of what there is. Raises `RequestError`, `RateLimitError` and `QueueFullError`.
+        """
+        least = num_streams if at_least is None else at_least
+        self._check(tenant, least, self._clock())
+        own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
+        most = min(num_streams, own, self.streams.share(tenant))
+        num_streams = max(int(most // least), 1) * least
+        self.streams.take(tenant, num_streams)
+        return Permit(tenant, num_streams, self)
+
+    def leave(self, place: Permit) -> None:
+        """Give places back."""
+        self.streams.give_back(place.tenant, place.num_streams)
+        if place.is_in:  # else it was refused, or had its text counted: that says nothing of how fast answers end
+            self._endings.append((self._clock(), place.num_streams))
+            self._has_ended = True
+
+    async def hold_tokens(self, place: Permit, num_tokens: int) -> None:
+        """Take room for a prompt of a place: see `Permit.hold_tokens`."""
+        pool = self.waiting_tokens
+        if pool.limit is not None and num_tokens > pool.limit:
+            raise RequestError(
+                f"the prompt, with a prediction, has {num_tokens} tokens; no more than {pool.limit} may wait here",
+                parameter="prompt",
+            )
+        if place.is_in:
+            await self.line.take(place.tenant, num_tokens)
+        elif not self.line.take_now(place.tenant, num_tokens):
+            why = "; what is free is kept for others" if num_tokens <= pool.num_free else ""
+            raise QueueFullError(
+                f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the "
+                f"limit is {pool.limit}{why}",
+                retry_after_s=self._soon(self._clock(), self.streams.num_held),
+            )
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Count a tenant's tokens."""
+        tokens = self._account(tenant).tokens
+        if tokens is not None:
+            tokens.take(num_tokens, self._clock())
+
+    def change(self, tenants: tuple[Tenant, ...]) -> None:
+        """Go on with these tenants; what they have open stays counted, their rates begin anew where they changed."""
+        for pool in (self.streams, self.waiting_tokens, self.body_bytes):
+            pool.is_shared = len(tenants) > 1
+        self.line.serve()  # as shares are others now
+        for tenant in tenants:
+            account = self._account(tenant)
+            account.requests = self._bucket(account.requests, tenant.requests_per_minute)
+            account.tokens = self._bucket(account.tokens, tenant.tokens_per_minute)
+
+    def _account(self, tenant: Tenant) -> _Account:
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            requests, tokens = tenant.requests_per_minute, tenant.tokens_per_minute
+            account = _Account(self._bucket(None, requests), self._bucket(None, tokens))
+            self._accounts[tenant.name] = account
+        return account
+
+    def _bucket(self, present: Bucket | None, per_minute: float | None) -> Bucket | None:
+        if per_minute is None:
+            return None
+        return present if present and present.per_minute == per_minute else Bucket(per_minute, self._clock())
+
+    def _check(self, tenant: Tenant, num_streams: int, now: float) -> None:
+        """Raise where so many streams cannot be opened, now or ever."""
+        for limit, whose in ((tenant.max_concurrency, "this key"), (self.streams.limit, "this server")):
+            if limit is not None and num_streams > limit:
+                raise RequestError(
+                    f"n is {num_streams}, and {whose} may have {limit} answers open at once", parameter="n"
+                )
+        held, limit = self.streams.held_by(tenant), tenant.max_concurrency
+        if limit is not None and held + num_streams > limit:
+            raise RateLimitError(
+                f"this key has {held} answers open, and this request asks for {num_streams}; its limit is {limit} at "
+                "once",
+                retry_after_s=self._soon(now, 1),
+            )
+        self._check_rate(self._account(tenant).tokens, 0.0, "tokens", now)
+        free = self.streams.num_free
+        if num_streams > free:
+            raise QueueFullError(
+                f"the queue is full: {self.streams.num_held} answers are open, and this request asks for "
+                f"{num_streams}; the limit is {self.streams.limit}",
+                retry_after_s=self._soon(now, self.streams.num_held),
+            )
+        if num_streams > self.streams.room(tenant):
+            raise QueueFullError(
+                f"this key has {held} answers open and may not take more of the {free} places that are left for all",
+                retry_after_s=self._soon(now, held),
+            )
+
+    def _check_rate(self, bucket: Bucket | None, amount: float, unit: str, now: float) -> None:
+        if bucket is not None and (wait := bucket.wait_s(amount, now)) > 0:
+            raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
+
+    def _soon(self, now: float, num_ahead: int) -> float:
+        """Return when so many of what is open will have ended, at the rate of the last minute's endings."""
+        while self._endings and self._endings[0][0] < now - _MINUTE_S:
+            self._endings.popleft()
+        if len(self._endings) < 2 or now <= self._endings[0][0]:
+            return _LONGEST_RETRY_S if self._has_ended else 1.0
+        (first, _), *later = self._endings  # what ended with the first one took longer than is known
+        rate = sum(num_streams for _, num_streams in later) / (now - first)
+        return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

@@ -1,0 +1,66 @@
+"""GET /metrics: how many requests were answered and refused, next to what a collector of the process reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prometheus_client import Metric
+    from prometheus_client.registry import Collector
+
+
+class Metrics:
+    """All figures of one server or router, in a registry of its own.
+
+    collector: reads the figures of the engine, or of the router's engines.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._requests = Counter(
+            "http_requests", "Answered HTTP requests.", ["method", "handler", "status"], registry=self._registry
+        )
+        self._refused = Counter(
+            "octavo:requests_refused",
+            "Requests that were refused or cut off, by the error's code.",
+            ["code"],
+            registry=self._registry,
+        )
+
+    def count_answer(self, method: str, handler: str, status: int) -> None:
+        """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
+        self._requests.labels(method, handler, str(status)).inc()
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
+        self._refused.labels(reason).inc()
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return all figures in the format that the client prefers, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Make a family of gauges. text: what they are. values: the values of the labels, and the number, of each."""
+    return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
+
+
+def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    """Make a family of counters; see `gauge`."""
+    return _filled(CounterMetricFamily(f"octavo:{name}", text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    for label_values, number in values:
+        family.add_metric(label_values, number)
+    return family

@@ -1,0 +1,111 @@
+"""The table of all routes, one line each. The server, the OpenAPI document and the router are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from octavo.http.apis import ANTHROPIC, OLLAMA, OPENAI, OPERATOR, RESPONSES, SGLANG, TGI, Api, api_below
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_GET, _PROBE = ("GET",), ("GET", "HEAD")
+_CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
+_OLDER = ("/get_server_info",)
+# What a key without `read_metrics` may not do.
+_SETTINGS = "read the server's settings: that takes read_metrics"
+METRICS, DASHBOARD = "read the metrics, which tell of all keys", "see the dashboard, which tells of all keys"
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # the dashboard's, which shows requests of all keys
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route.
+
+    path: with parameters as in Starlette. aliases: older paths of the same route.
+    endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`.
+    api: the API whose spelling of errors, streams and counts it uses.
+    work: the work for a request: "answer", a model writes text; "vectors", a model turns texts into vectors; "count",
+    texts are only read. Such requests have a body, take a place, count as their tenant's, and the router balances
+    them. "": none of that.
+    methods: the OpenAPI document has the first one.
+    operators: an action such as "read the metrics": a key without `read_metrics` may not do it here. "": any key may.
+    is_described: whether the OpenAPI document has the route.
+    """
+
+    path: str
+    endpoint: str
+    api: Api = OPENAI
+    work: Literal["answer", "vectors", "count", ""] = ""
+    methods: tuple[str, ...] = ("POST",)
+    aliases: tuple[str, ...] = ()
+    operators: str = ""
+    is_described: bool = True
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path and its aliases."""
+        return (self.path, *self.aliases)
+
+
+class Routes:
+    """A table of routes. Starlette asks them in this order; the router finds them by their exact paths."""
+
+    def __init__(self, *routes: Route) -> None:
+        self._routes = routes
+        self._working = {path: route for route in routes if route.work for path in route.paths}
+        self._operators = {path for route in routes if route.operators for path in route.paths}
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(self._routes)
+
+    def find(self, path: str) -> Route | None:
+        """Return the route with a body at a path; its requests take a place. None if there is none."""
+        return self._working.get(path)
+
+    def api(self, path: str) -> Api:
+        """Return the API at a path, also for a path without a route."""
+        route = self.find(path)
+        return api_below(path) if route is None else route.api
+
+    def is_for_operators(self, path: str) -> bool:
+        """Whether a route shows figures of all keys, or how the server was started: it needs `read_metrics`."""
+        return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
+
+
+ROUTES = Routes(
+    Route("/v1/chat/completions", "openai.chat:create_chat_completion", work="answer"),
+    Route("/v1/completions", "openai.completions:create_completion", work="answer"),
+    Route("/v1/responses", "openai.responses:create_response", RESPONSES, work="answer"),
+    Route("/v1/responses/input_tokens", "openai.responses:count_input_tokens", work="count"),
+    Route("/v1/embeddings", "openai.embeddings:create_embeddings", work="vectors"),
+    Route("/v1/models", "openai.models:list_models", methods=_GET),
+    Route("/v1/models/{model:path}", "openai.models:describe_model", methods=_GET),
+    Route("/v1/messages", "anthropic.messages:create_message", ANTHROPIC, work="answer"),
+    Route("/v1/messages/count_tokens", "anthropic.messages:count_tokens", ANTHROPIC, work="count"),
+    Route("/tokenize", "tokenizing:tokenize", work="count"),
+    Route("/detokenize", "tokenizing:detokenize", work="count"),
+    Route("/generate", "tgi:generate", TGI, work="answer"),
+    Route("/generate_stream", "tgi:generate_stream", TGI, work="answer"),
+    Route("/", "tgi:generate_either", TGI, work="answer"),
+    Route("/info", "tgi:info", TGI, methods=_GET),
+    Route("/api/chat", "ollama.answers:chat", OLLAMA, work="answer"),
+    Route("/api/generate", "ollama.answers:generate", OLLAMA, work="answer"),
+    Route("/api/embed", "ollama.embeddings:embed", OLLAMA, work="vectors"),
+    Route("/api/embeddings", "ollama.embeddings:embed_one", OLLAMA, work="vectors"),
+    Route("/api/show", "ollama.models:show", OLLAMA, work="count"),
+    Route("/api/tags", "ollama.models:tags", OLLAMA, methods=_PROBE),
+    Route("/api/ps", "ollama.models:loaded", OLLAMA, methods=_GET),
+    Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
+    Route("/api/pull", "ollama.models:refuse", OLLAMA, aliases=_CHANGES, is_described=False),
+    Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
+    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # Ollama's clients look here
+    Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
+    Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
+    Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),
+    Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers ask by HEAD
+    Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
+    Route("/version", "operating:version", OPERATOR, methods=_GET),
+    Route("/openapi.json", "openapi:openapi", OPERATOR, methods=_GET),
+)

@@ -1,0 +1,43 @@
+"""Routes for operators: GET /health, /ready, /metrics and /version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.responses import JSONResponse, Response
+
+from octavo import __version__
+from octavo.server.api.request_types import Version
+from octavo.server.endpoints import endpoint
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from octavo.server.service import Service
+
+
+@endpoint()
+async def health(service: Service, _http_request: Request) -> Response:
+    """Whether this process lives."""
+    service.check_alive()
+    return Response()
+
+
+@endpoint()
+async def ready(service: Service, _http_request: Request) -> Response:
+    """Whether requests are taken."""
+    service.check_ready()
+    return Response()
+
+
+@endpoint(answer=str)
+async def metrics(service: Service, http_request: Request) -> Response:
+    """Figures for Prometheus."""
+    content, content_type = service.metrics.text(http_request.headers.get("accept", ""))
+    return Response(content, media_type=content_type)
+
+
+@endpoint(answer=Version)
+async def version(_service: Service, _http_request: Request) -> Response:
+    """The version of octavo."""
+    return JSONResponse({"version": __version__})

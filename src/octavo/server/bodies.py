@@ -1,0 +1,136 @@
+"""A request's body: parsed strictly and checked against its schema; an error names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from octavo.errors import RequestError
+from octavo.http.body import read_timeout, received
+from octavo.http.errors import MediaTypeError
+from octavo.http.kv_transfer import read_kv_transfer
+from octavo.runtime.text_work import beside, entries_of_bytes
+from octavo.server.json_structure import check_structure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from octavo.server.service import Service
+
+Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
+_HUGE = 2**64
+
+
+async def read_body(
+    request: Request, schema: type[Schema], *, is_count: bool = False, any_type: bool = False
+) -> Schema:
+    """Read a request's body and check it.
+
+    any_type: programs need not say that they send JSON; browsers must.
+    Sets `request.state.deadline`, on the clock of the event loop: the request's time counts from when its body has
+    arrived; `is_count`: texts are only read, no model runs; `num_body_bytes`; and `kv_transfer`: what the headers say
+    of another engine that has a part in it.
+    Raises `RequestError` and the errors of `received`.
+    """
+    service: Service = request.app.state.service
+    config, state = service.config, request.state
+    if not any_type or "origin" in request.headers:  # browsers send that with every POST
+        _check_media_type(request.headers.get("content-type"))
+    state.kv_transfer = read_kv_transfer(request.headers, service.engine.capacity.role)
+    async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
+        state.is_count = is_count
+        state.num_body_bytes = sum(map(len, chunks))
+        timeout_s = read_timeout(request, config.request_timeout_s)
+        state.deadline = asyncio.get_running_loop().time() + timeout_s
+        return await look_at(request, lambda: parse(schema, _joined(chunks)))
+
+
+def _joined(chunks: list[bytes]) -> bytes:
+    """Join the pieces of a body and release them: for megabytes that takes milliseconds."""
+    body = b"".join(chunks)
+    chunks.clear()
+    return body
+
+
+def _check_media_type(given: str | None) -> None:
+    """Take JSON alone: a browser sends a form, plain text or bytes of no type for any page, without asking (CORS).
+
+    Raises `MediaTypeError`.
+    """
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
+        raise MediaTypeError(f"the body must be sent as Content-Type: application/json, got {said}")
+
+
+async def look_at(request: Request, work: Callable[[], T]) -> T:
+    """Run work whose time grows with the request's body: on a thread if the body is large."""
+    state = request.state
+    entries = entries_of_bytes(state.num_body_bytes)
+    return await beside(
+        request.app.state.service.engine.text,
+        entries,
+        work,
+        tenant=state.tenant.name,
+        deadline=state.deadline,
+        is_count=state.is_count,
+    )
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
+    check_structure(body)
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        name = _not_finite(body)
+        message = f"the body is not valid JSON: {error}"
+        raise RequestError(message if name is None else f"{name}: {message}", parameter=name) from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(values).__name__}")
+    for name, value in values.items():
+        if isinstance(value, int | float) and not -_HUGE < value < _HUGE:
+            raise RequestError(f"{name} is out of range", parameter=name)
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = field_name(first["loc"])
+        raise RequestError(f"{name}: {first['msg']}", parameter=name) from None
+
+
+def _not_finite(body: bytes) -> str | None:
+    """Return the first field that holds NaN, Infinity or 1e999, which Python's JSON knows; None where none does."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in values.items() if isinstance(values, dict) else ():
+        left: list[Any] = [value]
+        while left:
+            match left.pop():
+                case float() as number if not math.isfinite(number):
+                    return str(name)
+                case dict() as inner:
+                    left += inner.values()
+                case list() as inner:
+                    left += inner
+    return None
+
+
+def field_name(location: tuple[int | str, ...]) -> str:
+    """Spell a place in the body: messages[0].content. Names of a union's alternatives are left out."""
+    name = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in {"str", "int", "float", "bool"}:
+            name += f".{part}"
+    return name

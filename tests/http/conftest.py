@@ -1,0 +1,20 @@
+"""Fixtures of the tests of `octavo.http`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from running import run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """One server for the tests that leave it as it was."""
+    with run_server() as running:
+        yield running

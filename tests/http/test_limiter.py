@@ -1,0 +1,674 @@
+"""Who is let in, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from octavo.errors import QueueFullError, RequestError
+from octavo.http.errors import RateLimitError
+from octavo.http.limiter import Bucket, Line, Permit, Pool, RequestLimiter
+from octavo.http.tenants import EVERYBODY, Tenant
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_bucket_fills_at_its_rate() -> None:
+    bucket = Bucket(60, now=0.0)
+    assert bucket.wait_s(60, 0.0) == 0
+    bucket.take(60, 0.0)
+    assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1, 1.0) == 0
+    assert bucket.wait_s(100, 1000.0) == 0  # more than it holds asks for a full one
+    bucket.take(100, 1000.0)
+    assert bucket.wait_s(0, 1000.0) == pytest.approx(40.0)  # what it owes is waited for
+
+
+def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> None:
+    limiter = RequestLimiter(4, clock=clock)
+    first = limiter.enter(EVERYBODY, 3)
+    with pytest.raises(QueueFullError, match="the limit is 4"):
+        limiter.enter(EVERYBODY, 2)
+    assert limiter.streams.num_held == 3
+    limiter.enter(EVERYBODY, 1)
+    first.leave()
+    first.leave()  # once is enough
+    assert limiter.streams.num_held == 1
+    with limiter.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
+        limiter.enter(EVERYBODY, 1)
+    assert limiter.streams.num_held == 1
+
+
+def test_a_place_that_a_stream_keeps_outlives_its_block(clock: Clock) -> None:
+    limiter = RequestLimiter(4, clock=clock)
+    with limiter.enter(EVERYBODY, 1) as place:
+        place.is_kept = True
+    assert limiter.streams.num_held == 1
+    place.leave()
+    assert limiter.streams.num_held == 0
+
+
+def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
+    limiter = RequestLimiter(10, clock=clock)
+    places = [limiter.enter(EVERYBODY, 1) for _ in range(10)]
+    with pytest.raises(QueueFullError) as error:
+        limiter.enter(EVERYBODY, 1)
+    assert error.value.retry_after_s == 1  # nothing is known yet
+    for place in places[:4]:
+        clock.now += 2.0
+        place.is_in = True
+        place.leave()
+        limiter.enter(EVERYBODY, 1)
+    with pytest.raises(QueueFullError) as error:
+        limiter.enter(EVERYBODY, 1)
+    assert 10 <= error.value.retry_after_s <= 20  # ten are open; one ends every two seconds
+    clock.now += 3600
+    with pytest.raises(QueueFullError) as error:
+        limiter.enter(EVERYBODY, 1)
+    assert error.value.retry_after_s == 60
+
+
+def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: Clock) -> None:
+    """What was refused, or only counted, ends at once; a request with n streams ends n of them."""
+    limiter = RequestLimiter(10, 1000, clock=clock)
+    first, second = limiter.enter(EVERYBODY, 3), limiter.enter(EVERYBODY, 4)
+    asyncio.run(first.hold_tokens(10))
+    asyncio.run(second.hold_tokens(10))
+
+    def wait() -> float:
+        with pytest.raises(QueueFullError) as error:
+            limiter.enter(EVERYBODY, 11 - limiter.streams.num_held)
+        return error.value.retry_after_s
+
+    for _ in range(20):
+        clock.now += 0.1
+        limiter.enter(EVERYBODY, 1).leave()
+    assert wait() == 1  # nothing is known yet
+    first.leave()
+    clock.now += 4.0
+    assert wait() == 60  # how long those took that ended together is not known
+    second.leave()
+    places = [limiter.enter(EVERYBODY, 1) for _ in range(5)]
+    assert wait() == 5  # five are open, and four have ended in four seconds
+    for place in places:
+        place.leave()
+
+
+def test_limits_of_a_key(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    tenant = Tenant(name="a", max_concurrency=2, requests_per_minute=6, tokens_per_minute=100)
+    limiter.change((tenant,))
+    places = [limiter.enter(tenant, 1), limiter.enter(tenant, 1)]
+    with pytest.raises(RateLimitError, match="2 answers open"):
+        limiter.enter(tenant, 1)
+    limiter.enter(EVERYBODY, 100)  # others have their own
+    for place in places:
+        place.leave()
+    for _ in range(6):
+        limiter.begin(tenant)
+    with pytest.raises(RateLimitError, match="6 requests a minute") as error:
+        limiter.begin(tenant)
+    assert error.value.retry_after_s == pytest.approx(10.0)
+    clock.now += 60
+    place = limiter.enter(tenant, 1)
+    place.charge(150)
+    place.leave()
+    with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
+        limiter.enter(tenant, 1)
+    assert error.value.retry_after_s == pytest.approx(30.0)
+    clock.now += 30
+    limiter.enter(tenant, 1).leave()
+
+
+def test_reload_of_unchanged_keys_refills_no_rate(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    tenant = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
+    limiter.change((tenant,))
+    for _ in range(2):
+        limiter.begin(tenant)
+    limiter.charge(tenant, 150)
+    limiter.change((Tenant(name="a", requests_per_minute=2, tokens_per_minute=100), Tenant(name="b")))
+    with pytest.raises(RateLimitError, match="2 requests a minute"):
+        limiter.begin(tenant)
+    with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
+        limiter.enter(tenant, 1)
+    assert error.value.retry_after_s == pytest.approx(30.0)
+
+
+def test_reload_changes_only_the_rate_whose_limit_changed(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a", requests_per_minute=1, tokens_per_minute=100),))
+    limiter.begin(old := Tenant(name="a", requests_per_minute=1, tokens_per_minute=100))
+    limiter.charge(old, 150)
+    new = Tenant(name="a", requests_per_minute=2, tokens_per_minute=100)
+    limiter.change((new,))
+    with pytest.raises(RateLimitError, match="100 tokens a minute"):
+        limiter.begin(new)
+    clock.now += 60
+    for _ in range(2):
+        limiter.begin(new)
+    with pytest.raises(RateLimitError, match="2 requests a minute"):
+        limiter.begin(new)
+
+
+def test_new_limits_hold_for_what_is_open(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a"),))
+    limiter.enter(Tenant(name="a"), 3)
+    strict = Tenant(name="a", max_concurrency=3)
+    limiter.change((strict,))
+    with pytest.raises(RateLimitError):
+        limiter.enter(strict, 1)
+
+
+def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
+    limiter = RequestLimiter(100, clock=clock)
+    flood, small, heavy = Tenant(name="flood"), Tenant(name="small"), Tenant(name="heavy", weight=2.0)
+    limiter.change((flood, small, heavy))
+    num_flooding = fill(limiter, flood)
+    assert num_flooding == 50  # half, as much as it leaves
+    assert fill(limiter, heavy) == 34  # twice as much as it leaves
+    assert fill(limiter, small) > 5
+    assert limiter.streams.num_held <= 100
+
+
+def test_alone_a_key_may_take_all(clock: Clock) -> None:
+    limiter = RequestLimiter(100, clock=clock)
+    limiter.change((Tenant(name="only"),))
+    assert fill(limiter, Tenant(name="only")) == 100
+
+
+def fill(limiter: RequestLimiter, tenant: Tenant) -> int:
+    for count in range(1000):
+        try:
+            limiter.enter(tenant, 1)
+        except QueueFullError:
+            return count
+    raise AssertionError("nothing is refused")
+
+
+def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
+    """Who is told to come back would come back for ever."""
+    limiter = RequestLimiter(8, 1000, clock=clock)
+    tenant = Tenant(name="a", max_concurrency=3)
+    for whose, num_streams, limit in ((EVERYBODY, 9, 8), (tenant, 4, 3)):
+        for at_least in (None, num_streams):
+            with pytest.raises(RequestError, match=f"{limit} answers") as error:
+                limiter.enter(whose, num_streams, at_least=at_least)
+            assert error.value.parameter == "n"
+            assert not isinstance(error.value, QueueFullError)
+    with pytest.raises(RequestError, match="1000") as error:
+        asyncio.run(limiter.enter(EVERYBODY, 1).hold_tokens(1001))
+    assert not isinstance(error.value, QueueFullError)
+
+
+def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) -> None:
+    limiter = RequestLimiter(100, clock=clock)
+    batch = limiter.enter(EVERYBODY, 2048, at_least=1)
+    assert batch.num_streams == 50
+    assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
+    few = Tenant(name="few", max_concurrency=5)
+    assert limiter.enter(few, 64, at_least=2).num_streams == 4
+    assert limiter.enter(few, 64, at_least=1).num_streams == 1  # the last of its five
+    assert limiter.enter(EVERYBODY, 19, at_least=19).num_streams == 19
+    assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
+    with pytest.raises(QueueFullError):
+        limiter.enter(EVERYBODY, 10, at_least=1)
+    batch.leave()
+    limiter.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
+    assert limiter.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
+    with pytest.raises(QueueFullError):
+        limiter.enter(heavy, 10, at_least=3)
+
+
+def test_what_a_thing_holds_itself_is_not_held_against_it() -> None:
+    pool, light = Pool(1000), Tenant(name="light", weight=0.05)
+    pool.is_shared = True
+    pool.take(light, 60)
+    assert pool.room(light) < 0
+    assert pool.room(light, besides=60) == 940
+    assert pool.room(light, besides=20) == pytest.approx(0.05 * 940 - 40)
+
+
+def test_nobody_is_woken_for_nothing() -> None:
+    async def wait() -> None:
+        pool = Pool(10)
+        pool.take(EVERYBODY, 4)
+        waiter = asyncio.create_task(pool.change())
+        await asyncio.sleep(0)
+        pool.give_back(EVERYBODY, 0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        pool.give_back(EVERYBODY, 4)
+        await waiter
+
+    asyncio.run(wait())
+
+
+def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
+    async def run() -> None:
+        limiter = RequestLimiter(None, 1000, clock=clock)
+        flood, small = Tenant(name="flood"), Tenant(name="small")
+        place = limiter.enter(EVERYBODY, 1)
+        await place.hold_tokens(1000)
+        with pytest.raises(QueueFullError, match=r"the limit is 1000$"):
+            await limiter.enter(EVERYBODY, 1).hold_tokens(1)
+        place.release_tokens(1000)  # they run: others may wait
+        assert limiter.waiting_tokens.num_held == 0
+        limiter.change((flood, small))
+        await limiter.enter(flood, 1).hold_tokens(500)
+        with pytest.raises(QueueFullError, match="kept for others"):
+            await limiter.enter(flood, 1).hold_tokens(100)
+        await limiter.enter(small, 1).hold_tokens(400)
+        assert limiter.waiting_tokens.num_held == 900
+
+    asyncio.run(run())
+
+
+def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
+    async def run() -> None:
+        limiter = RequestLimiter(None, 1000, clock=clock)
+        place = limiter.enter(EVERYBODY, 3)
+        held: list[int] = []
+
+        async def hold(num_tokens: int) -> None:
+            await place.hold_tokens(num_tokens)
+            held.append(num_tokens)
+
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(hold(num_tokens)) for num_tokens in (600, 700, 300)]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert held == [600]  # the third one would fit, and has to wait for its turn
+            place.release_tokens(600)
+            await asyncio.gather(*waiting)
+        assert held == [600, 700, 300]
+        waiter = asyncio.create_task(hold(1))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        assert limiter.waiting_tokens.num_held == 1000
+
+    asyncio.run(run())
+
+
+class Waiting:
+    """Those of whom prompts have had room among 1000 tokens, so that further ones wait for it."""
+
+    def __init__(self, *tenants: Tenant) -> None:
+        self.limiter = RequestLimiter(None, 1000)
+        self.limiter.change(tenants)
+
+    async def begin(self, tenant: Tenant = EVERYBODY) -> Permit:
+        place = self.limiter.enter(tenant, 1)
+        await place.hold_tokens(1)
+        place.release_tokens(1)
+        return place
+
+    async def passing(self, tenant: Tenant, num_tokens: int) -> int:
+        """Send newcomers one after the other; return how many tokens they had room for until one was refused."""
+        for passed in range(0, 10_000, num_tokens):
+            guest = self.limiter.enter(tenant, 1)
+            try:
+                await guest.hold_tokens(num_tokens)
+            except QueueFullError:
+                return passed
+            guest.release_tokens(num_tokens)
+        raise AssertionError("nobody is refused")
+
+    @staticmethod
+    async def settle() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
+    """Small ones come for ever, wait or not, and always fit: still its turn comes, and theirs after it."""
+
+    async def run() -> None:
+        waiting = Waiting()
+        holds, early, late = [await waiting.begin() for _ in range(3)]
+        await holds.hold_tokens(400)
+        large = asyncio.create_task(early.hold_tokens(900))
+        await waiting.settle()
+        small = asyncio.create_task(late.hold_tokens(100))
+        await waiting.settle()
+        assert not small.done()  # it would fit, and came later
+        assert await waiting.passing(EVERYBODY, 100) == 900
+        holds.release_tokens(400)
+        await asyncio.wait_for(large, 5)
+        await asyncio.wait_for(small, 5)
+
+    asyncio.run(run())
+
+
+def test_those_of_one_key_come_in_as_they_came() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        holds = await waiting.begin()
+        others = [await waiting.begin() for _ in range(4)]
+        await holds.hold_tokens(600)
+        served, tasks = [], []
+
+        async def hold(place: Permit, num_tokens: int) -> None:
+            await place.hold_tokens(num_tokens)
+            served.append(num_tokens)
+
+        for place, num_tokens in zip(others, (700, 10, 20, 30), strict=True):
+            tasks.append(asyncio.create_task(hold(place, num_tokens)))
+            await waiting.settle()
+        assert served == []
+        holds.release_tokens(600)
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert served == [700, 10, 20, 30]
+
+    asyncio.run(run())
+
+
+def test_who_leaves_the_line_holds_up_nobody() -> None:
+    """By its deadline, or as its client left; also in the moment when its turn came."""
+
+    async def run() -> None:
+        waiting = Waiting()
+        holds, late = await waiting.begin(), await waiting.begin()
+        large, last = await waiting.begin(), await waiting.begin()
+        await holds.hold_tokens(600)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await large.hold_tokens(900)
+        front = asyncio.create_task(large.hold_tokens(900))
+        await waiting.settle()
+        small = asyncio.create_task(late.hold_tokens(300))
+        await waiting.settle()
+        assert not small.done()
+        front.cancel()
+        await asyncio.wait_for(small, 5)
+        assert waiting.limiter.waiting_tokens.num_held == 900
+        granted = asyncio.create_task(last.hold_tokens(500))
+        await waiting.settle()
+        holds.release_tokens(600)
+        granted.cancel()  # which has room already, and has not heard of it
+        await asyncio.gather(granted, return_exceptions=True)
+        late.release_tokens(300)
+        assert waiting.limiter.waiting_tokens.num_held == 0
+        await waiting.limiter.enter(EVERYBODY, 1).hold_tokens(1000)
+
+    asyncio.run(run())
+
+
+def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
+    """One of weight 1 is passed by twice its tokens of a key of weight 2; then what is free is kept until it fits."""
+
+    async def run() -> None:
+        heavy, large, third = Tenant(name="heavy", weight=2.0), Tenant(name="large"), Tenant(name="third")
+        waiting = Waiting(heavy, large, third)
+        holds = await waiting.begin(third)
+        await holds.hold_tokens(500)
+        waits = await waiting.begin(large)
+        task = asyncio.create_task(waits.hold_tokens(600))
+        await waiting.settle()
+        assert await waiting.passing(heavy, 300) == 1200
+        holds.release_tokens(500)
+        await asyncio.wait_for(task, 5)
+        await waiting.limiter.enter(heavy, 1).hold_tokens(300)
+
+    asyncio.run(run())
+
+
+def test_one_whose_own_key_holds_the_room_keeps_no_other_out() -> None:
+    async def run() -> None:
+        flood, small = Tenant(name="flood"), Tenant(name="small")
+        waiting = Waiting(flood, small)
+        place = await waiting.begin(flood)
+        other = await waiting.begin(flood)
+        await place.hold_tokens(500)
+        task = asyncio.create_task(other.hold_tokens(500))
+        await waiting.settle()
+        for _ in range(50):
+            guest = waiting.limiter.enter(small, 1)
+            await guest.hold_tokens(300)
+            guest.release_tokens(300)
+        assert not task.done()
+        place.release_tokens(500)
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
+    rng = random.Random(seed)
+    tenants = [
+        Tenant(name=name, weight=rng.choice([0.5, 1, 3]), max_concurrency=rng.choice([None, 5])) for name in "abc"
+    ]
+    limiter = RequestLimiter(rng.choice([3, 7, 20]), clock=clock)
+    limiter.change(tuple(tenants))
+    places = []
+    refusals = []
+    for _ in range(500):
+        clock.now += rng.random()
+        if places and rng.random() < 0.45:
+            places.pop(rng.randrange(len(places))).leave()
+            continue
+        before = limiter.streams.num_held
+        try:
+            places.append(limiter.enter(rng.choice(tenants), rng.randint(1, 3)))
+        except QueueFullError as error:
+            refusals.append((limiter.streams.num_held == before, error.retry_after_s))
+    per_tenant = Counter()
+    for place in places:
+        per_tenant[place.tenant.name] += place.num_streams
+    assert limiter.streams.num_held == sum(per_tenant.values())
+    assert all(limiter.streams.held_by(tenant) == per_tenant[tenant.name] for tenant in tenants)
+    assert limiter.streams.num_free >= 0
+    assert refusals
+    assert all(is_unchanged and 0 < seconds <= 60 for is_unchanged, seconds in refusals)
+    for place in places:
+        place.leave()
+    assert limiter.streams.num_held == 0
+
+
+@pytest.mark.parametrize("per_minute", [1, 30, 60, 600])
+def test_rate_is_so_much_a_minute_and_no_more_is_kept(per_minute: float) -> None:
+    bucket = Bucket(per_minute, now=100.0)
+    bucket.take(per_minute, 100.0)
+    assert bucket.wait_s(per_minute, 100.0) == pytest.approx(60.0)
+    assert bucket.wait_s(per_minute, 115.0) == pytest.approx(45.0)
+    assert bucket.wait_s(per_minute / 2, 130.0) == 0
+    bucket.take(per_minute / 2, 130.0)
+    assert bucket.wait_s(per_minute, 10_000.0) == 0
+    bucket.take(per_minute, 10_000.0)
+    assert bucket.wait_s(per_minute, 10_000.0) == pytest.approx(60.0)
+
+
+def test_key_without_rates_waits_for_nothing(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    tenant = Tenant(name="a")
+    for _ in range(100):
+        limiter.begin(tenant)
+        limiter.charge(tenant, 10**9)
+    limiter.enter(tenant, 1)
+
+
+def test_begun_request_takes_one_of_the_rate_and_asks_for_a_place(clock: Clock) -> None:
+    limiter = RequestLimiter(2, clock=clock)
+    tenant = Tenant(name="a", requests_per_minute=2)
+    held = limiter.enter(EVERYBODY, 2)
+    with pytest.raises(QueueFullError, match="2 answers are open, and this request asks for 1"):
+        limiter.begin(tenant)  # and nothing of its rate is taken
+    held.leave()
+    limiter.begin(tenant)
+    limiter.begin(tenant)
+    with pytest.raises(RateLimitError) as error:
+        limiter.begin(tenant)
+    assert error.value.retry_after_s == pytest.approx(30.0)
+
+
+def test_key_without_rates_gets_them_by_a_reload_and_loses_them(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a"),))
+    new = Tenant(name="a", requests_per_minute=1, tokens_per_minute=1)
+    limiter.begin(new)
+    limiter.change((new,))
+    limiter.begin(new)
+    with pytest.raises(RateLimitError):
+        limiter.begin(new)
+    limiter.change((Tenant(name="a"),))
+    limiter.begin(Tenant(name="a"))
+
+
+@pytest.mark.parametrize(("num_tenants", "is_shared"), [(0, False), (1, False), (2, True), (3, True)])
+def test_pools_are_shared_by_several_keys(clock: Clock, num_tenants: int, is_shared: bool) -> None:
+    limiter = RequestLimiter(10, 10, 10, clock=clock)
+    limiter.change(tuple(Tenant(name=str(index)) for index in range(num_tenants)))
+    pools = (limiter.streams, limiter.waiting_tokens, limiter.body_bytes)
+    assert [pool.is_shared for pool in pools] == [is_shared] * 3
+
+
+def test_reload_lets_in_whom_its_shares_have_room_for() -> None:
+    async def run() -> None:
+        flood = Tenant(name="flood")
+        waiting = Waiting(flood, Tenant(name="other"))
+        first, second = await waiting.begin(flood), await waiting.begin(flood)
+        await first.hold_tokens(500)
+        task = asyncio.create_task(second.hold_tokens(400))
+        await waiting.settle()
+        assert not task.done()
+        waiting.limiter.change((flood,))
+        await waiting.settle()
+        assert task.done()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("endings", "num_ahead", "seconds"),
+    [
+        ([], 10, 1.0),
+        ([(0.0, 1)], 10, 60.0),
+        ([(0.0, 1), (0.0, 5)], 10, 60.0),
+        ([(-10.0, 9), (0.0, 5)], 10, 20.0),
+        ([(-10.0, 9), (-5.0, 1), (0.0, 4)], 10, 20.0),
+        ([(-10.0, 9), (0.0, 100)], 10, 1.0),
+        ([(-10.0, 9), (0.0, 1)], 10, 60.0),
+        ([(-60.0, 9), (0.0, 60)], 7, 7.0),
+        ([(-61.0, 9), (0.0, 60)], 7, 60.0),
+        ([(-10.0, 1), (0.0, 3)], 1, 4.0),
+    ],
+)
+def test_time_to_wait_is_that_of_the_last_minute(
+    clock: Clock, endings: list[tuple[float, int]], num_ahead: int, seconds: float
+) -> None:
+    """So many streams ended so many seconds from now; the first ending says only when the counting begins."""
+    limiter = RequestLimiter(None, clock=clock)
+    now = clock.now
+    for moment, num_streams in endings:
+        clock.now = now + moment
+        place = limiter.enter(EVERYBODY, num_streams)
+        place.is_in = True
+        place.leave()
+    assert limiter._soon(now, num_ahead) == seconds
+
+
+def test_only_the_last_endings_count(clock: Clock) -> None:
+    limiter = RequestLimiter(None, clock=clock)
+    for _ in range(100):
+        clock.now += 0.5
+        place = limiter.enter(EVERYBODY, 1)
+        place.is_in = True
+        place.leave()
+    assert len(limiter._endings) == 64
+    assert limiter._soon(clock.now, 10) == 5.0
+
+
+def test_refusals_say_for_how_many_one_waits(clock: Clock) -> None:
+    """For one of its own places, for all that are open, or for its own that are open."""
+    limiter = RequestLimiter(10, 1000, clock=clock)
+    asked: list[int] = []
+    limiter._soon = lambda _, num_ahead: asked.append(num_ahead) or 7.0  # type: ignore[assignment]
+    few, flood = Tenant(name="few", max_concurrency=2), Tenant(name="flood")
+    limiter.change((few, flood))
+    limiter.enter(few, 2)
+    limiter.enter(flood, 4)
+    with pytest.raises(RateLimitError, match="has 2 answers open, and this request asks for 1; its limit is 2 "):
+        limiter.enter(few, 1)
+    with pytest.raises(QueueFullError, match="the limit is 10") as error:
+        limiter.enter(flood, 5)
+    assert error.value.retry_after_s == 7.0
+    with pytest.raises(QueueFullError, match="4 answers open and may not take more of the 4 places"):
+        limiter.enter(flood, 1)
+    assert asked == [1, 6, 4]
+
+
+def test_line_is_passed_by_weights() -> None:
+    """One of weight 1 is passed by half as many of its units as one of weight 2 takes."""
+
+    async def run() -> None:
+        heavy, light = Tenant(name="heavy", weight=2.0), Tenant(name="light", weight=0.5)
+        pool = Pool(100)
+        line = Line(pool)
+        pool.take(EVERYBODY, 60)
+        waits = asyncio.ensure_future(line.take(light, 50))
+        await asyncio.sleep(0)
+        (head,) = line._heads()
+        assert (head.tenant, head.amount, head.number, head.passed) == (light, 50, 0, 0.0)
+        assert line.take_now(heavy, 40)
+        assert head.passed == 10.0
+        line.give_back(heavy, 40)
+        assert line.take_now(EVERYBODY, 40)
+        assert (head.passed, head.is_next) == (30.0, False)
+        line.give_back(EVERYBODY, 40)
+        assert line.take_now(EVERYBODY, 40)
+        assert (head.passed, head.is_next) == (50.0, True)
+        line.give_back(EVERYBODY, 40)
+        assert not line.take_now(EVERYBODY, 1), "its room is kept now"
+        assert not line.take_now(light, 1), "nor does its own key pass"
+        line.give_back(EVERYBODY, 60)
+        await waits
+        assert pool.held_by(light) == 50
+        assert line._heads() == []
+
+    asyncio.run(run())
+
+
+def test_heads_of_a_line_are_served_as_they_came() -> None:
+    async def run() -> None:
+        pool = Pool(10)
+        line = Line(pool)
+        pool.take(EVERYBODY, 10)
+        served: list[str] = []
+
+        async def take(tenant: Tenant) -> None:
+            await line.take(tenant, 10)
+            served.append(tenant.name)
+            line.give_back(tenant, 10)
+
+        names = ["c", "a", "b"]
+        # One of "z" waits first and leaves: its key's second one came after the others.
+        first = asyncio.ensure_future(line.take(Tenant(name="z"), 10))
+        await asyncio.sleep(0)
+        tasks = [asyncio.ensure_future(take(Tenant(name=name))) for name in [*names, "z"]]
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert [head.tenant.name for head in line._heads()] == [*names, "z"]
+        line.give_back(EVERYBODY, 10)
+        await asyncio.gather(*tasks)
+        assert served == [*names, "z"]
+
+    asyncio.run(run())

@@ -1,0 +1,966 @@
+"""What a client may cost: floods, trickles, those who do not read, and those who run out of time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from allocations import allocated_in
+from certificates import make_certificate
+from fakes import FakeExecutor, answer_text
+from running import DEADLINE_S, connect, let_time_pass, read_all, run_server, wait_until
+
+from octavo.config import ServerConfig
+from octavo.http import connection
+from octavo.http.body import FREE_BYTES
+from octavo.http.connection import MAX_HEADER_BYTES
+from octavo.http.listening import MAX_UNSENT_BYTES, bind, bytes_taken, bytes_under_way, open_door
+from octavo.http.routes import ROUTES
+from octavo.http.tenants import Tenant, add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from running import Running
+
+COMPLETIONS = "/v1/completions"
+JSON = "Content-Type: application/json\r\n"
+
+
+def head(path: str, num_bytes: int, key: str = "") -> bytes:
+    asked = f"Authorization: Bearer {key}\r\n" if key else ""
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{JSON}{asked}Content-Length: {num_bytes}\r\n\r\n".encode()
+
+
+def trickle(sock: socket.socket) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        sock.sendall(b"X")
+        time.sleep(0.05)
+
+
+def read_until(sock: socket.socket, text: bytes) -> bytes:
+    """Read until a text has come: head and body of an answer may come apart."""
+    answer = b""
+    while text not in answer:
+        piece = sock.recv(1 << 16)
+        assert piece, answer
+        answer += piece
+    return answer
+
+
+def check_serves(running: Running) -> None:
+    with running.http() as http:
+        answer = http.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 5}).json()
+    assert answer["choices"][0]["text"] == answer_text(5, 0, 5)
+
+
+@contextlib.contextmanager
+def flat_memory(running: Running, num_sent_bytes: int, *, at_once: float, kept: float) -> Iterator[None]:
+    """Hold what is allocated meanwhile to parts of what is sent: at once, and what the server keeps in the end.
+
+    The end is when it has no connection any more. At once everything in this process counts, and other threads may take
+    a MB or two: so much more is sent.
+    """
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+        state = running.server.server_state
+        wait_until(lambda: not state.connections and not state.tasks, "all is over")
+        gc.collect()
+        rest = allocated_in("asyncio", "octavo", "uvicorn")
+    finally:
+        tracemalloc.stop()
+    assert peak < at_once * num_sent_bytes, f"{peak} bytes at once of {num_sent_bytes}"
+    assert rest < kept * num_sent_bytes, f"{rest} bytes of {num_sent_bytes} were kept"
+
+
+FLOODS = {
+    "in one header": b"GET /version HTTP/1.1\r\nX-Flood: " + b"a" * MAX_HEADER_BYTES,
+    "in many headers": b"GET /version HTTP/1.1\r\n" + b"X-Flood: aaaaaaaaaaaaaaaaaaaa\r\n" * 5000,
+    "in many names": b"GET /version HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % number for number in range(10_000)),
+    "in the path": b"GET /" + b"a" * MAX_HEADER_BYTES,
+}
+
+
+def flood(running: Running, name: str) -> int:
+    """Send one byte more than there may be, and no more: of what is not read a reset would overtake the answer."""
+    sent = FLOODS[name][: MAX_HEADER_BYTES + 1]
+    with connect(running) as sock:
+        for start in range(0, len(sent), 8192):
+            sock.sendall(sent[start : start + 8192])
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    return len(sent)
+
+
+def test_s8_headers_without_end_are_cut_off(shared: Running) -> None:
+    assert sum(flood(shared, name) for name in FLOODS) == len(FLOODS) * (MAX_HEADER_BYTES + 1)
+    check_serves(shared)  # what is allocated but once
+    with flat_memory(shared, 32 * len(FLOODS) * MAX_HEADER_BYTES, at_once=1 / 2, kept=1 / 64):
+        for _ in range(32):
+            for name in FLOODS:
+                flood(shared, name)
+    check_serves(shared)
+
+
+def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
+    piece, num_pieces = b"a" * (1 << 16), 1600
+
+    def flood_on(sock: socket.socket) -> None:
+        sock.sendall(b"GET /version HTTP/1.1\r\nX-Flood: ")
+        for _ in range(num_pieces):
+            sock.sendall(piece)
+
+    check_serves(shared)  # what is allocated but once
+    with (
+        flat_memory(shared, num_pieces * len(piece), at_once=1 / 32, kept=1 / 1024),
+        connect(shared) as sock,
+        pytest.raises((BrokenPipeError, ConnectionResetError)),
+    ):
+        flood_on(sock)
+    check_serves(shared)
+
+
+def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> None:
+    with connect(shared) as sock:
+        for piece in (b"GET /version HTTP/1.1\r\nX-Flood: ", b"a" * 60_000, b"a" * 6000 + b"\r\n\r\n"):
+            sock.sendall(piece)
+        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+    check_serves(shared)
+
+
+def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
+    chunks = b"1\r\na\r\n" * 10_000
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
+    with run_server(max_body_bytes=1 << 20) as running:
+        check_serves(running)
+        sent = 0
+        with flat_memory(running, 104 * len(chunks), at_once=1, kept=1 / 12), connect(running) as sock:
+            sock.sendall(request)
+            for _ in range(104):
+                sock.sendall(chunks)
+                sent += 10_000
+            assert sent <= 1 << 20  # which may come
+            sock.sendall(b"1\r\na\r\n" * ((1 << 20) + 1 - sent))
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        check_serves(running)
+
+
+def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
+    with shared.http() as http:
+        assert http.get("/version", headers={"X-Large": "a" * 30_000}).status_code == 200
+
+
+def test_s8_trailers_are_not_kept(shared: Running) -> None:
+    """Headers behind a chunked body: read past, and never collected."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
+    request += b"Connection: close\r\n\r\n"
+    check_serves(shared)  # what is allocated but once
+    trailers = (b"a: " + b"b" * 1019 + b"\r\n") * 64
+    with flat_memory(shared, 1000 * len(trailers), at_once=1 / 16, kept=1 / 512), connect(shared) as sock:
+        sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
+        wait_until(lambda: shared.server.server_state.connections, "it is connected")
+        for _ in range(1000):
+            sock.sendall(trailers)
+        kept = [len(each.headers or ()) for each in list(shared.server.server_state.connections)]
+        sock.sendall(b"\r\n")
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert max(kept) < 10
+    check_serves(shared)
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
+    """Its key is wrong: the answer comes at once, and the body that follows is no request of its own."""
+    with run_server(api_key="key", body_timeout_s=5.0) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, size))
+        first = sock.recv(1 << 16)
+        assert first.startswith(b"HTTP/1.1 401 ")
+        sock.sendall(b"x" * size)
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        rest = read_all(sock)
+    assert rest.count(b"HTTP/1.1") == 1
+    assert rest.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("num_bytes", [1, 10_000])
+def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, protocol: str, num_bytes: int) -> None:
+    """As the JDK's client asks with each request over plain HTTP. Bytes come together, or each alone."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
+    extra = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
+    request = head(COMPLETIONS, len(body)).removesuffix(b"\r\n") + extra.encode() + body
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(shared) as sock:
+        sent = request + request + last
+        for start in range(0, len(sent), num_bytes):
+            sock.sendall(sent[start : start + num_bytes])
+        answers = read_all(sock)
+    assert answers.count(b"HTTP/1.1 200 ") == 3
+    assert answers.count(b'"text":"') == 2
+    check_serves(shared)
+
+
+def test_s8_thousands_who_ask_for_another_protocol_at_once(shared: Running) -> None:
+    """Pipelined, they come to the parser in one piece."""
+    asking = b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(shared) as sock:
+        sock.sendall(asking * 2000 + last)
+        assert read_all(sock).count(b"HTTP/1.1 200 ") == 2001
+    check_serves(shared)
+
+
+def test_s8_headers_that_ask_for_another_protocol_have_a_limit_too(shared: Running) -> None:
+    with connect(shared) as sock:
+        sock.sendall(head(COMPLETIONS, 10).removesuffix(b"\r\n") + b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
+        sock.sendall(b"x: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+    check_serves(shared)
+
+
+def test_a_pipelined_request_has_all_its_time() -> None:
+    executor = FakeExecutor(step_s=0.03)
+    body = json.dumps({"prompt": "hello", "max_tokens": 40, "ignore_eos": True}).encode()
+    with run_server(executor, body_timeout_s=0.4) as running, connect(running) as sock:
+        close = head(COMPLETIONS, len(body)).replace(b"Host: x", b"Host: x\r\nConnection: close") + body
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + close)
+        answer = read_all(sock)
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert answer_text(5, 0, 40).encode()[:20] in answer
+
+
+def test_one_connection_too_many_is_told_so_and_a_probe_is_answered() -> None:
+    with run_server(max_connections=2) as running, connect(running), connect(running):
+        connections = running.server.server_state.connections
+        wait_until(lambda: len(connections) == 2, "both are connected")
+        body = b'{"prompt": "a"}'
+        for request in (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", head(COMPLETIONS, len(body)) + body):
+            with connect(running) as third:
+                third.sendall(request)
+                answer = read_all(third)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"too_many_connections" in answer
+            assert b"Retry-After: 1\r\n" in answer
+        for path in (b"/health", b"/ready?x"):
+            with connect(running) as third:
+                third.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                answer = read_all(third)  # returns because the server closes the connection
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert answer.lower().count(b"connection: close\r\n") == 1
+        wait_until(lambda: len(connections) == 2, "the others are gone")
+
+
+def test_who_says_nothing_does_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PROBE_CONNECTIONS", 1)
+    with run_server(max_connections=1) as running, connect(running):
+        connections = running.server.server_state.connections
+        with connect(running) as silent, connect(running) as probe:
+            assert b"too_many_connections" in read_all(silent)
+            probe.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")  # it has begun, and keeps its place
+            wait_until(lambda: any(each._num_header_bytes for each in set(connections)), "it has begun")
+            with connect(running) as late:
+                assert b"too_many_connections" in read_all(late)
+            probe.sendall(b"\r\n")
+            assert read_all(probe).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_probe_has_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_PROBE_TIMEOUT_S", 0.1)
+    with run_server(max_connections=1) as running, connect(running), connect(running) as silent:
+        assert read_all(silent) == b""
+        wait_until(lambda: len(running.server.server_state.connections) == 1, "who asked for nothing is gone")
+
+
+ENDLESS = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_leaving_with_a_request_in_the_pipeline_stops_the_one_that_is_answered(is_stream: bool) -> None:
+    body = json.dumps({**ENDLESS, "stream": is_stream}).encode()
+    with run_server(FakeExecutor(step_s=0.02)) as running:
+        with connect(running) as sock:
+            sock.sendall(head(COMPLETIONS, len(body)) + body)
+            wait_until(lambda: running.num_blocks_in_use, "it is computed")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connections = running.server.server_state.connections
+            wait_until(lambda: any(each.pipeline for each in set(connections)), "the next one waits")
+        wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+        check_serves(running)
+
+
+def test_what_is_no_request_is_not_answered_in_the_place_of_another() -> None:
+    """Behind one that is computed, and in a body whose answer has been given: nobody could tell whose answer it is."""
+    body = json.dumps(ENDLESS).encode()
+    wrong_key = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with run_server(FakeExecutor(step_s=0.02)) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        wait_until(lambda: running.num_blocks_in_use, "it is computed")
+        sock.sendall(b"what is this?\r\n\r\n")
+        assert read_all(sock) == b""
+        wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+    with run_server(api_key="key") as running, connect(running) as sock:
+        sock.sendall(wrong_key)
+        assert read_until(sock, b"}}").startswith(b"HTTP/1.1 401 ")
+        sock.sendall(b"no number\r\n")
+        assert read_all(sock) == b""
+
+
+def stall(stack: contextlib.ExitStack, running: Running, *, num_bytes: int, key: str = "") -> socket.socket:
+    """Send all of a large body but its end."""
+    sock = stack.enter_context(connect(running))
+    sock.sendall(head(COMPLETIONS, num_bytes, key) + b" " * (num_bytes - 1))
+    return sock
+
+
+def arrived(running: Running) -> int:
+    return running.server._service.limiter.body_bytes.num_held
+
+
+def test_bodies_that_arrive_together_have_one_budget() -> None:
+    """Large ones are refused while it is full, small ones are not."""
+    size = 1 << 20
+    with run_server(max_body_bytes=size) as running:
+        with contextlib.ExitStack() as stack:
+            for _ in range(17):
+                stall(stack, running, num_bytes=size)
+            wait_until(lambda: arrived(running) == 17 * (size - FREE_BYTES - 1), "they have arrived")
+            assert stall(stack, running, num_bytes=size).recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+            check_serves(running)
+        wait_until(lambda: arrived(running) == 0, "all room is given back")
+
+
+def test_large_bodies_of_one_key_leave_room_for_the_others(tmp_path: Path) -> None:
+    path, size = tmp_path / "keys.toml", 1 << 20
+    flood, other = add_key(path, Tenant(name="flood")), add_key(path, Tenant(name="other"))
+    with run_server(max_body_bytes=size, api_keys_file=path) as running, contextlib.ExitStack() as stack:
+        socks = [stall(stack, running, num_bytes=size, key=flood) for _ in range(20)]
+        for sock in socks:
+            sock.setblocking(False)
+        wait_until(lambda: arrived(running) > 5 * size, "much has arrived")
+        body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
+        for padding in (0, 900_000):
+            with running.http() as http:
+                headers = {"Authorization": f"Bearer {other}"}
+                response = http.post(COMPLETIONS, content=body + b" " * padding, headers=headers)
+            assert response.status_code == 200, response.text
+        assert arrived(running) <= (16 + 1) / 2 * size  # as much as it leaves, and the body that arrives
+        refused = wait_until(lambda: [sock for sock in socks if (told := peek(sock)) and b" 429 " in told], "refusals")
+        assert len(refused) <= 12
+
+
+def peek(sock: socket.socket) -> bytes:
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        return sock.recv(16, socket.MSG_PEEK)
+    return b""
+
+
+def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
+    key = add_key(path := tmp_path / "keys.toml", Tenant(name="few", requests_per_minute=2))
+    with run_server(api_keys_file=path) as running, contextlib.ExitStack() as stack:
+        for route in (COMPLETIONS, "/tokenize"):
+            sock = stack.enter_context(connect(running))
+            sock.sendall(head(route, 1000, key))
+        last = stack.enter_context(connect(running))
+        wait_until(lambda: len(running.server.server_state.tasks) == 2, "two have begun")
+        last.sendall(head(COMPLETIONS, 1000, key))
+        read_until(last, b"rate_limit_exceeded")
+
+
+def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
+    """More than there are places, and more tokens than may wait: in time all of them fit."""
+    prompts = [f"hello {number}" for number in range(50)]
+    options: dict[str, Any] = {"max_open_requests": 9, "max_num_waiting_tokens": 40}
+    with run_server(FakeExecutor(step_s=0.001), **options) as running, running.http() as http:
+        limiter = running.server._service.limiter
+        held, take = list[tuple[int, int]](), limiter.waiting_tokens.take
+
+        def watched(*amount: Any) -> None:
+            take(*amount)
+            held.append((limiter.streams.num_held, limiter.waiting_tokens.num_held))
+
+        limiter.waiting_tokens.take = watched  # type: ignore[method-assign]
+        whole = http.post(COMPLETIONS, json={"prompt": prompts, "n": 2, "max_tokens": 4}).json()
+        lines = http.post(COMPLETIONS, json={"prompt": prompts, "max_tokens": 4, "stream": True}).text.split("\n")
+        assert [choice["text"] for choice in whole["choices"]] == [
+            answer_text(len(prompt), choice, 4) for prompt in prompts for choice in range(2)
+        ]
+        streamed = dict.fromkeys(range(50), "")
+        for line in lines:
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    streamed[choice["index"]] += choice["text"]
+        assert list(streamed.values()) == [answer_text(len(prompt), 0, 4) for prompt in prompts]
+        assert len(held) == 100
+        assert max(num_streams for num_streams, _ in held) == 4
+        assert max(num_tokens for _, num_tokens in held) <= 40
+        wait_until(lambda: limiter.streams.num_held == limiter.waiting_tokens.num_held == 0, "all is given back")
+
+
+def test_many_prompts_have_the_time_of_one_request() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    body = {"prompt": ["hello"] * 50, "max_tokens": 20, "ignore_eos": True}
+    with run_server(executor, max_open_requests=2) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json=body, headers={"X-Request-Timeout": "0.6"})
+        assert response.status_code == 504  # each of them took less
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "limit"),
+    [({"n": 9}, "n", "8"), ({"n": 9, "prompt": ["a"] * 20}, "n", "8"), ({"prompt": "x" * 101}, "prompt", "100")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_can_never_fit_is_the_request_s_own_fault(
+    fields: dict[str, Any], parameter: str, limit: str, stream: bool
+) -> None:
+    """A 429 would make every client try again, for ever in vain."""
+    with run_server(max_open_requests=8, max_num_waiting_tokens=100) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
+        assert limit in response.json()["error"]["message"]
+        assert "retry-after" not in response.headers
+
+
+def test_a_prompt_waits_once_for_all_its_answers() -> None:
+    with run_server(max_num_waiting_tokens=100) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "x" * 90, "n": 4, "max_tokens": 2})
+    assert response.status_code == 200
+
+
+def test_what_is_no_http_is_an_error_object(shared: Running) -> None:
+    with connect(shared) as sock:
+        sock.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        answer = read_all(sock)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTT", b"GET /version HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_do_not_come_end_the_connection(sent: bytes) -> None:
+    with run_server(body_timeout_s=0.3) as running, connect(running) as sock:
+        sock.sendall(sent)
+        assert read_all(sock) == b""
+        check_serves(running)
+
+
+def ask(sock: socket.socket) -> bytes:
+    sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    return sock.recv(1 << 16)
+
+
+def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None:
+    with (
+        run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running,
+        connect(running) as used,
+        connect(running) as refused,
+    ):
+        assert ask(used).startswith(b"HTTP/1.1 200 ")
+        refused.sendall(head(COMPLETIONS, 2 << 20))
+        assert refused.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with connect(running) as unused:
+            assert read_all(unused) == b""  # so much time has passed
+        assert ask(used).startswith(b"HTTP/1.1 200 ")
+        used.sendall(b"GET /health HTT")
+        assert read_all(used) == b""  # what has begun has to go on
+
+
+def test_an_idle_connection_ends_in_time() -> None:
+    with run_server(body_timeout_s=60.0, keep_alive_timeout_s=0.2) as running, connect(running) as sock:
+        assert ask(sock).startswith(b"HTTP/1.1 200 ")
+        assert read_all(sock) == b""
+
+
+def test_connections_outlive_those_of_a_proxy_by_default() -> None:
+    """Nginx and others keep idle connections for 60 s: who lets go first loses a request that is on its way."""
+    assert ServerConfig().keep_alive_timeout_s > 60
+
+
+def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
+    code = (
+        "import resource\nfrom octavo.http.listening import allow_open_files\n"
+        "for soft, hard in ((300, 2000), (300, 600)):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "    num_connections = allow_open_files(1000)\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_connections)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1256", "1000", "600", "344"]
+    (warning,) = done.stderr.strip().split("\n")
+    assert "600 files" in warning
+    assert "1256" in warning
+
+
+def test_headers_that_trickle_end_the_connection() -> None:
+    with (
+        run_server(body_timeout_s=0.5) as running,
+        connect(running) as sock,
+        pytest.raises((BrokenPipeError, ConnectionResetError)),
+    ):
+        trickle(sock)
+
+
+def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
+    """Its body is larger than it may be: the answer is there at once, and nobody waits for the rest."""
+    with run_server(body_timeout_s=0.5, max_body_bytes=100) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, 10_000))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle(sock)
+
+
+def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
+    """Its size is not looked at once all of it has been read: the answer is there before the body has an end."""
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
+        answer = read_until(sock, b"request_too_large")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        check_serves(running)
+
+
+def test_s9_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, 10_001))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_s8_a_body_that_trickles_is_cut_off() -> None:
+    with run_server(body_timeout_s=0.4) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, 1000) + b'{"prompt": ')
+        answer = read_until(sock, b"request_too_slow")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        check_serves(running)
+
+
+def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
+    """Four answers at once, whose outputs are counted together."""
+    executor = FakeExecutor(step_s=0.0005)
+    options = {"max_model_len": 200_000, "num_blocks": 13_000}
+    body = json.dumps({"prompt": "hello", "max_tokens": 50_000, "n": 4, "ignore_eos": True, "stream": True}).encode()
+    with run_server(executor, engine_options=options, max_unread_outputs=200) as running:
+        with connect(running, receive_bytes=4096) as sock:
+            sock.sendall(head(COMPLETIONS, len(body)) + body)
+            assert sock.recv(20).startswith(b"HTTP/1.1 200")
+            wait_until(lambda: running.num_unfinished == 0, "it is ended")
+            assert executor.num_steps < 40_000  # and not by its own end
+            assert running.num_blocks_in_use == 0
+            check_serves(running)
+            read_until(sock, b"read_too_slowly")  # what was held back has come in the end, with its reason
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be told to hold less")
+def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers() -> None:
+    """The system would take some 3 MB of it, all of this answer and more; the transport 64 KiB, some 300 outputs."""
+    executor = FakeExecutor(step_s=0.0002)
+    options = {"max_model_len": 20_000, "num_blocks": 2_000}
+    body = json.dumps({"prompt": "hello", "max_tokens": 15_000, "ignore_eos": True, "stream": True}).encode()
+    with (
+        run_server(executor, engine_options=options, max_unread_outputs=50) as running,
+        connect(running, receive_bytes=4096) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        assert sock.recv(20).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: running.num_unfinished == 0, "it is ended")
+        assert executor.num_steps < 350
+        read_until(sock, b"read_too_slowly")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
+def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
+    with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()) as client:
+        server, _ = door.accept()
+        with server:
+            server.sendall(b"x" * 5000)
+            wait_until(lambda: bytes_taken(server) == 5000, "it has arrived")
+            server.setblocking(False)
+            sent = 5000
+            with contextlib.suppress(BlockingIOError):
+                while sent < 1 << 28:
+                    sent += server.send(b"x" * 5000)
+            assert 5000 < (bytes_taken(server) or 0) < sent
+            wait_until(lambda: (bytes_taken(server) or 0) + bytes_under_way(server) == sent, "both tell of one moment")
+            client.settimeout(DEADLINE_S)
+            while sent > 0:
+                sent -= len(client.recv(1 << 16))
+
+
+def listening(host: str) -> socket.socket:
+    door = bind(host, 0)
+    open_door(door)
+    return door
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
+    """Return a list that has an entry for each call of a method from now on."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@dataclass
+class Transport:
+    """How answers reach a client: what a server is started with, and what a connected socket is wrapped in."""
+
+    options: dict[str, Any]
+    wrap: Callable[[socket.socket], socket.socket]
+
+
+@pytest.fixture(params=["plain", "TLS"], scope="module")
+def transport(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transport:
+    if request.param == "plain":
+        return Transport({}, lambda sock: sock)
+    certificate, private_key = make_certificate(tmp_path_factory.mktemp("tls"))
+    context = ssl.create_default_context(cafile=certificate)
+    options = {"ssl_certfile": certificate, "ssl_keyfile": private_key}
+    return Transport(options, lambda sock: context.wrap_socket(sock, server_hostname="127.0.0.1"))
+
+
+def take(sock: socket.socket, num_bytes: int) -> bytes:
+    """Read so many bytes, fewer at the end of the connection; TLS gives those of one record at a time."""
+    data = b""
+    while len(data) < num_bytes and (piece := sock.recv(num_bytes - len(data))):
+        data += piece
+    return data
+
+
+def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
+    """10 KB a second of 600, where 16 have to be taken: there is no output too many, and no second of silence."""
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "stream": True}).encode()
+    limits = {"max_unread_outputs": 10_000, "idle_timeout_s": 1.0, **transport.options}
+    with (
+        run_server(engine_options=options, **limits) as running,
+        transport.wrap(connect(running, receive_bytes=4096)) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        streams, deadline = running.server._service.limiter.streams, time.monotonic() + DEADLINE_S
+        wait_until(lambda: streams.num_held == 1, "it has a place")
+        with contextlib.suppress(ConnectionResetError):
+            while streams.num_held:
+                assert time.monotonic() < deadline
+                take(sock, 1000)
+                time.sleep(0.1)
+        wait_until(lambda: not streams.num_held, "its place is given back")
+        wait_until(lambda: not running.num_unfinished, "nothing is computed for it")
+
+
+def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is, and however long that takes: time is over with each 60 KB, where 16 have to be taken."""
+    looks, answer, look = list[int](), b"", connection.BoundedHttpProtocol._look_at_reader
+
+    def look_in_its_time(protocol: connection.BoundedHttpProtocol, *arguments: Any) -> None:
+        if len(answer) < sum(looks) + 60_000:
+            protocol._reader_timer = protocol.loop.call_later(0.005, look_in_its_time, protocol, *arguments)
+        else:
+            looks.append(len(answer) - sum(looks))
+            look(protocol, *arguments)
+
+    monkeypatch.setattr(connection.BoundedHttpProtocol, "_look_at_reader", look_in_its_time)
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    body = json.dumps({"prompt": "hello", "max_tokens": 2_000, "ignore_eos": True, "logprobs": 5}).encode()
+    with (
+        run_server(engine_options=options, idle_timeout_s=0.005, **transport.options) as running,
+        transport.wrap(connect(running, receive_bytes=16_384)) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        answer = sock.recv(10_000)
+        size = len(answer.partition(b"\r\n\r\n")[0]) + 4 + int(answer.partition(b"content-length: ")[2].split()[0])
+        assert size > 150_000
+        while len(answer) < size:
+            time.sleep(0.02)
+            piece = take(sock, min(10_000, size - len(answer)))
+            assert piece
+            answer += piece
+    assert len(looks) > 1  # it would have been cut off
+
+
+def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> None:
+    """Until then its connection is not idle: one that is, is closed, whatever its client has not taken yet."""
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    body = json.dumps({"prompt": "hello", "max_tokens": 4_500, "ignore_eos": True, "logprobs": 5}).encode()
+    limits = {"keep_alive_timeout_s": 0.1, **transport.options}
+    with (
+        run_server(engine_options=options, **limits) as running,
+        transport.wrap(connect(running, receive_bytes=16_384)) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        answer = sock.recv(1_000)
+        size = len(answer.partition(b"\r\n\r\n")[0]) + 4 + int(answer.partition(b"content-length: ")[2].split()[0])
+        [protocol] = running.server.server_state.connections
+        wait_until(lambda: protocol.flow.write_paused, "it waits for its reader")
+        time.sleep(0.5)
+        assert not protocol._answered.response_complete
+        assert not protocol.transport.is_closing()
+        answer += take(sock, size - len(answer))
+        assert len(answer) == size
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4_500
+        assert sock.recv(1) == b""  # it was idle, and is closed
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, MAX_UNSENT_BYTES, MAX_UNSENT_BYTES + 1, 3 * MAX_UNSENT_BYTES])
+def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) -> None:
+    """A comment that a stream sends to be kept open may come between two of its messages."""
+    body = bytes(number % 251 for number in range(num_bytes))
+    given = [
+        {"type": "http.response.start", "status": 200, "headers": []},
+        {"type": "http.response.body", "body": body, "more_body": True},
+        {"type": "http.response.body", "body": body},
+    ]
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        for message in given:
+            await send(message)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(connection.PacedAnswers(app)({"type": "http"}, send, send))
+    assert sent[:2] == given[:2]
+    pieces = sent[2:]
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert all(len(piece["body"]) <= MAX_UNSENT_BYTES for piece in pieces)
+    assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
+def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is told, the rest of it waits in this process, and nobody reads."""
+    cuts = list[tuple[bool, bool]]()
+    abort = connection.BoundedHttpProtocol._abort
+
+    def watched(protocol: connection.BoundedHttpProtocol) -> None:
+        cuts.append((protocol.transport.is_closing(), protocol.transport.get_write_buffer_size() > 0))
+        abort(protocol)
+
+    monkeypatch.setattr(connection.BoundedHttpProtocol, "_abort", watched)
+    body = json.dumps({"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "logprobs": 5}).encode()
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    with (
+        run_server(engine_options=options, idle_timeout_s=1.0, keep_alive_timeout_s=600.0, send_bytes=4096) as running,
+        connect(running, receive_bytes=4096) as sock,
+    ):
+        lines = head(COMPLETIONS, len(body)).replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
+        sock.sendall(lines + body)
+        wait_until(lambda: cuts, "it is cut off")
+        assert cuts == [(True, True)]
+        wait_until(lambda: not running.server.server_state.connections, "it is gone")
+        with pytest.raises(ConnectionResetError):  # the system keeps nothing for it
+            take(sock, 1 << 30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
+def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system takes all of it for a long time, and nobody has to wait; its place is given back all the same."""
+    pauses = count_calls(monkeypatch, connection.BoundedHttpProtocol, "pause_writing")
+    executor = FakeExecutor(step_s=0.05)
+    body = json.dumps({"prompt": "hello", "max_tokens": 1_500, "ignore_eos": True, "stream": True}).encode()
+    with (
+        run_server(executor, idle_timeout_s=1.0) as running,
+        connect(running, receive_bytes=2048) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        streams = running.server._service.limiter.streams
+        wait_until(lambda: streams.num_held == 1, "it has a place")
+        wait_until(lambda: not streams.num_held, "its place is given back")
+        wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+    assert not pauses
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket of both families")
+def test_every_address_is_those_of_ipv4_too() -> None:
+    with listening("::") as door:
+        port = door.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            with socket.create_connection((address, port), timeout=DEADLINE_S):
+                door.accept()[0].close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
+def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
+    """Linux's goes on while a slow reader reads: one of 10 KB a second was cut off after two such times."""
+    with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()):
+        server, _ = door.accept()
+        with server:
+            assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+
+
+def test_f23_the_connection_of_who_never_reads_ends() -> None:
+    options = {"max_model_len": 200_000, "num_blocks": 13_000}
+    body = json.dumps({"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
+    limits = {"max_unread_outputs": 50, "keep_alive_timeout_s": 1.0, "idle_timeout_s": 1.0}
+    with run_server(engine_options=options, **limits) as running:
+        with connect(running, receive_bytes=4096) as sock:
+            sock.sendall(head(COMPLETIONS, len(body)) + body)
+            wait_until(lambda: running.server.server_state.connections, "it is connected")
+            wait_until(lambda: not running.server.server_state.connections, "it is cut off")
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
+        assert running.num_unfinished == 0
+
+
+def test_slow_is_not_too_slow() -> None:
+    """A reader who falls behind and comes back loses nothing."""
+    executor = FakeExecutor(step_s=0.001)
+    with run_server(executor, max_unread_outputs=1000) as running, running.http() as http:
+        body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        text = ""
+        with http.stream("POST", COMPLETIONS, json=body) as stream:
+            for number, line in enumerate(stream.iter_lines()):
+                if number % 50 == 0:
+                    time.sleep(0.1)
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == answer_text(5, 0, 300)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_time_is_over_is_told_so(stream: bool) -> None:
+    body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+    asked: dict[str, Any] = {"json": body, "headers": {"X-Request-Timeout": "100"}}
+    with run_server(FakeExecutor(step_s=0.02)) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
+        if stream:
+            with http.stream("POST", COMPLETIONS, **asked) as response:
+                events = response.iter_lines()
+                assert next(events).startswith("data: {")
+                let_time_pass(running, 100)
+                *_, last, _, end, _ = events
+            assert (response.status_code, end) == (200, "data: [DONE]")
+            error = json.loads(last.removeprefix("data: "))["error"]
+        else:
+            asking = pool.submit(http.post, COMPLETIONS, **asked)
+            wait_until(lambda: running.num_blocks_in_use, "it is computed")
+            let_time_pass(running, 100)
+            response = asking.result(DEADLINE_S)
+            assert response.status_code == 504
+            assert response.headers["x-should-retry"] == "false"
+            error = response.json()["error"]
+        assert error["code"] == "request_timeout"
+        assert running.num_unfinished == 0
+
+
+def test_the_server_s_own_limit_of_time_holds() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
+    with run_server(executor, request_timeout_s=0.2) as running, running.http() as http:
+        for headers in ({}, {"X-Request-Timeout": "100"}):
+            assert http.post(COMPLETIONS, json=body, headers=headers).status_code == 504
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "", "1e400"])
+def test_s11_a_timeout_that_is_no_time(shared: Running, value: str) -> None:
+    with shared.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Timeout": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-Request-Timeout"
+
+
+def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
+    executor = FakeExecutor(step_s=0.005)
+    statuses: list[int] = []
+    lock = threading.Lock()
+    with run_server(executor, max_open_requests=8, engine_options={"max_num_seqs": 4}) as running:
+
+        def ask() -> None:
+            with running.http() as http:
+                response = http.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 40, "ignore_eos": True})
+            with lock:
+                statuses.append(response.status_code)
+            if response.status_code == 200:
+                assert response.json()["choices"][0]["text"] == answer_text(5, 0, 40)
+            else:
+                assert int(response.headers["retry-after"]) >= 1
+
+        threads = [threading.Thread(target=ask) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(statuses) == 40
+        assert statuses.count(200) + statuses.count(429) == 40
+        assert statuses.count(200) >= 8
+        assert statuses.count(429) > 0
+        assert running.server._service.limiter.streams.num_held == 0
+
+
+def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
+    """Every route that reads a body; a refusal counts once, and the one place is still there after."""
+    executor = FakeExecutor(step_s=0.005)
+    with run_server(executor, max_open_requests=1) as running, running.http() as http:
+        service = running.server._service
+        endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", COMPLETIONS, json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            routes = {r.path for r in running.server.config.app.routes if "POST" in (getattr(r, "methods", None) or ())}  # type: ignore[union-attr]
+            refused = {path for route in ROUTES if route.endpoint == "ollama.models:refuse" for path in route.paths}
+            routes -= refused  # they read no body
+            for path in routes:
+                with contextlib.closing(connect(running)) as sock:
+                    sock.sendall(head(path, 1 << 19))
+                    answer = read_until(sock, b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 429 "), path
+                assert b"retry-after: " in answer, path
+            assert service.limiter.streams.num_held == 1
+
+            def num_refused() -> float:
+                (told,) = service.metrics._refused.collect()
+                return sum(each.value for each in told.samples if each.name.endswith("_total"))
+
+            wait_until(lambda: num_refused() >= len(routes), "each is counted, which is after its answer")
+            assert num_refused() == len(routes)
+        wait_until(lambda: service.limiter.streams.num_held == 0, "the place is given back")
+        check_serves(running)
+
+
+def test_a_place_comes_back_however_a_request_ends() -> None:
+    executor = FakeExecutor(step_s=0.005)
+    with run_server(executor, max_open_requests=2) as running, running.http() as http:
+        limiter = running.server._service.limiter
+        for body, status in [
+            ({"prompt": "hello", "max_tokens": 2}, 200),
+            ({"prompt": "hello", "max_tokens": 2, "stream": True}, 200),
+            ({"prompt": [300]}, 400),
+            ({"prompt": "x" * 5000}, 400),
+            ({"prompt": [300], "stream": True}, 400),
+        ]:
+            assert http.post(COMPLETIONS, json=body).status_code == status
+            wait_until(lambda: limiter.streams.num_held == 0, "the place is given back")
+        executor.fail_next = True
+        assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 500
+        assert limiter.streams.num_held == 0
+        endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", COMPLETIONS, json=endless) as stream:
+            lines = stream.iter_lines()  # to let go of it closes the connection
+            next(lines)
+            assert limiter.streams.num_held == 1
+        wait_until(lambda: limiter.streams.num_held == 0, "the place of who left is given back")

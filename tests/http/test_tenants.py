@@ -1,0 +1,289 @@
+"""Keys and their file: what is read, what is refused and where, and what a new key is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.http.tenants import EVERYBODY, Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def ring(tmp_path: Path, text: str) -> Keyring:
+    path = tmp_path / "keys.toml"
+    path.write_text(text, encoding="utf-8")
+    return Keyring.from_file(path)
+
+
+def test_a_key_opens_as_its_tenant(tmp_path: Path) -> None:
+    text = (
+        f'[keys.alice]\nsha256 = "{digest("a")}"\nweight = 2\nmax_concurrency = 3\n[keys.bob]\nsha256="{digest("b")}"\n'
+    )
+    keyring = ring(tmp_path, text)
+    assert keyring.find(b"a") == Tenant(name="alice", weight=2, max_concurrency=3)
+    assert keyring.find(b"b") == Tenant(name="bob")
+    for wrong in (b"", b"A", b"a ", b"ab", digest("a").encode(), bytes(32), b"alice"):
+        assert keyring.find(wrong) is None
+
+
+def test_one_key_for_everybody() -> None:
+    keyring = Keyring.of_one("secret")
+    assert keyring.find(b"secret") is EVERYBODY
+    assert keyring.find(b"Secret") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", "holds no keys"),
+        ("keys = 5", "holds no keys"),
+        ("[keys.alice", "not valid TOML"),
+        ("[users.alice]", "'users' is unknown"),
+        ("[keys]\nalice = 5", "keys.alice must be a table"),
+        ("[keys.alice]\nweight = 1", "keys.alice.sha256"),
+        ('[keys.alice]\nsha256 = "abc"', "keys.alice.sha256"),
+        (f'[keys."a b"]\nsha256 = "{digest("a")}"', "keys.a b"),
+        (f'[keys."a\\u0000"]\nsha256 = "{digest("a")}"', "a name is"),
+        *(
+            (f'[keys.alice]\nsha256 = "{digest("a")}"\n{line}', f"keys.alice.{line.split()[0]}")
+            for line in (
+                "weight = 0",
+                "weight = inf",
+                "weight = nan",
+                'weight = "2"',
+                "weight = true",
+                "max_concurrency = 1.5",
+                "max_concurrency = true",
+                "max_concurrency = 0",
+                "requests_per_minute = -1",
+                "tokens_per_minute = 0",
+                "share_prefix_cache = 1",
+                "read_metrics = 1",
+                "wieght = 2",
+                'name = "root"',
+            )
+        ),
+        (f'[keys.a]\nsha256 = "{digest("a")}"\n[keys.b]\nsha256 = "{digest("a")}"', "the same key"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ring(tmp_path, text)
+    assert place in str(error.value)
+    assert "keys.toml" in str(error.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keyring.from_file(tmp_path / "none.toml")
+
+
+def test_added_keys_open_and_stand_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    tenants = [
+        Tenant(name="alice", weight=2.5, max_concurrency=4),
+        Tenant(name="b.o-b_1", requests_per_minute=10, tokens_per_minute=0.5, share_prefix_cache=True),
+        Tenant(name="carol"),
+    ]
+    keys = [add_key(path, tenant) for tenant in tenants]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(set(keys)) == 3
+    assert all(len(key) > 40 for key in keys)
+    assert not any(key in path.read_text() for key in keys)
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key.encode()) for key in keys] == tenants
+
+
+@pytest.mark.parametrize("tenant", [Tenant(name="alice"), Tenant(name="x y"), Tenant(name="bob", weight=-1)])
+def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, tenant: Tenant) -> None:
+    path = tmp_path / "keys.toml"
+    add_key(path, Tenant(name="alice"))
+    before = path.read_text()
+    with pytest.raises(ConfigError):
+        add_key(path, tenant)
+    assert path.read_text() == before
+
+
+FILE = """# whose keys these are
+[keys.alice] # of sales
+sha256 = "{0}"
+weight = 2.0
+
+[keys."bob"]
+sha256 = "{1}"
+# twice a minute
+requests_per_minute = 2
+"""
+
+
+def test_a_removed_key_opens_nothing_and_all_else_stands_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    path.chmod(0o640)
+    remove_key(path, "alice")
+    assert path.read_text() == "# whose keys these are\n" + FILE[FILE.index('[keys."bob"]') :].format("", digest("b"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    keyring = Keyring.from_file(path)
+    assert keyring.find(b"a") is None
+    assert keyring.find(b"b") == Tenant(name="bob", requests_per_minute=2)
+    with pytest.raises(ConfigError, match="the only key"):
+        remove_key(path, "bob")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files away")
+def test_a_changed_file_stays_its_owner_s(tmp_path: Path) -> None:
+    path, link = tmp_path / "keys.toml", tmp_path / "link.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    os.chown(path, 12345, 12346)
+    link.symlink_to(path)
+    remove_key(link, "alice")
+    assert (path.stat().st_uid, path.stat().st_gid) == (12345, 12346)
+    assert link.is_symlink()
+    assert [tenant.name for tenant in Keyring.from_file(path).tenants] == ["bob"]
+
+
+def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    alice = Tenant(name="alice", weight=2.0)
+    second = rotate_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (b"a", second.encode())] == [alice, alice]
+    assert [tenant.name for tenant in keyring.tenants] == ["alice", "bob"]
+    third = rotate_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (b"a", second.encode(), third.encode())] == [None, alice, alice]
+    retire_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (second.encode(), third.encode())] == [None, alice]
+    assert path.read_text() == FILE.format(digest(third), digest("b"))
+    with pytest.raises(ConfigError, match="no previous key"):
+        retire_key(path, "alice")
+
+
+@pytest.mark.parametrize("change", [remove_key, rotate_key, retire_key])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[keys.bob]\nsha256 = "{0}"\n[keys.carol]\nsha256 = "{1}"\n', "no key of the name 'alice'"),
+        ('keys.alice = {{ sha256 = "{0}", previous_sha256 = "{2}" }}\nkeys.bob = {{ sha256 = "{1}" }}\n', "by hand"),
+    ],
+)
+def test_a_file_that_cannot_be_changed_stays(
+    tmp_path: Path, change: Callable[[Path, str], object], text: str, message: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text.format(digest("a"), digest("b"), digest("c")))
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=message):
+        change(path, "alice")
+    assert path.read_text() == before
+
+
+def test_salts_of_tenants_never_meet() -> None:
+    """S18: what a client asks for cannot spell what another tenant's blocks are named by."""
+    salts = [
+        Tenant(name=name).cache_salt(asked)
+        for name in ("a", "ab", "b")
+        for asked in (None, "b", "b\0", "\0b", "ab", "x" * 1024)
+    ]
+    assert len(set(salts)) == len(salts)
+    assert EVERYBODY.cache_salt(None) is None
+    assert EVERYBODY.cache_salt("x") == "x"
+    sharing, other = (Tenant(name=name, share_prefix_cache=True) for name in "st")
+    assert sharing.cache_salt(None) is None
+    assert sharing.cache_salt("x") == other.cache_salt("x")
+    for asked in (*salts, "a\0", "key\0a\0", "x"):
+        assert sharing.cache_salt(asked) not in salts
+
+
+def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    first = add_key(path, Tenant(name="alice", weight=2.5, share_prefix_cache=True))
+    second = add_key(path, Tenant(name="bob"))
+    assert path.read_text() == (
+        f'[keys."alice"]\nsha256 = "{digest(first)}"\nweight = 2.5\nshare_prefix_cache = true\n'
+        f'\n[keys."bob"]\nsha256 = "{digest(second)}"\n'
+    )
+    assert first.startswith("octavo-")
+    path.chmod(0o644)
+    add_key(path, Tenant(name="carol"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # only a new file is closed to others
+
+
+def test_changed_file_is_closed_to_others_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, modes = tmp_path / "keys.toml", []
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    path.chmod(0o644)
+    write = Path.write_text
+
+    def look(written: Path, *arguments: object, **options: object) -> int:
+        modes.append(stat.S_IMODE(written.stat().st_mode))
+        return write(written, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", look)
+    rotate_key(path, "alice")
+    assert modes == [0o600]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("change", [rotate_key, lambda path, _: add_key(path, Tenant(name="new"))])
+def test_file_that_cannot_be_written_is_told_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, str], object]
+) -> None:
+    path = tmp_path / "keys.toml"
+    text = FILE.format(digest("a"), digest("b"))
+    path.write_text(text)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        patched.setattr(Path, "open", fail)
+        patched.setattr(Path, "read_text", lambda *_, **__: text)
+        with pytest.raises(ConfigError, match=f"{path} cannot be written: No space left on device"):
+            change(path, "alice")
+    assert (path.read_text(), list(tmp_path.iterdir())) == (text, [path])
+
+
+@pytest.mark.parametrize("kept", ["share_prefix_cache", "read_metrics"])
+def test_everybody_shares_caches_and_reads_metrics_and_a_key_does_not(kept: str) -> None:
+    assert getattr(EVERYBODY, kept) is True
+    assert getattr(Tenant(name="a"), kept) is False
+
+
+def test_one_key_has_one_table_only(tmp_path: Path) -> None:
+    text = f'[keys.ab]\nsha256 = "{digest("a")}"\n[keys.a]\nsha256 = "{digest("b")}"\n'
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    remove_key(path, "a")
+    assert path.read_text() == text[: text.index("[keys.a]")]
+
+
+def test_keyring_names_its_tenants(tmp_path: Path) -> None:
+    keyring = ring(tmp_path, FILE.format(digest("a"), digest("b")))
+    assert keyring.named("alice") == Tenant(name="alice", weight=2.0)
+    assert keyring.named("nobody") is None
+    assert keyring.find(b"") is None
+
+
+@pytest.mark.parametrize("name", ["a", "A9", "9._-", "a" * 64])
+def test_name_of_a_key_may_be_so(tmp_path: Path, name: str) -> None:
+    assert ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"').find(b"a") == Tenant(name=name)
+
+
+@pytest.mark.parametrize("name", ["", ".a", "-a", "_", "a" * 65, "a/b", "\u00e9"])
+def test_name_of_a_key_may_not_be_so(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a name is 1 to 64 letters"):
+        ring(tmp_path, f'[keys."{name}"]\nsha256 = "{digest("a")}"')

@@ -1,0 +1,172 @@
+"""A real server on a loopback port, in a thread, around the real engine with a fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import httpx
+import uvicorn.server
+from fakes import FakeExecutor, make_engine
+
+from octavo.config import ServerConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.http.listening import MAX_CONNECTIONS, bind
+from octavo.server.serving import GracefulServer, make_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from octavo.engine.llm_engine import Engine
+
+DEADLINE_S = 20
+# Of a client that threads share. httpcore's pool else closes idle connections that it has given to a request already
+# (github.com/encode/httpcore/issues/1110): surplus ones, those that stand in the way of another, and expired ones.
+ALL_KEPT = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client else reads all certificates of the system, in 15 ms
+_PAUSE_S = 0.005
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until something holds; fail with its name where it does not within the deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        if result := condition():
+            return result
+        time.sleep(0.005)
+    raise TimeoutError(f"waited {DEADLINE_S} s in vain until {what}")
+
+
+def ask_as_written(http: httpx.Client, path: str, method: str = "GET", **request: Any) -> httpx.Response:
+    """Ask for a path exactly as it stands: httpx itself resolves `..`, `//` and whatever else is odd before it asks."""
+    return http.request(method, "/", extensions={"target": path.encode()}, **request)
+
+
+def connect(running: Running, *, receive_bytes: int | None = None) -> socket.socket:
+    """Open a connection on which nothing is sent yet; receive_bytes: how much of its answers waits to be read."""
+    host, _, port = running.url.removeprefix("http://").partition(":")
+    sock = socket.socket()
+    if receive_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.settimeout(DEADLINE_S)
+    sock.connect((host, int(port)))
+    return sock
+
+
+@contextlib.contextmanager
+def asking(running: Any, path: str, body: Any, **headers: str) -> Iterator[None]:
+    """Post to what has a `url`, on a connection of its own; who leaves the block leaves the answer unread."""
+    data = json.dumps(body).encode()
+    told = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with connect(running) as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        yield
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Read until the connection ends."""
+    data = b""
+    try:
+        while piece := sock.recv(1 << 16):
+            data += piece
+    except ConnectionResetError:
+        return data
+    return data
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    server: GracefulServer
+    thread: threading.Thread
+    engine: Engine
+    executor: FakeExecutor
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        pool = self.engine.core.scheduler.kv_cache_manager.pool
+        return pool.num_blocks - pool.num_free_blocks
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.engine.core.scheduler.get_num_unfinished_requests()
+
+    def http(self) -> httpx.Client:
+        headers = {"Content-Type": "application/json"}
+        return httpx.Client(
+            base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT, headers=headers, verify=NO_TLS
+        )
+
+
+def let_time_pass(running: Running, seconds: float) -> None:
+    """Put the clock of the engine's scheduler forward, which times out its requests."""
+    scheduler = running.engine.core.scheduler
+    clock = scheduler._clock
+    scheduler._clock = lambda: clock() + seconds
+
+
+class ShortPauses:
+    """asyncio as uvicorn sees it here: it pauses for 0.1 s between two looks at its end, and before it leaves."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay: float) -> None:
+        await asyncio.sleep(min(delay, _PAUSE_S))
+
+
+def short_pauses() -> contextlib.AbstractContextManager[object]:
+    """Let uvicorn's servers pause for little as long as the block runs: they start and end in it."""
+    return patch.object(uvicorn.server, "asyncio", ShortPauses())
+
+
+@contextlib.contextmanager
+def run_server(
+    executor: FakeExecutor | None = None,
+    *,
+    engine_options: dict[str, Any] | None = None,
+    send_bytes: int | None = None,
+    max_connections: int = MAX_CONNECTIONS,
+    **options: Any,
+) -> Iterator[Running]:
+    """Serve until the block is left; send_bytes: how much of an answer the system holds for who does not read it."""
+    executor = executor or FakeExecutor()
+    engine = make_engine(executor, **(engine_options or {}))
+    settings: dict[str, Any] = {
+        "max_body_bytes": 1 << 20,
+        "grace_s": 0.0,
+        "log_level": "critical",
+        "served_model_names": ("fake", "alias/of-fake"),
+    }
+    config = ServerConfig(**{**settings, **options})
+    llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
+    server = make_server(llm, config, max_connections=max_connections)
+    sock = bind("127.0.0.1", 0)
+    if send_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    port = sock.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
+    with short_pauses():
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive(), "the server listens")
+            yield Running(f"http://127.0.0.1:{port}", server, thread, engine, executor)
+        finally:
+            executor.gate.set()
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+            llm.shutdown()
+            if thread.is_alive():
+                raise RuntimeError("the server did not end")

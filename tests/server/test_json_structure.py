@@ -1,0 +1,55 @@
+"""What a body's structure may be: counted as a parser would, and refused before one is asked."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.server import json_structure
+from octavo.server.json_structure import check_structure
+
+
+def make(source: random.Random, depth: int) -> Any:
+    kind = source.randrange(4 if depth else 2)
+    if kind == 0:
+        return "".join(source.choice('ab"\\\\[{,:é\n') for _ in range(source.randrange(9)))
+    if kind == 1:
+        return source.randrange(99)
+    inner = [make(source, depth - 1) for _ in range(source.randrange(6))]
+    return inner if kind == 2 else {str(make(source, 0)): each for each in inner}
+
+
+def structure(value: Any) -> tuple[int, int, int]:
+    """Lists and objects, names, commas."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = [structure(each) for each in (value.values() if isinstance(value, dict) else value)]
+    opened, named, parted = (sum(counts) for counts in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    return opened + 1, named + len(value) * isinstance(value, dict), parted + max(len(value) - 1, 0)
+
+
+@pytest.mark.parametrize("block", [3, 7, 1 << 18])
+def test_structure_is_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(json_structure, "_BLOCK_BYTES", block)
+    source = random.Random(1)
+    for _ in range(200):
+        value = [make(source, 4)]
+        body = json.dumps(value, separators=(",", ":")).encode()
+        assert tuple(json_structure._count_outside_strings(body)) == structure(value), body
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"), [(b"[]", "lists and objects"), (b'{"a":1}', "lists and objects"), (b"1", "values")]
+)
+def test_too_much_structure_is_refused(entry: bytes, what: str) -> None:
+    with pytest.raises(RequestError, match=f"{what}; the limit is"):
+        check_structure(b"[" + b",".join([entry] * (1_400_000 if entry == b"1" else 140_000)) + b"]")
+
+
+def test_text_is_no_structure() -> None:
+    check_structure(json.dumps({"prompt": '[{,:"\\' * 200_000}).encode())
+    check_structure(json.dumps({"prompt": [17] * (1 << 20)}).encode())
