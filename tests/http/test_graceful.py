@@ -25,7 +25,7 @@ class Service:
         self.heard: list[Any] = []
         self.is_dead = False
         self.drain_s, self.error = 0.0, None
-        self.timeouts, self.answer_counts = TimeoutQueue(), None
+        self.timeouts, self.metrics = TimeoutQueue(), None
         settings = {"api_keys_file": None, "ssl_certfile": None, "ssl_keyfile": None, "grace_s": 7.0, **config}
         self.config: Any = SimpleNamespace(**settings)
 
