@@ -9,8 +9,9 @@ import queue
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from octavo.data.request_options import RequestOptions
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
 from octavo.outputs import DEADLINE_PASSED
 from octavo.runtime.faults import log_fault
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
+    from octavo.data.request_options import OptionFields
     from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_client import DrivenEngine
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
@@ -183,18 +184,15 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        options: RequestOptions | None = None,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
+        **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`; options: or else its fields as keyword
+        arguments. on_processed sees the request before
         it is sent, when its tokens are known, and may let it wait; what it raises is the request's end. on_unread hears
         of each output that the loop was not told of, as it was left or too slow: what the request cost, say.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
@@ -202,21 +200,17 @@ class AsyncLLM:
         """
         if self._dead is not None:
             raise self._dead
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        options = RequestOptions(**fields) if options is None else options
+        deadline = None if options.timeout_s is None else asyncio.get_running_loop().time() + options.timeout_s
         process = partial(
             self.engine.input_processor.process,
             request_id,
             prompt,
             sampling_params,
+            options=options,
             arrival_time=self.engine.clock(),
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            tenant_weight=tenant_weight,
-            timeout_s=timeout_s,
-            kv_transfer_params=kv_transfer_params,
         )
-        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=tenant)
+        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=options.tenant)
         if on_processed is not None:
             await on_processed(processed)
         stream = _Stream(deadline, on_unread)

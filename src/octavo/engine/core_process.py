@@ -225,7 +225,7 @@ class CoreServer:
         """Take a request in, or hold it until what it needs is prepared: others go on meanwhile."""
         try:
             first = message.streams[0]
-            prepared = self._core.executor.prepare(first.sampling_params, first.tenant)
+            prepared = self._core.executor.prepare(first.sampling_params, first.options.tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
             self._refuse(message.request_id, error)
             return

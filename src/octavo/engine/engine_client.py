@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
+    from octavo.data.request_options import OptionFields, RequestOptions
     from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.llm_engine import Accept, Lose, Post
@@ -91,14 +91,10 @@ class EngineClient(_Described, Protocol):
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        options: RequestOptions | None = None,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
+        **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it."""
         ...

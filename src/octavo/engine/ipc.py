@@ -15,9 +15,9 @@ import msgspec
 from octavo.config import EngineConfig  # noqa: TC001
 from octavo.data.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
 from octavo.data.events import EVENT_TYPES, Event
-from octavo.data.kv_transfer_params import KVTransferParams  # noqa: TC001
 from octavo.data.metrics import EngineStats  # noqa: TC001
 from octavo.data.request import Request, RequestStatus
+from octavo.data.request_options import RequestOptions  # noqa: TC001
 from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.errors import (
     ConfigError,
@@ -66,16 +66,12 @@ class Stream(msgspec.Struct, frozen=True):
 
     request_id: str
     sampling_params: SamplingParams
+    options: RequestOptions
     arrival_time: float
-    priority: int
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
-    cache_salt: str | None
-    tenant: str
-    tenant_weight: float
     deadline: float | None
-    kv_transfer_params: KVTransferParams | None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from octavo.data.request import RequestStatus
+from octavo.data.request_options import RequestOptions
 from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
 from octavo.runtime.faults import error_for
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
+    from octavo.data.request_options import OptionFields
     from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
@@ -66,33 +67,16 @@ class Engine:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        **options: Unpack[OptionFields],
     ) -> None:
         """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
-        priority policy. cache_salt: only requests with the same salt share cached KV. tenant: whose request it is,
-        and tenant_weight its share beside others, under the fair policy. timeout_s: a request that is not done by then
-        ends with an error. kv_transfer_params: where another engine computes its prompt, or its answer.
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: those of
+        `octavo.data.request_options.RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
-                request_id,
-                prompt,
-                params,
-                arrival_time=self.clock(),
-                priority=priority,
-                cache_salt=cache_salt,
-                tenant=tenant,
-                tenant_weight=tenant_weight,
-                timeout_s=timeout_s,
-                kv_transfer_params=kv_transfer_params,
+                request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
             )
         )
 

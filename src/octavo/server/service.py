@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from octavo.config import ModelInfo
-    from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.data.request_options import RequestOptions
     from octavo.engine.engine_client import EngineClient
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
@@ -213,9 +213,7 @@ class Service:
         request_id: str,
         *,
         place: Permit,
-        priority: int,
-        cache_salt: str | None,
-        kv_transfer_params: KVTransferParams | None,
+        options: RequestOptions,
         deadline: float,
         check: Callable[[ProcessedInput], None],
         untold: Callable[[RequestOutput], None],
@@ -264,12 +262,13 @@ class Service:
                 prompt,
                 params,
                 request_id,
-                priority=priority,
-                cache_salt=tenant.cache_salt(cache_salt),
-                kv_transfer_params=kv_transfer_params,
-                tenant=tenant.name,
-                tenant_weight=tenant.weight,
-                timeout_s=timeout_s,
+                options=replace(
+                    options,
+                    cache_salt=tenant.cache_salt(options.cache_salt),
+                    tenant=tenant.name,
+                    tenant_weight=tenant.weight,
+                    timeout_s=timeout_s,
+                ),
                 on_processed=take_room,
                 on_unread=charge,  # who leaves has had it computed
             )

@@ -49,7 +49,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
-        job = replace(job, kv_transfer_params=transfer)
+        job = replace(job, options=replace(job.options, kv_transfer_params=transfer))
         if transfer.is_prefill:
             return await answer_whole(service, http_request, prefill_of(job), PrefillReply(job))
     if not job.stream:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from starlette.responses import Response
 
+from octavo.data.request_options import NO_OPTIONS
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.data.request_options import RequestOptions
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -58,9 +59,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     counts_completions: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    kv_transfer_params: KVTransferParams | None = None
+    options: RequestOptions = NO_OPTIONS
     created: int = field(default_factory=lambda: int(time.time()))
     spelled: dict[str, str] = field(default_factory=dict)
     check: Callable[[ProcessedInput], None] | None = None
