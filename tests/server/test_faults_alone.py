@@ -249,7 +249,7 @@ def test_in_a_server_one_fails_and_twenty_go_on(
     assert [request_id in record.getMessage() and bool(record.exc_info) for record in logged] == [True]
     with served.http() as http:
         assert http.post("/v1/completions", json=bystander(0)).json()["choices"] == others[0]
-    served.engine.check_when_idle()
+    served.engine.client.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
 
 
@@ -313,7 +313,7 @@ def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
         again = http.post(path, json=asked)
         assert again.status_code == 200
         assert "request_failed" not in again.text
-    served.engine.check_when_idle()
+    served.engine.client.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from octavo.data.metrics import EngineStats
     from octavo.data.request_options import OptionFields
     from octavo.data.snapshot import Snapshot
-    from octavo.engine.engine_client import DrivenEngine
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
+    from octavo.engine.llm_engine import Engine
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -109,12 +109,12 @@ class _Stream:
 class AsyncLLM:
     """An `EngineClient` that drives an engine in a thread, which sleeps when nothing is to be done.
 
-    The engine belongs to that thread alone: everything reaches it through one inbox.
-    max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
-    `text` does what the texts of requests cost, beside the event loop.
+    The engine belongs to that thread alone; everything else reaches it through one inbox.
+    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
+    `text` has threads for work on large texts.
     """
 
-    def __init__(self, engine: DrivenEngine, *, max_unread_outputs: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
         self.engine = engine
         self.text = TextWork()
         self._max_unread = max_unread_outputs
@@ -125,7 +125,7 @@ class AsyncLLM:
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        engine.attach(self._inbox.put, self._lose)
+        engine.on_lost(self._lose)
         self._thread.start()
 
     @property
@@ -136,7 +136,7 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests can be added now."""
-        return not self.is_dead and self.engine.is_ready
+        return not self.is_dead and self.engine.client.is_ready
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -166,17 +166,17 @@ class AsyncLLM:
     @property
     def num_restarts(self) -> int:
         """How often the engine's process was started again."""
-        return self.engine.num_restarts
+        return self.engine.client.num_restarts
 
     @property
     def num_failed_starts(self) -> int:
         """How many of the engine's processes in a row ended before they took a request."""
-        return self.engine.num_failed_starts
+        return self.engine.client.num_failed_starts
 
     @property
     def retry_after_s(self) -> float:
         """When to ask again, where the engine is not ready."""
-        return self.engine.retry_after_s
+        return self.engine.client.retry_after_s
 
     async def generate(
         self,
@@ -249,7 +249,7 @@ class AsyncLLM:
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, on the engine's thread, or nobody. Raises `EngineDeadError`."""
-        await self.call(lambda engine: engine.watch(listener))
+        await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
         """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""
@@ -270,6 +270,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop the thread; open streams end with `EngineDeadError`."""
         self._inbox.put(None)
+        self.engine.client.wake()
         self._thread.join()
         self.text.shutdown()
 
@@ -278,14 +279,18 @@ class AsyncLLM:
             if self._dead is not None:
                 raise self._dead
             self._inbox.put(command)
+            self.engine.client.wake()
 
     # --- on the engine's thread
 
     def _run(self) -> None:
         reason = "the engine was shut down"
         try:
-            while self._take_commands():
-                self._deliver(self.engine.step())
+            while self._run_commands():
+                if self.engine.has_unfinished_requests():
+                    self._deliver(self.engine.step())
+                else:
+                    self.engine.client.wait()
         except Exception as error:  # the thread's last word: everyone who waits must hear of it
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
@@ -294,19 +299,14 @@ class AsyncLLM:
         self._fail_all(self._dead)
         self.engine.shutdown()
 
-    def _take_commands(self) -> bool:
-        """Run what is in the inbox; wait for more while there is no work. False when told to stop."""
-        while True:
-            try:
-                is_idle = not self.engine.has_unfinished_requests()
-                if is_idle and self._inbox.empty():
-                    self.engine.check_when_idle()
-                command = self._inbox.get(block=is_idle)
-            except queue.Empty:
-                return True
+    def _run_commands(self) -> bool:
+        """Run what is in the inbox. Returns False if the thread shall stop."""
+        while not self._inbox.empty():
+            command = self._inbox.get()
             if command is None:
                 return False
             command()
+        return True
 
     def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
         def accept(error: OctavoError | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,9 @@ from octavo.errors import (
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
 from octavo.sampling_params import SamplingParams  # noqa: TC001
 from octavo.structured_output.grammars import GrammarError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - only for names that nobody can guess
 _ERRORS: dict[str, type[OctavoError]] = {
@@ -83,7 +86,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     streams: list[Stream]
 
     @classmethod
-    def of(cls, request_id: str, requests: list[Request]) -> Add:
+    def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
         """Take down the core's requests of one user's request."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
