@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from octavo.data.request_options import RequestOptions
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import ErrorCode
 from octavo.runtime.faults import log_fault
 from octavo.runtime.text_work import TextWork
 
@@ -54,7 +54,9 @@ class _Stream:
         # An engine in a long step tells nobody that a request's time is over.
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:
-            self._timer = self.loop.call_at(deadline + _DEADLINE_GRACE_S, self.fail, DeadlineError(DEADLINE_PASSED))
+            self._timer = self.loop.call_at(
+                deadline + _DEADLINE_GRACE_S, self.fail, DeadlineError(ErrorCode.DEADLINE_PASSED.text)
+            )
 
     def put(self, output: RequestOutput | OctavoError) -> None:
         """Add what the reader hears next."""

@@ -18,7 +18,7 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import ErrorCode
 from octavo.server.access.limiter import RequestLimiter
 from octavo.server.access.tenants import Keyring
 from octavo.server.access.timeouts import TimeoutQueue
@@ -234,7 +234,7 @@ class Service:
             prompt = await self._read_prompt(prompt, params, place, deadline)
         timeout_s = deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
-            raise DeadlineError(DEADLINE_PASSED)
+            raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
         tenant, num_waiting = place.tenant, 0
         is_counted = "prompt" in prompt
 
@@ -246,7 +246,7 @@ class Service:
                 async with asyncio.timeout_at(deadline):
                     await place.hold_tokens(num_tokens)
             except TimeoutError:
-                raise DeadlineError(DEADLINE_PASSED) from None
+                raise DeadlineError(ErrorCode.DEADLINE_PASSED.text) from None
             num_waiting = num_tokens
             if not is_counted:
                 place.charge(num_tokens)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
-from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
-from octavo.runtime.faults import is_fault, request_failed
+from octavo.outputs import ErrorCode
+from octavo.runtime.faults import is_fault
 from octavo.server.answers.answer_size import LogprobLimit
 from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 T = TypeVar("T")
-_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
+_ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
+    ErrorCode.DEADLINE_PASSED: DeadlineError,
+    ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
+    ErrorCode.NOTHING_ALLOWED: partial(RequestError, parameter="allowed_token_ids"),
+    ErrorCode.REQUEST_FAILED: RequestFailedError,
+    ErrorCode.STEP_FAILED: ExecutionError,
+}
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -59,18 +66,10 @@ async def outputs_of(
         ]
         async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
             async for index, output in merged:
-                if output.error is not None:
+                if output.error_code is not None:
                     usage.add(output, output.outputs)
-                    raise _error_of(output.error, output.request_id)
+                    raise _ERRORS[output.error_code](output.error or output.error_code.text)
                 yield index, output
-
-
-def _error_of(message: str, request_id: str) -> OctavoError:
-    """Return what a request's `error` is to its client."""
-    if message in _FIELDS_TO_BLAME:
-        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
-    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
-    return kinds.get(message, ExecutionError)(message)
 
 
 async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
