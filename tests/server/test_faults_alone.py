@@ -28,7 +28,7 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.access import audit
 from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.job_outputs import merge
+from octavo.server.answers.job_outputs import MergedOutputs
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.api import tgi
 from octavo.server.api.anthropic import messages
@@ -333,7 +333,7 @@ def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
 
     async def read() -> None:
         streams = [stream(panic=False), stream(panic=True)]
-        async with asyncio.timeout(5), aclosing(merge(streams, at_once=2)) as merged:
+        async with asyncio.timeout(5), aclosing(MergedOutputs(streams, at_once=2)) as merged:
             async for _ in merged:
                 pass
 

@@ -70,8 +70,14 @@ class Job:
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The engine's id for the request of each prompt."""
+        count = len(self.prompts)
+        return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each token
 class ChoiceUpdate:
     """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
 
@@ -79,6 +85,29 @@ class ChoiceUpdate:
     is_first: bool
     completion: CompletionOutput
     output: RequestOutput
+
+
+class ChoiceUpdates:
+    """Tells what is new of each choice of a job; each choice ends once."""
+
+    def __init__(self, job: Job) -> None:
+        self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+
+    def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
+        """Return the updates of an output; none for a choice that has ended, or has nothing new."""
+        updates = []
+        for completion in output.outputs:
+            choice = self._first_choice[output.request_id] + completion.index
+            is_end = completion.finish_reason is not None
+            if choice in self._ended or not (completion.token_ids or completion.text or is_end):
+                continue
+            if is_end:
+                self._ended.add(choice)
+            updates.append(ChoiceUpdate(choice, choice not in self._seen, completion, output))
+            self._seen.add(choice)
+        return updates
 
 
 class WholeReply(Protocol):
