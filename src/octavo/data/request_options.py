@@ -1,4 +1,4 @@
-"""The options of a request beside its prompt and its sampling parameters, from the API to the core."""
+"""The options of a request other than its prompt and its sampling parameters, from the API to the core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a request is scheduled, and with whom it shares KV. No token depends on it.
+    """Options for scheduling a request and for sharing its KV. No token depends on them.
 
     Numbers may be numpy's. Raises `RequestError` with the name of the field.
 

@@ -38,7 +38,7 @@ class CoreClient(Protocol):
 
     @property
     def capacity(self) -> EngineCapacity:
-        """What the core can take at once."""
+        """Limits of the core: tokens, sequences, blocks."""
         ...
 
     @property
@@ -98,7 +98,7 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Tell a listener what happens in the core, a few times a second, or stop telling."""
+        """Report events of the core to a listener, a few times a second, or stop doing so."""
         ...
 
     def finish_transfers(self) -> None:
@@ -106,5 +106,5 @@ class CoreClient(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Refuse what was not answered, and free everything. A second call changes nothing."""
+        """Refuse the requests that were not answered, and free everything. A second call changes nothing."""
         ...

@@ -1,4 +1,4 @@
-"""One engine process, from its start to its end: its sockets, its folder, and what is known of its health."""
+"""One engine process, from its start to its end: its sockets, its folder and its health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands of the engine wait mean
 class CoreLife:
     """A process that runs `octavo.engine.core_process.run_core_process`, with sockets of its own.
 
-    ready_at: when it took requests, on the monotonic clock; None before. failure: what it said of its own end.
+    ready_at: when it first took requests, on the monotonic clock; None before. failure: the error that it reported.
     """
 
     process: subprocess.Popen[bytes]

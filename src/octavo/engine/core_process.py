@@ -1,6 +1,6 @@
-"""The engine core in a process of its own: steps as long as there is work, and between two of them reads its mail.
+"""The engine core in a process of its own: it steps while there is work, and reads messages between two steps.
 
-It lives for one other process, which it hears of by its standard input: when that ends, so does this.
+It serves one parent process. When its standard input ends, the parent is gone, and it ends itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # those are told where they are understood
+        if not isinstance(error, OctavoError):  # octavo's own errors are reported by the parent
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -85,9 +85,9 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Tells from a thread of its own that the process runs, and whether it gets further.
+    """Reports from a thread of its own that the process runs, and how much progress it made.
 
-    progress: of the kind that `octavo.engine.ipc.Alive` counts; each that makes some writes it.
+    progress: as `octavo.engine.ipc.Alive` counts it; the server of the core increases it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -124,12 +124,12 @@ class CoreServer:
         self._next_report = 0.0
 
     def run(self) -> None:
-        """Step and read messages until told to stop."""
+        """Step and read messages until the parent sends `Stop`."""
         self._send(ipc.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
                 self._wait_for_mail()
-                self._pulse.progress += 1  # with nothing to do that is all; what comes now is counted from now on
+                self._pulse.progress += 1  # looking for work is all the progress that an idle core can make
             self._read_mail()
             self._step()
             if time.monotonic() > self._next_report:
@@ -166,7 +166,7 @@ class CoreServer:
                 message = ipc.decode_to_engine(data)
             except (ipc.DecodeError, OctavoError) as error:
                 logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
-                if (request_id := ipc.request_id_of(data)) is not None:  # somebody waits for an answer
+                if (request_id := ipc.request_id_of(data)) is not None:  # the sender waits for an answer
                     self._answer(request_id, RequestError("the request cannot be read"))
                 continue
             match message:

@@ -47,7 +47,7 @@ class Engine:
         self.output_processor = output_processor
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # neither accepted nor refused yet
-        self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
+        self._put_by: list[RequestOutput] = []  # outputs of requests outside of the batch that was run
         self._given_up: set[str] = set()  # of a batch that failed: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """What the core can take at once."""
+        """Limits of the core: tokens, sequences, blocks."""
         return self.client.capacity
 
     @property
@@ -104,7 +104,7 @@ class Engine:
         try:
             while not answers:
                 self.client.wait()
-        except BaseException:  # an interrupt: nobody will read the request
+        except BaseException:  # an interrupt: the caller does not know the request
             self.abort_request(processed.request_id)
             self._given_up.add(processed.request_id)
             raise
@@ -217,7 +217,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # an interrupt as well: nothing may stay behind
+        except BaseException:  # an interrupt as well: no request of the batch may stay open
             self.abort_request(results)
             self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
             raise

@@ -72,7 +72,7 @@ class LocalCore:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """What the core can take at once."""
+        """Limits of the core: tokens, sequences, blocks."""
         return self._core.capacity
 
     @property
@@ -142,7 +142,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams now. A request that is held is accepted and then ended, as others are."""
+        """End streams now. A held request is accepted first, so that it is answered before it ends."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -158,7 +158,7 @@ class LocalCore:
         return bool(self._undelivered) or self._core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add what is prepared; return the outputs of aborts if there are any, else compute a step."""
+        """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
         self._take_prepared()
         if self._undelivered:  # endings do not wait for a step to be computed
             outputs, self._undelivered = self._undelivered, []
@@ -174,7 +174,7 @@ class LocalCore:
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake`, which the end of a preparation calls, too; then add what is prepared."""
+        """Block until `wake`, which the end of a preparation calls, too; then add prepared requests."""
         self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
         self._woken.clear()
@@ -185,7 +185,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Tell a listener what happens, first what is still known of the past, or stop telling."""
+        """Report events to a listener, first those that are still kept, or stop doing so."""
         self._feed = None if listener is None else SnapshotFeed(self._core)
         self._listener = listener or self._listener
         self._show()
@@ -218,7 +218,7 @@ class LocalCore:
             logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
 
     def shutdown(self) -> None:
-        """Refuse what is held, and free the executor's memory."""
+        """Refuse held requests, and free the executor's memory."""
         held, self._held = self._held, []
         for each in held:
             each.answer(EngineDeadError("the engine was shut down"))
@@ -226,4 +226,4 @@ class LocalCore:
 
 
 def _preparation_error(request_id: str, error: BaseException) -> OctavoError:
-    return error_for(request_id, "what it needs was prepared", error)
+    return error_for(request_id, "it was prepared", error)

@@ -270,7 +270,7 @@ class RemoteCore:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Tell a listener what happens, also in later processes, or stop telling."""
+        """Report events to a listener, also those of later processes, or stop doing so."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from octavo.config import ModelInfo
     from octavo.data.request_options import RequestOptions
-    from octavo.engine.engine_client import EngineClient
+    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: EngineClient, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+        self, engine: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.engine = engine
         self.settings = dict(settings or {})

@@ -198,7 +198,7 @@ async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[Reques
 
 
 async def _first_updates(outputs: Outputs, choices: ChoiceUpdates) -> list[ChoiceUpdate]:
-    """Wait for the first output that tells a client something."""
+    """Wait for the first output that has updates."""
     async for output in outputs:
         if updates := choices.of(output):
             return updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
 from octavo.outputs import ErrorCode
@@ -14,13 +14,16 @@ from octavo.server.answers.answer_size import LogprobLimit
 from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from typing import TypeAlias
 
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
     from octavo.server.answers.jobs import Job
     from octavo.server.answers.usage import UsageCounter
     from octavo.server.service import Service
+
+    Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
 
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
@@ -30,22 +33,6 @@ _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.REQUEST_FAILED: RequestFailedError,
     ErrorCode.STEP_FAILED: ExecutionError,
 }
-
-
-class Outputs(Protocol):
-    """A stream of outputs with one reader; closing it aborts what is not finished."""
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Return itself."""
-        ...
-
-    def __anext__(self) -> Awaitable[RequestOutput]:
-        """Return the next output. Raises the error of a request that failed."""
-        ...
-
-    def aclose(self) -> Awaitable[None]:
-        """Abort what is not finished."""
-        ...
 
 
 def error_of(output: RequestOutput) -> OctavoError | None:

@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each token
 class ChoiceUpdate:
-    """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
+    """News of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
 
     choice: int
     is_first: bool
@@ -88,7 +88,7 @@ class ChoiceUpdate:
 
 
 class ChoiceUpdates:
-    """Tells what is new of each choice of a job; each choice ends once."""
+    """Splits outputs into the updates of a job's choices; each choice ends once."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
