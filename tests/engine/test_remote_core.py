@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from dataclasses import replace
@@ -134,6 +135,14 @@ def test_answers_are_those_of_an_engine_in_this_process(shared):
     local.shutdown()
     assert run(all_of(shared)) == expected
     assert run(all_of(shared)) == expected  # ids of requests that ended are free again
+
+
+def test_the_thread_that_drives_the_engine_reads_the_socket_itself():
+    before = set(threading.enumerate())
+    with running() as llm:
+        assert run(collect(llm, "hello", "a", max_tokens=3)) == answer_text(5, 0, 3)
+        started = [thread.name for thread in threading.enumerate() if thread not in before]
+        assert [name for name in started if not name.startswith("octavo-text")] == ["octavo-engine"]
 
 
 def test_refusals_reach_their_caller_alone(narrow):
