@@ -42,6 +42,14 @@ def test_numbers_of_numpy_become_pythons():
     ]
 
 
+def test_fields_replace_those_of_the_options():
+    options = RequestOptions(priority=1, tenant="a")
+    request = Request("r", [1], SamplingParams(), options=options, priority=2)
+    assert (request.priority, request.tenant) == (2, "a")
+    with pytest.raises(TypeError, match="nonsense"):
+        Request("r", [1], SamplingParams(), nonsense=1)
+
+
 def test_options_cross_the_process_border_unchanged():
     options = RequestOptions(priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5)
     request = Request("r", [1, 2], SamplingParams(), options=options, deadline=7.0)

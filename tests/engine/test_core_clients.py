@@ -249,6 +249,23 @@ def test_a_shut_down_refuses_what_is_held() -> None:
     assert [type(answer) for answer in answers] == [EngineDeadError]
 
 
+def test_an_interrupt_while_a_request_is_prepared_leaves_its_id_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Preparing()
+    engine = make_engine(executor)
+
+    def interrupt(_core: LocalCore) -> None:
+        raise KeyboardInterrupt
+
+    executor.prepare(None, "")  # the next one is held
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCore, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request("a", "hello")
+    assert not [output for _ in range(3) for output in engine.step()]
+    engine.add_request("a", "hello", SamplingParams(max_tokens=1))
+    assert [output.request_id for output in engine.step()] == ["a"]
+
+
 @pytest.mark.parametrize("client", [LocalCore, RemoteCore])
 def test_both_clients_have_the_signatures_of_the_protocol(client: type) -> None:
     for name, member in vars(CoreClient).items():

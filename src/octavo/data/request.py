@@ -5,11 +5,11 @@ A user's request with n outputs becomes n of these before it reaches the core.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Unpack
 
-from octavo.data.request_options import OptionFields, RequestOptions
+from octavo.data.request_options import NO_OPTIONS, OptionFields, RequestOptions
 
 if TYPE_CHECKING:
     from octavo.data.draft_stats import AcceptanceRates
@@ -86,7 +86,7 @@ class Request:
     """One schedulable request: the only mutable thing that crosses the core. The scheduler alone writes it.
 
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
-    options: or else its fields as keyword arguments. stop_token_ids: all ids that end it, EOS included unless ignored.
+    fields: replace those of `options`. stop_token_ids: all ids that end it, EOS included unless ignored.
     max_total_tokens: prompt and output together never exceed it. Of a prompt that is pooled into a vector it is the
     prompt alone: the token that ends it is not counted.
     num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
@@ -136,7 +136,7 @@ class Request:
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         *,
-        options: RequestOptions | None = None,
+        options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
         seed: int = 0,
         sample_index: int = 0,
@@ -149,7 +149,7 @@ class Request:
         self.request_id = request_id
         self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
         self.sampling_params = sampling_params
-        self.options = RequestOptions(**fields) if options is None else options
+        self.options = replace(options, **fields)
         self.arrival_time = arrival_time
         self.arrival_index = 0
         self.seed = seed

@@ -7,10 +7,11 @@ import contextlib
 import logging
 import queue
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from octavo.data.request_options import RequestOptions
+from octavo.data.request_options import NO_OPTIONS
 from octavo.engine.output_stream import OutputStream
 from octavo.errors import EngineDeadError, OctavoError, SlowReaderError
 from octavo.runtime.text_work import TextWork
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from octavo.data.capacity import EngineCapacity
     from octavo.data.metrics import EngineStats
-    from octavo.data.request_options import OptionFields
+    from octavo.data.request_options import OptionFields, RequestOptions
     from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
@@ -110,23 +111,23 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        options: RequestOptions | None = None,
+        options: RequestOptions = NO_OPTIONS,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`; options: or else its fields as keyword
-        arguments. on_processed is awaited with the request before it is sent, when its tokens are known; it may delay
-        the request, and an error that it raises ends it. on_unread is called with each output that was not yielded
-        because the reader left or was too slow.
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`; fields: replace those of `options`.
+        on_processed is awaited with the request before it is sent, when its tokens are known; it may delay the request,
+        and an error that it raises ends it. on_unread is called with each output that was not yielded because the
+        reader left or was too slow.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
         if self._dead is not None:
             raise self._dead
-        options = RequestOptions(**fields) if options is None else options
+        options = replace(options, **fields)
         deadline = None if options.timeout_s is None else asyncio.get_running_loop().time() + options.timeout_s
         process = partial(
             self.engine.input_processor.process,

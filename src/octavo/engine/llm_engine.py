@@ -105,8 +105,7 @@ class Engine:
             while not answers:
                 self.client.wait()
         except BaseException:  # an interrupt: the caller does not know the request
-            self.abort_request(processed.request_id)
-            self._given_up.add(processed.request_id)
+            self._give_up([processed.request_id])
             raise
         if answers[0] is not None:
             raise answers[0]
@@ -144,6 +143,11 @@ class Engine:
             if request_id in self._submitted:  # its end follows its acceptance
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
+
+    def _give_up(self, request_ids: Iterable[str]) -> None:
+        """Abort requests and drop their outputs."""
+        self.abort_request(request_ids)
+        self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
         """Do one step; return an output for every request that has news.
@@ -218,8 +222,7 @@ class Engine:
                 results[request_id] = None
             self._run(results, on_output)
         except BaseException:  # an interrupt as well: no request of the batch may stay open
-            self.abort_request(results)
-            self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
+            self._give_up(results)
             raise
         self.finish_transfers()
         return {request_id: output for request_id, output in results.items() if output is not None}

@@ -175,7 +175,8 @@ class LocalCore:
 
     def wait(self) -> None:
         """Block until `wake`, which the end of a preparation calls, too; then add prepared requests."""
-        self.check_when_idle()
+        if not self._core.has_work():
+            self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
         self._woken.clear()
         self._take_prepared()

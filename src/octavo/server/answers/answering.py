@@ -20,7 +20,7 @@ from octavo.runtime.faults import error_for, is_fault
 from octavo.runtime.text_work import beside
 from octavo.server.answers.answer_size import num_entries
 from octavo.server.answers.job_outputs import outputs_of
-from octavo.server.answers.jobs import ChoiceUpdates, encoder
+from octavo.server.answers.jobs import ChoiceUpdate, encoder
 from octavo.server.answers.prefill import PrefillReply, prefill_of
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.errors import note_error, to_http
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.job_outputs import Outputs
-    from octavo.server.answers.jobs import ChoiceUpdate, Job, Reply, StreamForm, WholeReply
+    from octavo.server.answers.jobs import Job, Reply, StreamForm, WholeReply
     from octavo.server.service import Service
 
 T = TypeVar("T")
@@ -156,6 +156,29 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
             elif not self._is_open:
                 await asyncio.sleep(self._keep_alive_s)
+
+
+class ChoiceUpdates:
+    """Splits outputs into the updates of a job's choices; each choice ends once."""
+
+    def __init__(self, job: Job) -> None:
+        self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+
+    def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
+        """Return the updates of an output; none for a choice that has ended, or has nothing new."""
+        updates = []
+        for completion in output.outputs:
+            choice = self._first_choice[output.request_id] + completion.index
+            is_end = completion.finish_reason is not None
+            if choice in self._ended or not (completion.token_ids or completion.text or is_end):
+                continue
+            if is_end:
+                self._ended.add(choice)
+            updates.append(ChoiceUpdate(choice, choice not in self._seen, completion, output))
+            self._seen.add(choice)
+        return updates
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -87,29 +87,6 @@ class ChoiceUpdate:
     output: RequestOutput
 
 
-class ChoiceUpdates:
-    """Splits outputs into the updates of a job's choices; each choice ends once."""
-
-    def __init__(self, job: Job) -> None:
-        self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
-        self._seen: set[int] = set()
-        self._ended: set[int] = set()
-
-    def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output; none for a choice that has ended, or has nothing new."""
-        updates = []
-        for completion in output.outputs:
-            choice = self._first_choice[output.request_id] + completion.index
-            is_end = completion.finish_reason is not None
-            if choice in self._ended or not (completion.token_ids or completion.text or is_end):
-                continue
-            if is_end:
-                self._ended.add(choice)
-            updates.append(ChoiceUpdate(choice, choice not in self._seen, completion, output))
-            self._seen.add(choice)
-        return updates
-
-
 class WholeReply(Protocol):
     """How one API spells outputs when all of them are there."""
 
