@@ -301,6 +301,7 @@ def make_engine(
     """The real engine around a fake executor and tokenizer. core_options: of `make_core`."""
     from octavo.engine.input_processor import InputProcessor
     from octavo.engine.llm_engine import Engine
+    from octavo.engine.local_core import LocalCore
     from octavo.engine.output_processor import OutputProcessor
 
     tokenizer = ByteTokenizer()
@@ -313,7 +314,7 @@ def make_engine(
         **(model_info or {}),
     )
     return Engine(
-        make_core(executor, max_model_len=max_model_len, **core_options),
+        LocalCore(make_core(executor, max_model_len=max_model_len, **core_options)),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,

@@ -230,7 +230,7 @@ def test_shutdown_saves_what_ended_with_the_last_step(tmp_path, checkpoint):
 
 def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypatch, caplog):
     """Each wait for saves ends if none of them ends in time: generate, reset_prefix_cache and shutdown return."""
-    monkeypatch.setattr("octavo.engine.llm_engine._SAVING_S", 0.05)
+    monkeypatch.setattr("octavo.engine.local_core._SAVING_S", 0.05)
     may_go_on, save = threading.Event(), DiskStore.save
 
     def hang(*args):
@@ -244,7 +244,7 @@ def test_a_store_that_hangs_holds_back_no_answer(tmp_path, checkpoint, monkeypat
     assert "no transfer of KV ended within" in caplog.text
     assert not llm.reset_prefix_cache()
     may_go_on.set()
-    monkeypatch.setattr("octavo.engine.llm_engine._SAVING_S", 60.0)
+    monkeypatch.setattr("octavo.engine.local_core._SAVING_S", 60.0)
     assert llm.reset_prefix_cache(), "it is finished later"
     llm.llm_engine.shutdown()
 

@@ -99,4 +99,4 @@ def test_settings_are_read_from_the_environment_in_one_place():
     """Another module only hands the environment on, to the engine process."""
     asked = {"environ", "environb", "getenv"}
     readers = {str(path.relative_to(SOURCE)) for _, path in modules() if read(path).attributes & asked}
-    assert readers == {"config/environment.py", "engine/remote_engine.py"}
+    assert readers == {"config/environment.py", "engine/core_life.py"}

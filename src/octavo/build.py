@@ -24,6 +24,7 @@ from octavo.data.metrics import EngineMetrics, EngineStats
 from octavo.data.recent_events import RecentEvents
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
+from octavo.engine.local_core import LocalCore
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.stores import RecordedConnector
@@ -80,7 +81,7 @@ def build_engine(
     served = ServedModel.find(config.model)
     input_processor, output_processor = make_processors(config.model, served)
     core = build_core(config, served, sink=sink, progress=progress, kv_store=kv_store)
-    return Engine(core, input_processor, output_processor, time.monotonic)
+    return Engine(LocalCore(core), input_processor, output_processor, time.monotonic)
 
 
 def build_core(

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from octavo.data.events import EventSink
     from octavo.engine.input_processor import Prompt
-    from octavo.engine.remote_engine import RemoteEngine
     from octavo.engine.tokenizer import Tokenizer
     from octavo.kv_transfer import StoreFactory
     from octavo.outputs import RequestOutput
@@ -83,7 +82,7 @@ class LLMEngine(Engine):
             kv_transfer=kv_transfer_config or KVTransferConfig(),
         )
         built = build_engine(config, sink=sink, progress=progress, kv_store=kv_store)
-        super().__init__(built.core, built.input_processor, built.output_processor, built.clock)
+        super().__init__(built.client, built.input_processor, built.output_processor, built.clock)
 
 
 class AsyncLLM(_AsyncLLM):
@@ -120,7 +119,7 @@ class AsyncLLM(_AsyncLLM):
         await asyncio.to_thread(self.shutdown)
 
 
-def _shut_down(loading: asyncio.Future[RemoteEngine]) -> None:
+def _shut_down(loading: asyncio.Future[Engine]) -> None:
     """End an engine that nobody waits for any more."""
     if not loading.cancelled() and loading.exception() is None:
         threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()

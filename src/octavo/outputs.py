@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, overload
 
 from octavo.data.core_output import EngineCoreOutput as EngineCoreOutput  # noqa: PLC0414  existing imports use this
@@ -13,10 +14,38 @@ if TYPE_CHECKING:
 
     from octavo.data.model_output import TokenLogprobs
 
-# The `error` of requests that these ended.
-DEADLINE_PASSED = "the request's deadline has passed"
-NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_tokens) leaves no token to choose"
-GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
+
+class ErrorCode(StrEnum):
+    """Why a request ended with an error. The core and the worker write codes; users read texts, servers codes."""
+
+    DEADLINE_PASSED = "deadline_passed"
+    GRAMMAR_EXCEEDED = "grammar_exceeded"
+    NOTHING_ALLOWED = "nothing_allowed"
+    REQUEST_FAILED = "request_failed"
+    STEP_FAILED = "step_failed"
+
+    @classmethod
+    def read(cls, error: str) -> tuple[ErrorCode, str]:
+        """Return the code and the text of an `EngineCoreOutput.error`; the text of a failed step is its own."""
+        try:
+            code = cls(error)
+        except ValueError:
+            return cls.STEP_FAILED, error
+        return code, code.text
+
+    @property
+    def text(self) -> str:
+        """The error in words."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    ErrorCode.DEADLINE_PASSED: "the request's deadline has passed",
+    ErrorCode.GRAMMAR_EXCEEDED: "the grammar is too complex, or allows no token to continue with",
+    ErrorCode.NOTHING_ALLOWED: "the request allows no token here (allowed_token_ids, a grammar, min_tokens)",
+    ErrorCode.REQUEST_FAILED: "an internal error ended this request alone; the log has it under this id",
+    ErrorCode.STEP_FAILED: "a step of the engine failed",
+}
 
 
 @dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each alternative
@@ -126,6 +155,7 @@ class RequestOutput:
     """State of one request after a step; the last one of a request has `finished` set.
 
     pooled: float32 vector of a request that asked for one (`SamplingParams.pooling`).
+    error_code: says of which kind `error` is; None without one.
     """
 
     request_id: str
@@ -138,6 +168,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: bytes | None = None
+    error_code: ErrorCode | None = None
 
 
 @dataclass(frozen=True, slots=True)

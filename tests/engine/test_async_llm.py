@@ -7,7 +7,7 @@ import pytest
 from fakes import FakeExecutor, answer_text, answer_token, make_engine
 from streams import collect, run
 
-from octavo.engine import async_llm
+from octavo.engine import output_stream
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDeadError, RequestError, SlowReaderError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -176,7 +176,7 @@ def test_the_time_of_a_request_begins_when_it_is_asked():
 
         async for _ in llm.generate("hello", SamplingParams(max_tokens=2), "a", timeout_s=1000, on_processed=wait):
             pass
-        limit_s = 1000 + async_llm._DEADLINE_GRACE_S
+        limit_s = 1000 + output_stream.DEADLINE_GRACE_S
         assert [when for when in timers if begin + limit_s <= when <= reached[0] + limit_s]
 
     run(main())

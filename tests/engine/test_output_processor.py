@@ -10,8 +10,8 @@ from fakes import EOS, ByteTokenizer
 
 from octavo.data.model_output import TokenLogprobs
 from octavo.engine.output_processor import OutputProcessor, TokenTexts
-from octavo.outputs import EngineCoreOutput, Logprob
-from octavo.runtime.faults import REQUEST_FAILED
+from octavo.outputs import EngineCoreOutput, ErrorCode, Logprob
+from octavo.runtime.faults import request_failed
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 FINAL, DELTA, CUMULATIVE = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
@@ -267,7 +267,7 @@ def test_the_first_error_is_told_and_one_of_the_engine_names_the_request():
     assert answering.step("a").error is None
     assert answering.step(error="too late", finish_reason="error").error == "too late"
     assert answering.step(stream="r-1", error="later", finish_reason="error").error == "too late"
-    assert Answering().step(error=REQUEST_FAILED, finish_reason="error").error == f"request r: {REQUEST_FAILED}"
+    assert Answering().step(error=ErrorCode.REQUEST_FAILED, finish_reason="error").error == request_failed("r")
 
 
 def test_a_vector_comes_with_the_output():
@@ -301,7 +301,11 @@ def test_what_fails_ends_its_request_alone(caplog):
     assert "request r failed while its answer was made" in caplog.text
     assert (processed.streams_to_fail, processed.streams_to_stop) == (["r-1"], [])
     failed, other = processed.request_outputs
-    assert (failed.request_id, failed.finished, failed.error) == ("r", True, f"request r: {REQUEST_FAILED}")
+    assert (failed.request_id, failed.finished, failed.error) == (
+        "r",
+        True,
+        request_failed("r"),
+    )
     assert [each.finish_reason for each in failed.outputs] == ["length", "error"]
     assert (other.outputs[0].text, other.error) == ("b", None)
     assert "r" not in answering.processor
@@ -327,7 +331,7 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(caplog, monkeypatc
     assert [(each.index, each.text, each.token_ids, each.finish_reason) for each in failed.outputs] == [
         (0, "", [], "error"), (1, "", [], "error"),
     ]  # fmt: skip
-    assert (failed.error, failed.metrics.arrival_time) == (f"request r: {REQUEST_FAILED}", 50.0)
+    assert (failed.error, failed.metrics.arrival_time) == (request_failed("r"), 50.0)
     assert other.outputs[0].text == "b"
     assert "r" not in answering.processor
     assert answering.process(said("c"), said("c", stream="r-1")).request_outputs == []

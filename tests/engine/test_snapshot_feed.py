@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from fakes import make_engine
 from streams import run
-from test_remote_engine import running as running_remotely
-from test_remote_engine import until
+from test_remote_core import running as running_remotely
+from test_remote_core import until
 
 from octavo.data.events import (
     EVENT_TYPES,
@@ -153,13 +153,13 @@ def queued(snapshots):
 def test_an_engine_in_this_process_is_watched_as_well():
     engine, seen = make_engine(), []
     engine.generate("before")
-    engine.watch(seen.append)
+    engine.client.watch(seen.append)
     assert seen[0].is_first
     engine.generate("after")
     while engine.has_unfinished_requests():  # the worker is to forget them
         engine.step()
     assert queued(seen) == ["0", "1"]
-    engine.watch(None)
+    engine.client.watch(None)
     before = len(seen)
     engine.generate("nobody listens")
     assert len(seen) == before
@@ -174,16 +174,16 @@ def test_an_engine_in_another_process_is_watched_through_its_death():
 
     async def scenario(llm):
         await ask(llm, "before")
-        await llm.call(lambda engine: engine.watch(seen.append))
+        await llm.call(lambda engine: engine.client.watch(seen.append))
         await ask(llm, "after")
         await until(lambda: queued(seen) == ["before", "after"])
-        pid = llm.engine.pid
+        pid = llm.engine.client.pid
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: llm.engine.pid not in {None, pid} and llm.is_alive)
+        await until(lambda: llm.engine.client.pid not in {None, pid} and llm.is_alive)
         await ask(llm, "in a new life")
         await until(lambda: queued(seen)[2:] == ["in a new life"])
         assert [snapshot.is_first for snapshot in seen].count(True) == 2
-        await llm.call(lambda engine: engine.watch(None))
+        await llm.call(lambda engine: engine.client.watch(None))
         await ask(llm, "unseen")
         await asyncio.sleep(1.5 * snapshot_feed.SNAPSHOT_INTERVAL_S)
         assert queued(seen)[2:] == ["in a new life"]

@@ -24,6 +24,7 @@ from mooncake_master import needs_mooncake
 from octavo.config import KVTransferConfig
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
+from octavo.data.request_options import RequestOptions
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.errors import ConfigError
 from octavo.kv_transfer import direct_client, direct_donor, direct_messages, direct_receiver, mooncake_client
@@ -473,7 +474,7 @@ def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
 def test_a_source_that_is_not_there(sides, source):
     _, here = sides.begin(2)
     params = KVTransferParams("t", source=source)
-    here.kv_transfer_params = params
+    here.options = RequestOptions(kv_transfer_params=params)
     sides.receiver.expect(here)
     errors = sides.receiver.stats().num_errors
     assert sides.load(here) == 0

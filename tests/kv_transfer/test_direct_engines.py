@@ -202,7 +202,7 @@ def test_a_prefill_engine_that_is_killed_or_frozen_costs_time(checkpoint, end):
     )
     want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, LONG[1]).outputs[0]
     remote = launch_engine(config)
-    process = remote._life.process
+    process = remote.client._life.process
     decoding = engine_over(None, checkpoint, stores=KVTransferConfig(role="decode", direct=True))
     receiver = decoding.core.scheduler.transfers._connector._direct
     take, num_taken = receiver._take, []

@@ -28,7 +28,7 @@ from octavo.http.limiter import Permit
 from octavo.runtime.faults import is_fault
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.job_outputs import merge
+from octavo.server.answers.job_outputs import MergedOutputs
 from octavo.server.answers.usage import UsageCounter
 from octavo.server.api import tgi
 from octavo.server.api.anthropic import messages
@@ -249,7 +249,7 @@ def test_in_a_server_one_fails_and_twenty_go_on(
     assert [request_id in record.getMessage() and bool(record.exc_info) for record in logged] == [True]
     with served.http() as http:
         assert http.post("/v1/completions", json=bystander(0)).json()["choices"] == others[0]
-    served.engine.check_when_idle()
+    served.engine.client.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
 
 
@@ -313,7 +313,7 @@ def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
         again = http.post(path, json=asked)
         assert again.status_code == 200
         assert "request_failed" not in again.text
-    served.engine.check_when_idle()
+    served.engine.client.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
 
 
@@ -333,7 +333,7 @@ def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
 
     async def read() -> None:
         streams = [stream(panic=False), stream(panic=True)]
-        async with asyncio.timeout(5), aclosing(merge(streams, at_once=2)) as merged:
+        async with asyncio.timeout(5), aclosing(MergedOutputs(streams, at_once=2)) as merged:
             async for _ in merged:
                 pass
 

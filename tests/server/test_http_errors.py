@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ import uvicorn
 from fakes import FakeExecutor, answer_text
 from running import ask_as_written, run_server, wait_until
 
+from octavo import outputs
 from octavo.config import ServerConfig
-from octavo.engine.llm_engine import Engine
+from octavo.engine.local_core import LocalCore
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -28,6 +30,7 @@ from octavo.errors import (
 )
 from octavo.http.errors import to_http
 from octavo.http.listening import bind, check_binding, open_door
+from octavo.outputs import ErrorCode
 from octavo.server.service import MAX_FAILED_STARTS
 from octavo.server.serving import GracefulServer
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from running import Running
+
+    from octavo.data.model_output import ModelOutput
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -402,7 +407,7 @@ def test_a_dead_engine_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_that_cannot_be_started_again_is_503_and_says_when_to_come_back() -> None:
     with run_server() as running, running.http() as http:
-        engine = running.engine
+        engine = running.engine.client
         engine.retry_after_s, engine.num_failed_starts = 17.2, MAX_FAILED_STARTS - 1
         assert http.get("/health").status_code == 200
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
@@ -416,8 +421,8 @@ def test_an_engine_that_cannot_be_started_again_is_503_and_says_when_to_come_bac
 
 def test_an_engine_that_is_not_ready_is_503_and_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with run_server() as running, running.http() as http:
-        monkeypatch.setattr(Engine, "is_ready", False)
-        running.engine.retry_after_s = 4.5
+        monkeypatch.setattr(LocalCore, "is_ready", False)
+        running.engine.client.retry_after_s = 4.5
         assert http.get("/health").status_code == 200
         for response in (http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
             check_error(response, 503, None, "engine_restarting")
@@ -488,3 +493,51 @@ def test_connections_of_a_server_before_do_not_keep_the_next_one_out() -> None:
             with socket.create_connection(address) as client:
                 sock.accept()[0].close()
                 assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sent"),
+    [
+        (CHAT, {**HELLO, "max_tokens": 3}, "max_tokens"),
+        (CHAT, {**HELLO, "max_completion_tokens": 3}, "max_completion_tokens"),
+        (CHAT, {**HELLO, "max_tokens": 7, "max_completion_tokens": 3}, "max_completion_tokens"),
+        (CHAT, {**HELLO, "n_predict": 3}, "n_predict"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 3}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "n_predict": 3}, "n_predict"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}, "max_output_tokens"),
+    ],
+)
+def test_an_error_about_two_fields_names_both_as_the_client_sent_them(
+    http: httpx.Client, path: str, fields: dict[str, Any], sent: str
+) -> None:
+    message = check_error(http.post(path, json={**fields, "min_tokens": 5}), 400, "min_tokens")
+    assert message == f"min_tokens must be at most {sent} (3), got 5"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "param", "told"),
+    [
+        (ErrorCode.DEADLINE_PASSED, 504, None, "request_timeout"),
+        (ErrorCode.GRAMMAR_EXCEEDED, 400, "structured_outputs", None),
+        (ErrorCode.NOTHING_ALLOWED, 400, "allowed_token_ids", None),
+        (ErrorCode.REQUEST_FAILED, 500, None, "request_failed"),
+        (ErrorCode.STEP_FAILED, 500, None, None),
+    ],
+)
+def test_an_error_of_the_worker_reaches_http_by_its_code(
+    monkeypatch: pytest.MonkeyPatch, code: ErrorCode, status: int, param: str | None, told: str | None
+) -> None:
+    """Whatever its text says."""
+    monkeypatch.setitem(outputs._TEXTS, code, "other words")
+    executor = FakeExecutor()
+    collect = executor.collect
+
+    def fail() -> ModelOutput:
+        result = collect()
+        errors = dict.fromkeys(result.sampled_token_ids, code.value)
+        return replace(result, sampled_token_ids={}, errors=errors)
+
+    monkeypatch.setattr(executor, "collect", fail)
+    with run_server(executor) as running, running.http() as http:
+        message = check_error(http.post(COMPLETIONS, json={"prompt": "a"}), status, param, told)
+    assert code in (ErrorCode.STEP_FAILED, ErrorCode.REQUEST_FAILED) or message == "other words"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from octavo import SamplingParams
-from octavo.runtime.faults import REQUEST_FAILED
+from octavo.outputs import ErrorCode
 from octavo.worker.host_copies import SharedMemory
 from octavo.worker.pooler import Pooler
 
@@ -57,5 +57,5 @@ def test_a_prompt_that_is_computed_anew_begins_anew(caplog):
     assert pool(pooler, 0, 24, is_complete=True) == whole  # preempted, its KV dropped
     pool(pooler, 0, 5)
     pooler.forget(["a"])
-    assert pool(pooler, 5, 3) == {"a": REQUEST_FAILED}
+    assert pool(pooler, 5, 3) == {"a": ErrorCode.REQUEST_FAILED}
     assert "5 positions of a" in caplog.text

@@ -10,7 +10,7 @@ from alone_and_crowd import needs_kernels
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.outputs import NOTHING_ALLOWED
+from octavo.outputs import ErrorCode
 from octavo.worker import worker
 
 
@@ -76,7 +76,7 @@ def test_logits_that_leave_no_token_end_their_own_request_alone():
         engine.add_request(name, {"prompt_token_ids": [9, 8, 7]}, params[name])
     outputs = {output.request_id: output for output in engine.step()}
     assert outputs["broken"].error == "the logits are not numbers"
-    assert outputs["excluded"].error == NOTHING_ALLOWED
+    assert outputs["excluded"].error_code is ErrorCode.NOTHING_ALLOWED
     assert outputs["whole"].error is None
     assert outputs["whole"].outputs[0].logprobs == alone.outputs[0].logprobs
     assert outputs["whole"].outputs[0].token_ids == alone.outputs[0].token_ids

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.engine.llm_engine import Engine
-    from octavo.engine.remote_engine import RemoteEngine
 
 _PANELS = {
     ModelConfig: "Model",
@@ -148,7 +147,7 @@ class EngineOptions:
                 raise typer.BadParameter(f"{option} is a field of --speculative-config, too: name it in one of both")
         return self.speculative_config
 
-    def launch(self, meanwhile: Callable[[], object] | None = None) -> RemoteEngine:
+    def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:
         """Load the model in a process of its own, and do something meanwhile. Raises `ConfigError` and `ModelError`."""
         from octavo.runtime.progress import LoadingProgress
         from octavo.startup.launch import launch_engine

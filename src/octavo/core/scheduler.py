@@ -40,7 +40,7 @@ from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -259,7 +259,7 @@ class Scheduler:
         """End requests whose deadline has passed, and give up transfers that take too long."""
         now, lifecycle = self._emitter.now, self._lifecycle
         for request in lifecycle.expired(now):
-            self._news.append(lifecycle.fail(request, DEADLINE_PASSED))
+            self._news.append(lifecycle.fail(request, ErrorCode.DEADLINE_PASSED))
             lifecycle.drop_finished()
         for request in self.transfers.expired(now):
             self.transfers.cancel(request, "expired")

@@ -12,6 +12,7 @@ class EngineCoreOutput:
     """The new tokens of one output stream, and the reason if it ended. Each stream ends in exactly one of these.
 
     admitted_time: when the request first left the queue, in seconds of the engine's clock.
+    error: an `ErrorCode`, or the message of a step that failed.
     num_draft_tokens, num_accepted_tokens: drafted for the step, and accepted.
     """
 

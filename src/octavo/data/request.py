@@ -5,18 +5,16 @@ A user's request with n outputs becomes n of these before it reaches the core.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from octavo.errors import RequestError
+from octavo.data.request_options import NO_OPTIONS, OptionFields, RequestOptions
 
 if TYPE_CHECKING:
     from octavo.data.draft_stats import AcceptanceRates
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.sampling_params import SamplingParams
-
-MAX_CACHE_SALT_CHARS = 1024
 
 
 class RequestStatus(Enum):
@@ -97,21 +95,19 @@ class Request:
     """One schedulable request: the only mutable thing that crosses the core. The scheduler alone writes it.
 
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
-    priority: lower goes first. stop_token_ids: all ids that end it, EOS included unless ignored.
+    fields: replace those of `options`. stop_token_ids: all ids that end it, EOS included unless ignored.
     max_total_tokens: prompt and output together never exceed it. Of a prompt that is pooled into a vector it is the
     prompt alone: the token that ends it is not counted.
     num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
     awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
-    tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     acceptance: how often its drafts came true that were looked up; computed_acceptance: that a model computed. None
     before any was verified.
     block_hashes: keys of its full blocks, written by the KV cache manager.
     predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
-    kv_transfer_params: its part in a prefill/decode pair; None: it is served here alone.
     """
 
     __slots__ = (
@@ -122,17 +118,15 @@ class Request:
         "arrival_time",
         "awaits_results",
         "block_hashes",
-        "cache_salt",
         "computed_acceptance",
         "deadline",
-        "kv_transfer_params",
         "max_total_tokens",
         "num_computed_in_all",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
+        "options",
         "predicted_token_ids",
-        "priority",
         "reads_prefix_cache",
         "request_id",
         "sample_index",
@@ -143,8 +137,6 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "tenant",
-        "tenant_weight",
     )
 
     def __init__(
@@ -153,35 +145,28 @@ class Request:
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         *,
+        options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
-        priority: int = 0,
         seed: int = 0,
         sample_index: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
         adapter: str | None = None,
         deadline: float | None = None,
         predicted_token_ids: list[int] | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        **fields: Unpack[OptionFields],
     ) -> None:
         self.request_id = request_id
         self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
         self.sampling_params = sampling_params
+        self.options = replace(options, **fields)
         self.arrival_time = arrival_time
         self.arrival_index = 0
-        self.priority = priority
         self.seed = seed
         self.sample_index = sample_index
         self.stop_token_ids = stop_token_ids
-        self.cache_salt = cache_salt
-        self.tenant = tenant
-        self.tenant_weight = tenant_weight
         self.adapter = adapter
         self.deadline = deadline
         self.predicted_token_ids = predicted_token_ids
-        self.kv_transfer_params = kv_transfer_params
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None
         self.stop_reason: int | str | None = None
@@ -209,6 +194,31 @@ class Request:
         return self.sequence.num_prompt_tokens
 
     @property
+    def priority(self) -> int:
+        """The option of this name."""
+        return self.options.priority
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The option of this name."""
+        return self.options.cache_salt
+
+    @property
+    def tenant(self) -> str:
+        """The option of this name."""
+        return self.options.tenant
+
+    @property
+    def tenant_weight(self) -> float:
+        """The option of this name."""
+        return self.options.tenant_weight
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        """The option of this name."""
+        return self.options.kv_transfer_params
+
+    @property
     def expects_kv(self) -> bool:
         """Whether another engine has its prompt's KV, or is computing it."""
         return self.kv_transfer_params is not None and not self.kv_transfer_params.is_prefill
@@ -226,16 +236,3 @@ class Request:
     def __repr__(self) -> str:
         progress = f"computed {self.num_computed_tokens} of {self.num_tokens}"
         return f"Request({self.request_id!r}, {self.status.name}, {progress})"
-
-
-def check_salt(salt: object) -> None:
-    """Raise `RequestError` for what is no salt: it becomes part of every block hash, so it must be text with bytes."""
-    if salt is None:
-        return
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
-        limit = MAX_CACHE_SALT_CHARS
-        raise RequestError(f"cache_salt must be a text of 1 to {limit} characters", parameter="cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError:
-        raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None

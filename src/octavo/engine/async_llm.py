@@ -1,4 +1,4 @@
-"""The asynchronous way to drive the core: streams of outputs, and an abort when nobody reads one any more."""
+"""The asynchronous way to use an engine: a thread that steps it, and a stream of outputs for each request."""
 
 from __future__ import annotations
 
@@ -7,135 +7,63 @@ import contextlib
 import logging
 import queue
 import threading
-from collections import deque
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
-from octavo.outputs import DEADLINE_PASSED
-from octavo.runtime.faults import log_fault
+from octavo.data.request_options import NO_OPTIONS
+from octavo.engine.output_stream import OutputStream
+from octavo.errors import EngineDeadError, OctavoError, SlowReaderError
 from octavo.runtime.text_work import TextWork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
+    from octavo.data.request_options import OptionFields, RequestOptions
     from octavo.data.snapshot import Snapshot
-    from octavo.engine.engine_client import DrivenEngine
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
+    from octavo.engine.llm_engine import Engine
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-_CHARS_PER_ID = 4  # of a list that is checked
-_DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request's time is over
-
-
-class _Stream:
-    """Where the outputs of one request arrive, on the event loop of its reader.
-
-    num_delivered is counted by the engine's thread alone, num_read by the reader's. deadline: on the loop's clock.
-    on_unread: hears of the outputs that nobody reads any more.
-    """
-
-    def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._on_unread = on_unread
-        self._has_reader = True
-        self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self.is_left = False  # nobody is to read it any more; known to the engine's thread alone
-        self.num_delivered = self.num_read = 0
-        self._outputs: deque[RequestOutput | OctavoError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        # An engine in a long step tells nobody that a request's time is over.
-        self._timer: asyncio.TimerHandle | None = None
-        if deadline is not None:
-            self._timer = self.loop.call_at(deadline + _DEADLINE_GRACE_S, self.fail, DeadlineError(DEADLINE_PASSED))
-
-    def put(self, output: RequestOutput | OctavoError) -> None:
-        """Add what the reader hears next."""
-        if not self._has_reader:
-            self._tell_unread(output)
-            return
-        self._outputs.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput | OctavoError:
-        """Return what comes next; there is one reader."""
-        while not self._outputs:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        self.num_read += 1
-        return self._outputs.popleft()
-
-    def end(self, error: OctavoError) -> None:
-        """Drop what nobody has read, and what follows, and let the reader hear why."""
-        self._drop_unread()
-        self.put(error)
-        self._has_reader = False
-
-    def leave(self) -> None:
-        """Nobody reads any more."""
-        self._has_reader = False
-        if self._timer is not None:
-            self._timer.cancel()
-        self._drop_unread()
-
-    def _drop_unread(self) -> None:
-        while self._outputs:
-            self._tell_unread(self._outputs.popleft())
-
-    def _tell_unread(self, output: RequestOutput | OctavoError) -> None:
-        if self._on_unread is None or isinstance(output, OctavoError):
-            return
-        try:
-            self._on_unread(output)
-        except Exception as error:  # noqa: BLE001 - of a request that is over; others are told behind it
-            log_fault(output.request_id, "what nobody reads was counted", error)
-
-    def fail(self, error: OctavoError) -> None:
-        """Let the reader hear of an end behind what has come so far, whatever the engine is doing."""
-        if self.accepted.done():
-            self.put(error)
-        else:
-            self.accepted.set_exception(error)
+_CHARS_PER_ID = 4  # of a list of token ids
 
 
 class AsyncLLM:
-    """An `EngineClient` that drives an engine in a thread, which sleeps when nothing is to be done.
+    """Steps an engine in a thread, which sleeps while there is nothing to do.
 
-    The engine belongs to that thread alone: everything reaches it through one inbox.
-    max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
-    `text` does what the texts of requests cost, beside the event loop.
+    The engine belongs to that thread alone; everything else reaches it through one inbox.
+    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
+    `text` has threads for work on large texts.
     """
 
-    def __init__(self, engine: DrivenEngine, *, max_unread_outputs: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
         self.engine = engine
         self.text = TextWork()
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._read: dict[str, _Stream] = {}  # by request, while there is a reader
-        self._streams: dict[str, _Stream] = {}  # the engine thread's alone, as is the next one
-        self._submitted: set[_Stream] = set()  # neither accepted nor refused yet
+        self._read: dict[str, OutputStream] = {}  # by request, while there is a reader
+        self._streams: dict[str, OutputStream] = {}  # the engine thread's alone, as is the next one
+        self._submitted: set[OutputStream] = set()  # neither accepted nor refused yet
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        engine.attach(self._inbox.put, self._lose)
+        engine.on_lost(self._lose)
         self._thread.start()
 
     @property
     def is_dead(self) -> bool:
-        """Whether it will never take a request again."""
+        """Whether the engine will never take a request again."""
         return self._dead is not None or not self._thread.is_alive()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests can be added now."""
-        return not self.is_dead and self.engine.is_ready
+        return not self.is_dead and self.engine.client.is_ready
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -154,28 +82,28 @@ class AsyncLLM:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """What the engine can take at once."""
+        """Limits of the core: tokens, sequences, blocks."""
         return self.engine.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine can be measured by, so far."""
+        """Counters of the core since its start."""
         return self.engine.stats
 
     @property
     def num_restarts(self) -> int:
         """How often the engine's process was started again."""
-        return self.engine.num_restarts
+        return self.engine.client.num_restarts
 
     @property
     def num_failed_starts(self) -> int:
-        """How many of the engine's processes in a row ended before they took a request."""
-        return self.engine.num_failed_starts
+        """How many engine processes in a row ended before they took a request."""
+        return self.engine.client.num_failed_starts
 
     @property
     def retry_after_s(self) -> float:
-        """When to ask again, where the engine is not ready."""
-        return self.engine.retry_after_s
+        """Seconds until an engine that is not ready may be ready."""
+        return self.engine.client.retry_after_s
 
     async def generate(
         self,
@@ -183,43 +111,36 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
+        **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
-        it is sent, when its tokens are known, and may let it wait; what it raises is the request's end. on_unread hears
-        of each output that the loop was not told of, as it was left or too slow: what the request cost, say.
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`; fields: replace those of `options`.
+        on_processed is awaited with the request before it is sent, when its tokens are known; it may delay the request,
+        and an error that it raises ends it. on_unread is called with each output that was not yielded because the
+        reader left or was too slow.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
         if self._dead is not None:
             raise self._dead
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        options = replace(options, **fields)
+        deadline = None if options.timeout_s is None else asyncio.get_running_loop().time() + options.timeout_s
         process = partial(
             self.engine.input_processor.process,
             request_id,
             prompt,
             sampling_params,
+            options=options,
             arrival_time=self.engine.clock(),
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            tenant_weight=tenant_weight,
-            timeout_s=timeout_s,
-            kv_transfer_params=kv_transfer_params,
         )
-        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=tenant)
+        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=options.tenant)
         if on_processed is not None:
             await on_processed(processed)
-        stream = _Stream(deadline, on_unread)
+        stream = OutputStream(deadline, on_unread)
         finished = False
         self._read.setdefault(request_id, stream)
         try:
@@ -241,9 +162,9 @@ class AsyncLLM:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Let the reader of a request hear of its end now, and have it aborted; nothing where there is none.
+        """Fail the request's output stream now and abort the request. Does nothing if the id is unknown.
 
-        An engine in a long step hears of an abort when that is over, and tells nobody anything before.
+        An engine in a long step reads the abort only after the step.
         """
         stream = self._read.get(request_id)
         if stream is not None:
@@ -254,18 +175,18 @@ class AsyncLLM:
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Let a listener hear what happens from now on, on the engine's thread, or nobody. Raises `EngineDeadError`."""
-        await self.call(lambda engine: engine.watch(listener))
+        """Report events to a listener on the engine's thread, or stop doing so. Raises `EngineDeadError`."""
+        await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""
+        """Run a function on the engine's thread, between two steps, and return its result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
         def run() -> None:
             try:
                 value = function(self.engine)
-            except Exception as error:  # noqa: BLE001 - the caller's own mistake, and the caller's to hear of
+            except Exception as error:  # noqa: BLE001 - raised again by the caller
                 _call_soon(loop, _set_exception, result, error)
             else:
                 _call_soon(loop, _set_result, result, value)
@@ -276,6 +197,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop the thread; open streams end with `EngineDeadError`."""
         self._inbox.put(None)
+        self.engine.client.wake()
         self._thread.join()
         self.text.shutdown()
 
@@ -284,15 +206,19 @@ class AsyncLLM:
             if self._dead is not None:
                 raise self._dead
             self._inbox.put(command)
+            self.engine.client.wake()
 
     # --- on the engine's thread
 
     def _run(self) -> None:
         reason = "the engine was shut down"
         try:
-            while self._take_commands():
-                self._deliver(self.engine.step())
-        except Exception as error:  # the thread's last word: everyone who waits must hear of it
+            while self._run_commands():
+                if self.engine.has_unfinished_requests():
+                    self._deliver(self.engine.step())
+                else:
+                    self.engine.client.wait()
+        except Exception as error:  # every reader must get an error before the thread ends
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
         with self._door:
@@ -300,25 +226,20 @@ class AsyncLLM:
         self._fail_all(self._dead)
         self.engine.shutdown()
 
-    def _take_commands(self) -> bool:
-        """Run what is in the inbox; wait for more while there is no work. False when told to stop."""
-        while True:
-            try:
-                is_idle = not self.engine.has_unfinished_requests()
-                if is_idle and self._inbox.empty():
-                    self.engine.check_when_idle()
-                command = self._inbox.get(block=is_idle)
-            except queue.Empty:
-                return True
+    def _run_commands(self) -> bool:
+        """Run the commands in the inbox. Returns False if the thread shall stop."""
+        while not self._inbox.empty():
+            command = self._inbox.get()
             if command is None:
                 return False
             command()
+        return True
 
-    def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
+    def _add(self, processed: ProcessedInput, stream: OutputStream) -> None:
         def accept(error: OctavoError | None) -> None:
             self._submitted.discard(stream)
             if error is not None:
-                if not stream.is_left:  # else nobody waits to hear of it
+                if not stream.is_left:  # else the reader has left
                     _call_soon(stream.loop, _set_exception, stream.accepted, error)
                 return
             self._streams[processed.request_id] = stream
@@ -329,12 +250,12 @@ class AsyncLLM:
         self._submitted.add(stream)
         self.engine.submit(processed, accept)
 
-    def _abort(self, request_id: str, stream: _Stream) -> None:
+    def _abort(self, request_id: str, stream: OutputStream) -> None:
         stream.is_left = True
-        if stream in self._submitted and request_id not in self._streams:  # what is prepared for it need not be
+        if stream in self._submitted and request_id not in self._streams:  # its preparation can be cancelled
             self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
-            self.engine.abort_request(request_id)  # its last output is still delivered
+            self.engine.abort_request(request_id)  # its last output is still delivered and counted
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)
@@ -342,8 +263,8 @@ class AsyncLLM:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand a step's outputs over, those of an event loop together: to wake it costs more than an output does."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        """Pass the outputs of a step on, all of one event loop together: waking a loop costs more than an output."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -358,8 +279,8 @@ class AsyncLLM:
         for loop, batch in batches.items():
             _call_soon(loop, _put_all, batch)
 
-    def _end_slow(self, output: RequestOutput, stream: _Stream, limit: int) -> None:
-        """End a request for nobody; what lies there and what follows is dropped, as memory is what it costs."""
+    def _end_slow(self, output: RequestOutput, stream: OutputStream, limit: int) -> None:
+        """End a request whose reader is too slow; drop its unread outputs and those that follow, to free memory."""
         stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
@@ -382,7 +303,7 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Run a command of a dead engine: it refuses or answers, and its caller hears so."""
+        """Run a command of a dead engine: it answers its caller, or refuses."""
         try:
             command()
         except Exception:
@@ -390,7 +311,7 @@ class AsyncLLM:
 
 
 def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
-    """Return how much there is to read and to check: a token id is as good as some characters."""
+    """Return the size of a request in characters; a token id counts as some of them."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids
@@ -399,13 +320,13 @@ def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
     return (len(prompt) if hasattr(prompt, "__len__") else 0) + _CHARS_PER_ID * num_ids
 
 
-def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:
+def _put_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
     for stream, output in batch:
         stream.put(output)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and its readers are gone
         loop.call_soon_threadsafe(function, *args)
 
 

@@ -1,6 +1,6 @@
-"""The engine core in a process of its own: steps as long as there is work, and between two of them reads its mail.
+"""The engine core in a process of its own: it steps while there is work, and reads messages between two steps.
 
-It lives for one other process, which it hears of by its standard input: when that ends, so does this.
+It serves one parent process. When its standard input ends, the parent is gone, and it ends itself.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
-from octavo.data.request import RequestStatus
 from octavo.engine import ipc
-from octavo.engine.snapshot_feed import SnapshotFeed
-from octavo.errors import OctavoError, QueueFullError, RequestError
-from octavo.outputs import EngineCoreOutput
+from octavo.engine.local_core import LocalCore
+from octavo.errors import OctavoError, RequestError
 from octavo.runtime import logs
 from octavo.runtime.faults import error_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
     from typing import TypeAlias
 
     from octavo.config import EngineConfig
+    from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_core import EngineCore
 
     Progress: TypeAlias = Callable[[int, int], None]
@@ -46,7 +44,6 @@ TURN_S = 60.0
 _SAVING_S = 2.0  # at most, after the order to stop: the process that sent it kills this one after 5 s
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
@@ -71,7 +68,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # those are told where they are understood
+        if not isinstance(error, OctavoError):  # octavo's own errors are reported by the parent
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -88,9 +85,9 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Tells from a thread of its own that the process runs, and whether it gets further.
+    """Reports from a thread of its own that the process runs, and how much progress it made.
 
-    progress: of the kind that `octavo.engine.ipc.Alive` counts; each that makes some writes it.
+    progress: as `octavo.engine.ipc.Alive` counts it; the server of the core increases it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -116,63 +113,32 @@ class Pulse:
                 socket.send(ipc.encode(ipc.Alive(self.progress)))
 
 
-@dataclass(slots=True)
-class _Held:
-    """A request that waits until something is prepared for it: first for its turn, then from its own start on."""
-
-    message: ipc.Add
-    prepared: Future[None]
-    deadline: float
-    has_begun: bool = False
-
-    def is_over(self, now: float) -> bool:
-        """Whether it is prepared or will not be in time; who asks sees its start, too."""
-        if self.prepared.running() and not self.has_begun:
-            self.has_begun, self.deadline = True, now + PREPARE_S
-        return self.prepared.done() or now >= self.deadline
-
-    @property
-    def lateness(self) -> RequestError:
-        """What is wrong where it was not in time: its own preparation is too much, or there are too many of others."""
-        if self.has_begun:
-            message = f"the grammar was not compiled within {PREPARE_S:g} s"
-            return RequestError(message, parameter="structured_outputs")
-        return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {TURN_S:g} s")
-
-
 class CoreServer:
-    """Serves one core over two sockets."""
+    """Serves a core over two sockets: messages become calls of a `LocalCore`, and its outputs messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
-        self._core, self._requests, self._news, self._pulse = core, requests, news, pulse
-        self._held: list[_Held] = []
+        self._engine_core = core
+        self._core = LocalCore(core, prepare_s=PREPARE_S, turn_s=TURN_S)
+        self._requests, self._news, self._pulse = requests, news, pulse
         self._is_over = False
         self._next_report = 0.0
-        self._feed: SnapshotFeed | None = None
 
     def run(self) -> None:
-        """Step and read mail until told to stop."""
+        """Step and read messages until the parent sends `Stop`."""
         self._send(ipc.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
-                if not self._held:
-                    self._report()
-                    self._show()
                 self._wait_for_mail()
-                self._pulse.progress += 1  # with nothing to do that is all; what comes now is counted from now on
+                self._pulse.progress += 1  # looking for work is all the progress that an idle core can make
             self._read_mail()
-            self._take_prepared()
-            if self._core.has_work():
-                self._step()
+            self._step()
             if time.monotonic() > self._next_report:
                 self._report()
-            if self._feed is not None and self._feed.is_due:
-                self._show()
         until = time.monotonic() + _SAVING_S
-        self._core.finish_transfers(lambda: time.monotonic() < until)
+        self._engine_core.finish_transfers(lambda: time.monotonic() < until)
 
     def _step(self) -> None:
-        stats = self._core.metrics.stats
+        stats = self._core.stats
         num_tokens = stats.scheduled_tokens
         outputs = self._core.step()
         if outputs or stats.scheduled_tokens > num_tokens:
@@ -182,18 +148,13 @@ class CoreServer:
 
     def _report(self) -> None:
         self._next_report = time.monotonic() + BEAT_S
-        self._send(ipc.Report(self._core.metrics.stats))
-
-    def _show(self) -> None:
-        """Tell what happened, where somebody watches."""
-        if self._feed is not None:
-            for snapshot in self._feed.look():
-                self._send(ipc.Seen.of(snapshot))
+        self._send(ipc.Report(self._core.stats))
 
     def _wait_for_mail(self) -> None:
-        for breach in self._core.scheduler.check_when_idle():
-            logger.error("%s; the blocks concerned are not used any more", breach)
-        self._requests.poll(_HELD_CHECK_MS if self._held else IDLE_CHECK_MS)
+        if not self._core.is_holding:
+            self._report()
+        self._core.check_when_idle()
+        self._requests.poll(_HELD_CHECK_MS if self._core.is_holding else IDLE_CHECK_MS)
 
     def _read_mail(self) -> None:
         while not self._is_over:
@@ -205,81 +166,33 @@ class CoreServer:
                 message = ipc.decode_to_engine(data)
             except (ipc.DecodeError, OctavoError) as error:
                 logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
-                if (request_id := ipc.request_id_of(data)) is not None:  # somebody waits for an answer
-                    self._send(ipc.Refused(request_id, "RequestError", "the request cannot be read", None))
+                if (request_id := ipc.request_id_of(data)) is not None:  # the sender waits for an answer
+                    self._answer(request_id, RequestError("the request cannot be read"))
                 continue
             match message:
                 case ipc.Add():
-                    self._prepare(message)
+                    self._add(message)
                 case ipc.Finish():
-                    self._drop_held(set(message.stream_ids))
-                    outputs = self._core.scheduler.finish_requests(message.stream_ids, message.status)
-                    if outputs:
-                        self._send(ipc.Outputs(outputs))
+                    self._core.finish_requests(message.stream_ids, message.status)
                 case ipc.Watch():
-                    self._feed = SnapshotFeed(self._core) if message.is_on else None
+                    self._core.watch(self._show if message.is_on else None)
                 case ipc.Stop():
                     self._is_over = True
 
-    def _prepare(self, message: ipc.Add) -> None:
-        """Take a request in, or hold it until what it needs is prepared: others go on meanwhile."""
-        try:
-            first = message.streams[0]
-            prepared = self._core.executor.prepare(first.sampling_params, first.tenant)
-        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-            self._refuse(message.request_id, error)
-            return
-        if prepared is None:
-            self._send(self._add(message))
-        else:
-            self._held.append(_Held(message, prepared, time.monotonic() + TURN_S))
-
-    def _take_prepared(self) -> None:
-        """Take in whose preparation is over, refuse whose failed or takes too long."""
-        held, self._held = self._held, []
-        now = time.monotonic()
-        for each in held:
-            if not each.is_over(now):
-                self._held.append(each)
-                continue
-            try:
-                each.prepared.result(timeout=0)
-            except TimeoutError:
-                each.prepared.cancel()
-                self._refuse(each.message.request_id, each.lateness)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-                self._refuse(each.message.request_id, error)
-            else:
-                self._send(self._add(each.message))
-
-    def _drop_held(self, stream_ids: set[str]) -> None:
-        """End those that are aborted before they were prepared, as others are: accepted, and then over."""
-        for each in [each for each in self._held if any(s.request_id in stream_ids for s in each.message.streams)]:
-            self._held.remove(each)
-            each.prepared.cancel()
-            self._send(ipc.Accepted(each.message.request_id))
-            self._send(
-                ipc.Outputs([EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.message.streams])
-            )
-
-    def _add(self, message: ipc.Add) -> ipc.Accepted | ipc.Refused:
-        """Take all streams of a request, or none."""
-        added: list[str] = []
+    def _add(self, message: ipc.Add) -> None:
+        answer = partial(self._answer, message.request_id)
         try:
             requests = message.to_requests()
         except Exception as error:  # noqa: BLE001 - it is logged there
-            return ipc.refusal(message.request_id, error_for(message.request_id, "it was read", error))
-        try:
-            for request in requests:
-                self._core.scheduler.add_request(request)
-                added.append(request.request_id)
-        except RequestError as error:
-            self._core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
-            return ipc.refusal(message.request_id, error)
-        return ipc.Accepted(message.request_id)
+            answer(error_for(message.request_id, "it was read", error))
+        else:
+            self._core.add_request(message.request_id, requests, answer)
 
-    def _refuse(self, request_id: str, error: BaseException) -> None:
-        self._send(ipc.refusal(request_id, error_for(request_id, "what it needs was prepared", error)))
+    def _answer(self, request_id: str, error: OctavoError | None) -> None:
+        self._send(ipc.Accepted(request_id) if error is None else ipc.refusal(request_id, error))
+
+    def _show(self, snapshot: Snapshot) -> None:
+        self._send(ipc.Seen.of(snapshot))
 
     def _send(self, message: ipc.ToParent) -> None:
         self._news.send(ipc.encode(message))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from octavo.data.request import Request, check_salt
+from octavo.data.request import Request
+from octavo.data.request_options import NO_OPTIONS
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.sampling_params import SamplingParams, plain_number
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from octavo.config import ModelInfo
-    from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
 _ORDINARY_CHARS = 16  # of a token: a vocabulary's longest has more, and finding it takes 0.1 s
@@ -181,30 +181,19 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
     ) -> ProcessedInput:
         """Check a request and split it into its streams.
 
-        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}. kv_transfer_params: where
-        another engine computes its prompt, or its answer.
+        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
         Raises `RequestError` with the field's name.
         """
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
-        _check_text("request_id", request_id)
-        _check_text("tenant", tenant)
-        check_salt(cache_salt)
-        timeout_s, tenant_weight = plain_number(timeout_s), plain_number(tenant_weight)
-        _check_timeout(timeout_s)
-        _check_weight(tenant_weight)
-        priority = _whole_priority(priority)
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a text, got {request_id!r:.100}", parameter="request_id")
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
@@ -221,17 +210,13 @@ class InputProcessor:
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 token_ids,
                 params if index == 0 else further,
+                options=options,
                 arrival_time=arrival_time,
-                priority=priority,
                 seed=seed,
                 sample_index=index,
                 stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
-                cache_salt=cache_salt,
-                tenant=tenant,
-                tenant_weight=tenant_weight,
-                deadline=None if timeout_s is None else arrival_time + timeout_s,
+                deadline=None if options.timeout_s is None else arrival_time + options.timeout_s,
                 predicted_token_ids=predicted or None,
-                kv_transfer_params=kv_transfer_params,
             )
             for index in range(params.n)
         ]
@@ -303,37 +288,6 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
         name = parameter.removesuffix("_token_ids")
         raise RequestError(f"{name} token ids must be integers, got {value!r:.100}", parameter=parameter)
     return token_id
-
-
-def _check_text(name: str, text: object) -> None:
-    """A name is a text: the engine answers under it."""
-    if not isinstance(text, str):
-        raise RequestError(f"{name} must be a text, got {text!r:.100}", parameter=name)
-
-
-def _check_timeout(timeout_s: object) -> None:
-    """A time limit is a number of seconds above zero."""
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}", parameter="timeout_s")
-
-
-def _check_weight(weight: object) -> None:
-    """A weight is a number above zero."""
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-        raise RequestError(f"tenant_weight must be a number above 0, got {weight!r}", parameter="tenant_weight")
-
-
-def _whole_priority(priority: Any) -> int:
-    """Take any whole number of 64 bits in, numpy's too."""
-    try:
-        value = operator.index(priority)
-    except TypeError:
-        value = 2**63
-    if not -(2**63) <= value < 2**63:
-        raise RequestError(f"priority must be a whole number of 64 bits, got {priority!r:.100}", parameter="priority")
-    return value
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.config import EngineConfig  # noqa: TC001
 from octavo.data.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
 from octavo.data.events import EVENT_TYPES, Event
-from octavo.data.kv_transfer_params import KVTransferParams  # noqa: TC001
 from octavo.data.metrics import EngineStats  # noqa: TC001
 from octavo.data.request import Request, RequestStatus
+from octavo.data.request_options import RequestOptions  # noqa: TC001
 from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.errors import (
     ConfigError,
@@ -33,6 +33,9 @@ from octavo.errors import (
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
 from octavo.sampling_params import SamplingParams  # noqa: TC001
 from octavo.structured_output.grammars import GrammarError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _FOLDER, _SHARED_MEMORY = "octavo-", "/dev/shm"  # noqa: S108 - only for names that nobody can guess
 _ERRORS: dict[str, type[OctavoError]] = {
@@ -66,16 +69,12 @@ class Stream(msgspec.Struct, frozen=True):
 
     request_id: str
     sampling_params: SamplingParams
+    options: RequestOptions
     arrival_time: float
-    priority: int
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
-    cache_salt: str | None
-    tenant: str
-    tenant_weight: float
     deadline: float | None
-    kv_transfer_params: KVTransferParams | None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +86,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     streams: list[Stream]
 
     @classmethod
-    def of(cls, request_id: str, requests: list[Request]) -> Add:
+    def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
         """Take down the core's requests of one user's request."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]

@@ -3,209 +3,151 @@
 from __future__ import annotations
 
 import logging
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from octavo.data.request import RequestStatus
-from octavo.engine.snapshot_feed import SnapshotFeed
-from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
-from octavo.runtime.faults import error_for
+from octavo.data.request_options import RequestOptions
+from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from concurrent.futures import Future
     from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
-    from octavo.data.snapshot import Snapshot
+    from octavo.data.request_options import OptionFields
+    from octavo.engine.core_client import Answer, CoreClient
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
-    from octavo.outputs import EngineCoreOutput, RequestOutput
+    from octavo.errors import EngineDeadError
+    from octavo.outputs import RequestOutput
 
-    Accept: TypeAlias = Callable[[OctavoError | None], None]  # a request's fate: None when it is in the queue
-    Post: TypeAlias = Callable[[Callable[[], None]], None]  # runs a function on the thread that drives the engine
-    Lose: TypeAlias = Callable[[str, OctavoError], None]  # a request that ends with nothing more than this
+    Lose: TypeAlias = Callable[[str, OctavoError], None]  # called with a request that ends with nothing but this error
 
 logger = logging.getLogger(__name__)
-_PREPARING = "what it needs was prepared"
-_SAVING_S = 5.0  # without a transfer that ends; a store may hang
 
 
 class Engine:
-    """Joins input processor, core and output processor, all of them already built. Not safe for several threads."""
+    """Joins input processor, client of the core and output processor. Not safe for several threads.
+
+    Every step and every message to the core passes here, whether the core runs in this process or in another one.
+    """
 
     def __init__(
         self,
-        core: EngineCore,
+        client: CoreClient,
         input_processor: InputProcessor,
         output_processor: OutputProcessor,
         clock: Callable[[], float],
     ) -> None:
-        self.core = core
+        self.client = client
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self.num_restarts = self.num_failed_starts = 0
-        self.retry_after_s = 1.0
-        self._post: Post = lambda function: function()
-        self._preparing: dict[int, Accept] = {}
-        self._undelivered: list[EngineCoreOutput] = []
-        self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
-        self._given_up: set[str] = set()  # of a batch that failed: its requests end unheard
+        self._submitted: dict[str, ProcessedInput] = {}  # neither accepted nor refused yet
+        self._put_by: list[RequestOutput] = []  # outputs of requests outside of the batch that was run
+        self._given_up: set[str] = set()  # of a batch that failed: their outputs are dropped
         self._num_generated_ids = 0
         self._is_shut_down = False
-        self._feed: SnapshotFeed | None = None
-        self._watch_with: Callable[[Snapshot], None] = lambda _snapshot: None
+
+    @property
+    def core(self) -> EngineCore:
+        """The core. Raises `EngineError` if it runs in another process."""
+        return self.client.core
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """Limits of the core: tokens, sequences, blocks."""
+        return self.client.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the core since its start."""
+        return self.client.stats
+
+    def on_lost(self, lose: Lose) -> None:
+        """Call lose(request_id, error) for each open request of a core that dies."""
+
+        def lose_all(error: EngineDeadError) -> None:
+            for request_id in self.output_processor.forget_all():
+                lose(request_id, error)
+
+        self.client.on_lost(lose_all)
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        tenant_weight: float = 1.0,
-        timeout_s: float | None = None,
-        kv_transfer_params: KVTransferParams | None = None,
+        **options: Unpack[OptionFields],
     ) -> None:
         """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
-        priority policy. cache_salt: only requests with the same salt share cached KV. tenant: whose request it is,
-        and tenant_weight its share beside others, under the fair policy. timeout_s: a request that is not done by then
-        ends with an error. kv_transfer_params: where another engine computes its prompt, or its answer.
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: those of
+        `octavo.data.request_options.RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
-                request_id,
-                prompt,
-                params,
-                arrival_time=self.clock(),
-                priority=priority,
-                cache_salt=cache_salt,
-                tenant=tenant,
-                tenant_weight=tenant_weight,
-                timeout_s=timeout_s,
-                kv_transfer_params=kv_transfer_params,
+                request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
             )
         )
-
-    def attach(self, post: Post, lose: Lose) -> None:  # noqa: ARG002 - nothing is lost here
-        """Hear of what was prepared in the background from now on by post(function), which runs it."""
-        self._post = post
-
-    @property
-    def is_ready(self) -> bool:
-        """As long as somebody drives it."""
-        return True
-
-    @property
-    def capacity(self) -> EngineCapacity:
-        """What it can take at once."""
-        return self.core.capacity
-
-    @property
-    def stats(self) -> EngineStats:
-        """What it can be measured by, so far; belongs to the thread that drives it, and changes with every step."""
-        return self.core.metrics.stats
-
-    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Let a listener hear what happens from now on, at most a few times a second, or nobody."""
-        self._feed = None if listener is None else SnapshotFeed(self.core)
-        self._watch_with = listener or self._watch_with
-        self._show()
-
-    def _show(self) -> None:
-        if self._feed is not None:
-            for snapshot in self._feed.look():
-                self._watch_with(snapshot)
-
-    def submit(self, processed: ProcessedInput, accept: Accept) -> None:
-        """Accept a request as `add_processed` does when it is prepared, and tell."""
-        try:
-            prepared = self._prepare(processed)
-        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-            accept(error_for(processed.request_id, _PREPARING, error))
-            return
-        if prepared is None:
-            self._submit(processed, accept)
-            return
-        self._preparing[id(processed)] = accept
-        prepared.add_done_callback(lambda done: self._post(lambda: self._take_prepared(processed, done)))
-
-    def _take_prepared(self, processed: ProcessedInput, prepared: Future[None]) -> None:
-        accept = self._preparing.pop(id(processed), None)
-        if accept is not None:  # else this engine has ended meanwhile
-            self._submit(processed, accept, prepared)
-
-    def _submit(self, processed: ProcessedInput, accept: Accept, prepared: Future[None] | None = None) -> None:
-        try:
-            if prepared is not None:
-                prepared.result()
-        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-            accept(error_for(processed.request_id, _PREPARING, error))
-            return
-        try:
-            self._add(processed)
-        except Exception as error:
-            accept(error if isinstance(error, OctavoError) else EngineError(f"the engine failed: {error}"))
-            if not isinstance(error, OctavoError):
-                raise
-        else:
-            accept(None)
 
     def add_processed(self, processed: ProcessedInput) -> None:
         """Accept a request that the input processor has checked: all of its streams or, with an error, none.
 
-        Waits for what has to be prepared, the grammar that it asks for say.
+        Waits until the request is prepared, its grammar compiled, say.
         """
+        answers: list[OctavoError | None] = []
+        self.submit(processed, answers.append)
         try:
-            prepared = self._prepare(processed)
-            if prepared is not None:
-                prepared.result()
-        except OctavoError:
+            while not answers:
+                self.client.wait()
+        except BaseException:  # an interrupt: the caller does not know the request
+            self._give_up([processed.request_id])
             raise
-        except BaseException as error:
-            raise error_for(processed.request_id, _PREPARING, error) from error
-        self._add(processed)
+        if answers[0] is not None:
+            raise answers[0]
 
-    def _prepare(self, processed: ProcessedInput) -> Future[None] | None:
-        return self.core.executor.prepare(processed.sampling_params, processed.streams[0].tenant)
+    def submit(self, processed: ProcessedInput, accept: Answer) -> None:
+        """Add a request to the core. Calls accept(None) once it is in the queue, or accept(error) if it is refused."""
+        request_id = processed.request_id
+        if request_id in self._submitted or request_id in self.output_processor:
+            accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
+            return
 
-    def _add(self, processed: ProcessedInput) -> None:
-        if processed.request_id in self.output_processor:
-            raise RequestError(f"request id {processed.request_id!r} is in use", parameter="request_id")
-        added: list[str] = []
-        try:
-            for stream in processed.streams:
-                self.core.scheduler.add_request(stream)
-                added.append(stream.request_id)
-        except RequestError:
-            self.core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
-            raise
-        self.output_processor.add_request(
-            processed.request_id,
-            added,
-            processed.prompt,
-            processed.prompt_token_ids,
-            processed.sampling_params,
-            arrival_time=processed.streams[0].arrival_time,
-        )
+        def answer(error: OctavoError | None) -> None:
+            del self._submitted[request_id]
+            if error is None:
+                self.output_processor.add_request(
+                    request_id,
+                    [stream.request_id for stream in processed.streams],
+                    processed.prompt,
+                    processed.prompt_token_ids,
+                    processed.sampling_params,
+                    arrival_time=processed.streams[0].arrival_time,
+                )
+            accept(error)
+
+        self._submitted[request_id] = processed
+        self.client.add_request(request_id, processed.streams, answer)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now; each gets its last output, with finish_reason "abort", from the next `step`.
+        """End requests now; each gets its last output, with finish_reason "abort", from a later `step`.
 
-        Ids that are unknown or finished are passed over.
+        Unknown and finished ids are ignored.
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            self._undelivered += self.core.scheduler.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
+            if request_id in self._submitted:  # its end follows its acceptance
+                stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
+            self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
+
+    def _give_up(self, request_ids: Iterable[str]) -> None:
+        """Abort requests and drop their outputs."""
+        self.abort_request(request_ids)
+        self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
         """Do one step; return an output for every request that has news.
@@ -216,15 +158,12 @@ class Engine:
         return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        """Do one step; nobody hears of the requests of a batch that was given up."""
-        news = self._undelivered
-        self._undelivered = []
-        processed = self.output_processor.process(news + self.core.step())
-        self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        """Do one step; drop the outputs of a batch that was given up."""
+        processed = self.output_processor.process(self.client.step())
+        if processed.streams_to_stop:
+            self.client.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
         if processed.streams_to_fail:
-            self.core.scheduler.finish_requests(processed.streams_to_fail, RequestStatus.FINISHED_ERROR)
-        if self._feed is not None and (self._feed.is_due or not self.core.has_work()):
-            self._show()
+            self.client.finish_requests(processed.streams_to_fail, RequestStatus.FINISHED_ERROR)
         outputs = processed.request_outputs
         if self._given_up:
             ended = {output.request_id for output in outputs if output.finished}
@@ -233,13 +172,8 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` has something to do or to tell."""
-        return bool(self._undelivered or self._put_by) or self.core.has_work()
-
-    def check_when_idle(self) -> None:
-        """Check the core's invariants in an idle moment; a breach is logged, its blocks are not used again."""
-        for breach in self.core.scheduler.check_when_idle():
-            logger.error("%s; the blocks concerned are not used any more", breach)
+        """Whether another `step` has something to compute or to return."""
+        return bool(self._put_by) or self.client.has_work()
 
     def generate(
         self,
@@ -287,9 +221,8 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # an interrupt as well: nothing may stay behind
-            self.abort_request(results)
-            self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
+        except BaseException:  # an interrupt as well: no request of the batch may stay open
+            self._give_up(results)
             raise
         self.finish_transfers()
         return {request_id: output for request_id, output in results.items() if output is not None}
@@ -318,38 +251,20 @@ class Engine:
 
         Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
         """
-        scheduler = self.core.scheduler
-        if not scheduler.get_num_transfers():
-            return
-        num_left, until = -1, 0.0
-
-        def is_progressing() -> bool:
-            nonlocal num_left, until
-            now, num_now = time.monotonic(), scheduler.get_num_transfers()
-            if num_now != num_left:
-                num_left, until = num_now, now + _SAVING_S
-            return now < until
-
-        self.core.finish_transfers(is_progressing)
-        if self._feed is not None:
-            self._show()
-        if scheduler.get_num_transfers() and not scheduler.get_num_unfinished_requests():
-            logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
+        self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Save the KV that stores still want, and free the executor's memory. A second call changes nothing.
+        """Save the KV that stores still want, and free the core's memory. A second call changes nothing.
 
         Unfinished requests are aborted; those whose preparation is not over are refused.
         """
-        preparing, self._preparing = self._preparing, {}
-        for accept in preparing.values():
-            accept(EngineDeadError("the engine was shut down"))
-        is_first, self._is_shut_down = not self._is_shut_down, True
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         try:
-            if is_first:
-                self.abort_request(self.output_processor.request_ids())
-                self.finish_transfers()
+            self.abort_request(self.output_processor.request_ids())
+            self.client.finish_transfers()
         except Exception:
             logger.exception("KV of ended requests could not be saved")
         finally:
-            self.core.executor.shutdown()
+            self.client.shutdown()

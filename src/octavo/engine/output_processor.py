@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.engine.tokenizer_interface import NoDetokenizer, NoTokenizer, SomeSpecialTokens
-from octavo.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput, logprobs_by_token
-from octavo.runtime.faults import REQUEST_FAILED, log_fault, request_failed
+from octavo.outputs import CompletionOutput, ErrorCode, PromptLogprobs, RequestMetrics, RequestOutput, logprobs_by_token
+from octavo.runtime.faults import log_fault, request_failed
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class _RequestState:
     stop_strings: StopStrings | None = None  # made with the first token
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: ErrorCode | None = None
     pooled: bytes | None = None
 
     @property
@@ -204,7 +205,7 @@ class OutputProcessor:
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
         """End a request whose answer cannot be made; return its streams that go on in the core."""
         log_fault(state.request_id, "its answer was made", error)
-        state.error = request_failed(state.request_id)
+        state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
         for stream_id, stream in state.streams.items():
             self._owner.pop(stream_id, None)
@@ -225,6 +226,7 @@ class OutputProcessor:
             finished=True,
             metrics=state.metrics,
             error=state.error,
+            error_code=state.error_code,
         )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
@@ -234,7 +236,9 @@ class OutputProcessor:
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
         stream.num_sampled_tokens += len(news.new_token_ids)
         if news.error is not None and state.error is None:
-            state.error = request_failed(state.request_id) if news.error == REQUEST_FAILED else news.error
+            state.error_code, state.error = ErrorCode.read(news.error)
+            if state.error_code is ErrorCode.REQUEST_FAILED:
+                state.error = request_failed(state.request_id)
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
             state.prompt_logprobs.entries += news.new_prompt_logprobs
@@ -317,6 +321,7 @@ class OutputProcessor:
                 num_cached_tokens=state.num_cached_tokens,
                 metrics=state.metrics,
                 error=state.error,
+                error_code=state.error_code,
                 pooled=state.pooled,
             )
         ]

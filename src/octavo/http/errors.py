@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -200,13 +201,21 @@ def to_http(error: Exception) -> HttpError:
 
 @contextlib.contextmanager
 def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
-    """Name the field that an error is about as the client did. names: ours -> the client's. in_text: there, too."""
+    """Name the fields of an error as the client did.
+
+    names: octavo's names and the client's. in_text: in the message, too; of fields that the error is not about, names
+    of one word are left alone there, as they may be plain words.
+    """
     try:
         yield
     except RequestError as error:
-        own = error.parameter or ""
+        own, text = error.parameter or "", str(error)
         if own in names:
             error.parameter = name = names[own]
-            if in_text:
-                error.args = (str(error).replace(own, name, 1) if own in str(error) else f"{name}: {error}",)
+            text = text.replace(own, name, 1) if own in text else f"{name}: {text}"
+        for other, name in names.items():
+            if other != own and "_" in other:
+                text = re.sub(rf"\b{other}\b", name, text)
+        if in_text:
+            error.args = (text,)
         raise

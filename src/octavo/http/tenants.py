@@ -26,7 +26,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from octavo.data.request import check_salt
+from octavo.data.request_options import check_salt
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 
 from octavo.errors import OctavoError, RequestFailedError
+from octavo.outputs import ErrorCode
 
 logger = logging.getLogger(__name__)
-REQUEST_FAILED = "an internal error ended this request alone; the log has it under this id"
 
 
 def request_failed(request_id: str) -> str:
     """Return the `error` of a request that ends so: it names the request, and nothing of the server's."""
-    return f"request {request_id}: {REQUEST_FAILED}"
+    return f"request {request_id}: {ErrorCode.REQUEST_FAILED.text}"
 
 
 def is_fault(error: BaseException) -> bool:

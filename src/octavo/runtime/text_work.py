@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, RequestError
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import ErrorCode
 from octavo.runtime.gate import Gate
 from octavo.runtime.turns import Turns
 
@@ -121,7 +121,7 @@ class TextWork:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline), gate:
                 return await asyncio.wrap_future(turns.submit(tenant, lambda: _run(under_way, work)))
         except TimeoutError:
-            raise DeadlineError(DEADLINE_PASSED) from None
+            raise DeadlineError(ErrorCode.DEADLINE_PASSED.text) from None
         finally:
             under_way.is_abandoned = True
             if on_read is not None:

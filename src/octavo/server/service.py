@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,27 +17,29 @@ from octavo.errors import (
     EngineRestartingError,
     OctavoError,
 )
-from octavo.http.errors import ModelNotFoundError
+from octavo.http.errors import ModelNotFoundError, spelling
 from octavo.http.service import HttpService, key_removed, server_closing
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import ErrorCode
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
+from octavo.server.answers.job_outputs import error_of
 from octavo.server.api.extra_fields import ExtraFields
 from octavo.server.telemetry.metrics import EngineCollector
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
     from octavo.config import ModelInfo
-    from octavo.data.kv_transfer_params import KVTransferParams
-    from octavo.engine.engine_client import EngineClient
+    from octavo.data.request_options import RequestOptions
+    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.input_processor import ProcessedInput
     from octavo.http.limiter import Permit
     from octavo.http.tenants import Tenant
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.answers.jobs import Job
     from octavo.server.telemetry.tracing import Tracing
 
 T = TypeVar("T")
@@ -55,6 +57,14 @@ class _Open:
     tenant: Tenant
     cut_off: OctavoError | None = None
 
+    def error(self, output: RequestOutput) -> OctavoError | None:
+        """Return the error of a request that failed or was cut off with this output."""
+        for completion in output.outputs:
+            if completion.finish_reason == "abort":
+                assert self.cut_off is not None, "an open request was aborted, and nobody said why"
+                return self.cut_off
+        return error_of(output)
+
 
 class Service(HttpService):
     """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
@@ -66,7 +76,7 @@ class Service(HttpService):
     config: ServerConfig
 
     def __init__(
-        self, engine: EngineClient, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+        self, engine: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.engine = engine
         self.settings = dict(settings or {})
@@ -149,97 +159,104 @@ class Service(HttpService):
         )
         return await unless_disconnected(http_request, reading)
 
-    async def _read_prompt(self, text: str, params: SamplingParams, place: Permit, deadline: float) -> dict[str, Any]:
-        encode = self.engine.input_processor.encode
+    async def _read_prompt(self, job: Job, index: int) -> Any:
+        """Return a prompt with its token ids, which are counted as its tenant's when they are made."""
+        prompt = job.prompts[index]
+        if not isinstance(prompt, str):
+            return prompt
+        least = job.params.least_output_tokens
         token_ids = await self.engine.text.do(
-            partial(encode, text, is_prompt=True, least_output_tokens=params.least_output_tokens),
-            num_chars=len(text),
-            tenant=place.tenant.name,
-            deadline=deadline,
-            on_read=place.charge,
+            partial(self.engine.input_processor.encode, prompt, is_prompt=True, least_output_tokens=least),
+            num_chars=len(prompt),
+            tenant=job.place.tenant.name,
+            deadline=job.deadline,
+            on_read=job.place.charge,
         )
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        return {"prompt": prompt, "prompt_token_ids": token_ids}
 
     async def generate(
         self,
-        prompt: Any,
-        params: SamplingParams,
-        request_id: str,
+        job: Job,
+        index: int,
         *,
-        place: Permit,
-        priority: int,
-        cache_salt: str | None,
-        kv_transfer_params: KVTransferParams | None,
-        deadline: float,
         check: Callable[[ProcessedInput], None],
         untold: Callable[[RequestOutput], None],
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs; closing the iterator aborts it.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one of a job's prompts; closing the generator aborts the request.
 
-        prompt: a text, token ids that the client sent, or a text with its token ids, which were counted when they were
-        made. deadline: on the clock of the event loop. check refuses the request when its tokens are known. untold
-        hears of outputs that are not yielded: of a request that is cut off.
-        Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
+        The prompt is a text, token ids that the client sent, or a text with its token ids, which were counted when they
+        were made. check refuses the request when its tokens are known. untold hears of an output that is not yielded:
+        the last one of a request that failed or was cut off.
+        Raises the error that the request ended with; `AuthenticationError` or `ServerClosingError` if it ended with its
+        key or with the server.
         """
-        if self._is_ending:  # it had its place before, and may begin until then
-            raise server_closing()
-        self.check_engine()
-        if self.present(place.tenant) is None:
-            raise key_removed()
-        if isinstance(prompt, str):
-            prompt = await self._read_prompt(prompt, params, place, deadline)
-        timeout_s = deadline - asyncio.get_running_loop().time()
-        if timeout_s <= 0:
-            raise DeadlineError(DEADLINE_PASSED)
+        place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
-        is_counted = "prompt" in prompt
 
         async def take_room(processed: ProcessedInput) -> None:
             nonlocal num_waiting
             check(processed)
             num_tokens = len(processed.prompt_token_ids) + len(processed.streams[0].predicted_token_ids or ())
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(job.deadline):
                     await place.hold_tokens(num_tokens)
             except TimeoutError:
-                raise DeadlineError(DEADLINE_PASSED) from None
+                raise DeadlineError(ErrorCode.DEADLINE_PASSED.text) from None
             num_waiting = num_tokens
-            if not is_counted:
+            if "prompt" not in prompt:
                 place.charge(num_tokens)
             if opened.cut_off is not None:  # since it began; the engine never heard of it
                 raise opened.cut_off
 
-        def charge(output: RequestOutput) -> None:
-            place.charge(sum(len(completion.token_ids) for completion in output.outputs))
+        with spelling(job.spelled):
+            self._check_may_begin(tenant)
+            prompt = await self._read_prompt(job, index)
+            options = self._options(job)
+            opened = self._open[request_id] = _Open(tenant)
+            try:
+                outputs = self.engine.generate(
+                    prompt,
+                    job.params,
+                    request_id,
+                    options=options,
+                    on_processed=take_room,
+                    on_unread=lambda output: place.charge(_num_tokens(output)),  # who leaves has had it computed
+                )
+                async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
+                    async for output in stream:
+                        place.charge(_num_tokens(output))
+                        if (error := opened.error(output)) is not None:
+                            untold(output)
+                            raise error
+                        if num_waiting:
+                            place.release_tokens(num_waiting)
+                            num_waiting = 0
+                        yield output
+            finally:
+                place.release_tokens(num_waiting)
+                self._open.pop(request_id, None)
 
-        opened = self._open[request_id] = _Open(tenant)
-        try:
-            outputs = self.engine.generate(
-                prompt,
-                params,
-                request_id,
-                priority=priority,
-                cache_salt=tenant.cache_salt(cache_salt),
-                kv_transfer_params=kv_transfer_params,
-                tenant=tenant.name,
-                tenant_weight=tenant.weight,
-                timeout_s=timeout_s,
-                on_processed=take_room,
-                on_unread=charge,  # who leaves has had it computed
-            )
-            async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
-                async for output in stream:
-                    charge(output)
-                    if any(completion.finish_reason == "abort" for completion in output.outputs):
-                        assert opened.cut_off is not None, "an open request was aborted, and nobody said why"
-                        untold(output)
-                        raise opened.cut_off
-                    place.release_tokens(num_waiting)
-                    num_waiting = 0
-                    yield output
-        finally:
-            place.release_tokens(num_waiting)
-            self._open.pop(request_id, None)
+    def _check_may_begin(self, tenant: Tenant) -> None:
+        """Raise if no request can begin now, although it has its place."""
+        if self._is_ending:
+            raise server_closing()
+        self.check_engine()
+        if self.present(tenant) is None:
+            raise key_removed()
+
+    @staticmethod
+    def _options(job: Job) -> RequestOptions:
+        """Return a job's options with its tenant's, and with the time that is left. Raises `DeadlineError`."""
+        tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
+        if timeout_s <= 0:
+            raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
+        return replace(
+            job.options,
+            cache_salt=tenant.cache_salt(job.options.cache_salt),
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+            timeout_s=timeout_s,
+        )
 
     async def _idle(self) -> None:
         while self.limiter.streams.num_held:
@@ -284,3 +301,7 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
     return Tracing(endpoint)
+
+
+def _num_tokens(output: RequestOutput) -> int:
+    return sum([len(completion.token_ids) for completion in output.outputs])  # a list: it is asked for each token

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octavo.config import ServerConfig
-    from octavo.engine.engine_client import EngineClient
+    from octavo.engine.async_llm import AsyncLLM
 
 
 def make_server(
-    engine: EngineClient,
+    engine: AsyncLLM,
     config: ServerConfig,
     *,
     max_connections: int = MAX_CONNECTIONS,

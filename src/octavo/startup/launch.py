@@ -13,6 +13,7 @@ from octavo.assets import BUILT_IN_DRAFT, BUILT_IN_MODEL
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.input_processor import InputProcessor
+from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.weight_bytes import weight_bytes
@@ -24,7 +25,6 @@ from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.engine.remote_engine import RemoteEngine
     from octavo.engine.tokenizer import Tokenizer
     from octavo.models.architecture import Architecture
     from octavo.startup.checkpoint import Checkpoint
@@ -63,13 +63,13 @@ def launch_engine(
     *,
     progress: Callable[[int, int], None] | None = None,
     meanwhile: Callable[[], object] | None = None,
-) -> RemoteEngine:
+) -> Engine:
     """Start a process for the engine's core, and return when it is ready; text is prepared for here meanwhile.
 
     progress(done, total) is told of packed bytes of weights. meanwhile: what else there is to do while the process
     loads; what it raises ends that. Raises `ConfigError` and `ModelError`.
     """
-    from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
+    from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
     served, asked = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
@@ -88,9 +88,8 @@ def launch_engine(
             meanwhile()
         return make_processors(asked, served)
 
-    engine = RemoteEngine(command, config, prepare, time.monotonic)
-    engine.start(progress)
-    return engine
+    core = RemoteCore(command, config)
+    return Engine(core, *core.start(prepare, progress), time.monotonic)
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:

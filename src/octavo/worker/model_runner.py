@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.data.model_output import ModelOutput, TokenLogprobs
-from octavo.outputs import NOTHING_ALLOWED
+from octavo.outputs import ErrorCode
 from octavo.runtime.faults import is_fault
 from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer
@@ -312,7 +312,7 @@ class ModelRunner:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
-                nothing = NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are not numbers"
+                nothing = ErrorCode.NOTHING_ALLOWED if first in sampled.nothing_left else "the logits are not numbers"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
                 continue
             tokens[name] = token_ids[:num_good]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from octavo.runtime.faults import REQUEST_FAILED, log_fault
+from octavo.outputs import ErrorCode
+from octavo.runtime.faults import log_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,7 +79,7 @@ class Pooler:
                 taken.append(PooledRows(request, copies.to_host(states), position, is_complete))
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its hidden states were taken", error)
-                errors[request.request_id] = REQUEST_FAILED
+                errors[request.request_id] = ErrorCode.REQUEST_FAILED
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
@@ -93,7 +94,7 @@ class Pooler:
                 vector = self._pool(rows)
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request_id, "its hidden states were pooled", error)
-                errors[request_id] = REQUEST_FAILED
+                errors[request_id] = ErrorCode.REQUEST_FAILED
                 continue
             if vector is not None:
                 result[request_id] = vector

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from octavo.runtime.faults import REQUEST_FAILED, log_fault
+from octavo.outputs import ErrorCode
+from octavo.runtime.faults import log_fault
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class PromptScorer:
                 parts = self._score(request, hidden[first_row:end_row], count)
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its prompt was scored", error)
-                errors[request.request_id] = REQUEST_FAILED
+                errors[request.request_id] = ErrorCode.REQUEST_FAILED
                 continue
             if parts:
                 result.append(PromptScores(request, parts))
@@ -79,5 +80,5 @@ class PromptScorer:
                 result[name] = [entry for token_ids, rows in each.parts for entry in rows.read(token_ids)]
             except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(name, "its prompt's scores were read", error)
-                errors[name] = REQUEST_FAILED
+                errors[name] = ErrorCode.REQUEST_FAILED
         return result

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.errors import RequestError
-from octavo.outputs import GRAMMAR_EXCEEDED
-from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.outputs import ErrorCode
+from octavo.runtime.faults import is_fault, log_fault
 from octavo.worker.grammar_walks import GrammarWalks, Walk, Walked, wait_for
 from octavo.worker.sampler import SampleTask
 
@@ -37,9 +37,9 @@ class Trouble:
         """Log it as what ended a request; return what the request hears."""
         if isinstance(self.error, RequestError):
             logger.info("request %s: %s", request_id, self.error)
-            return GRAMMAR_EXCEEDED
+            return ErrorCode.GRAMMAR_EXCEEDED
         log_fault(request_id, self.doing, self.error)
-        return REQUEST_FAILED
+        return ErrorCode.REQUEST_FAILED
 
 
 class SampleTasks:

@@ -240,16 +240,16 @@ def test_s21_a_browser_that_says_nothing_must_have_no_other_origin() -> None:
 def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "LINGER_S", 0.1)
     with run_server() as running, running.http() as http:
-        assert running.engine._feed is None
+        assert running.engine.client._feed is None
         assert http.get("/dashboard/requests/x").status_code == 404
         with watching(http) as first:
             first.next()
             with running.http() as other, watching(other) as second:
                 second.next()
-                assert running.engine._feed is not None
+                assert running.engine.client._feed is not None
             time.sleep(0.3)
-            assert running.engine._feed is not None, "one watches still"
-        wait_until(lambda: running.engine._feed is None, "the engine tells nobody any more")
+            assert running.engine.client._feed is not None, "one watches still"
+        wait_until(lambda: running.engine.client._feed is None, "the engine tells nobody any more")
         with watching(http) as again:
             assert [again.next()[0], again.next()[1]["is_first"]] == ["hello", True]
 
@@ -308,7 +308,7 @@ def test_who_leaves_before_the_engine_heard_of_it_leaves_nothing(monkeypatch: py
             other.get("/dashboard/events", timeout=0.3)
         executor.gate.set()
         asking.join()
-        wait_until(lambda: running.engine._feed is None, "nobody is told any more")
+        wait_until(lambda: running.engine.client._feed is None, "nobody is told any more")
 
 
 def test_a_server_that_closes_says_goodbye() -> None:

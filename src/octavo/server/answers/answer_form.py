@@ -178,7 +178,7 @@ class AnswerReader:
         if completion.finished:
             is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
             parts += self._parser.finish(is_cut=not is_own_end)
-        self._has_reasoning = self._has_reasoning or any(part.kind == "reasoning" for part in parts)
+        self._has_reasoning = self._has_reasoning or "reasoning" in [part.kind for part in parts]
         return joined(parts)
 
     def _count(self, token_ids: Sequence[int]) -> None:

@@ -20,9 +20,9 @@ def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], 
     """Count what has to be spelled: tokens and log probabilities, with those of the prompt for each completion."""
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
-    return vector + sum(
-        prompt + len(completion.token_ids) + _num_logprobs(completion.logprobs) for completion in completions
-    )
+    for completion in completions:
+        vector += prompt + len(completion.token_ids) + _num_logprobs(completion.logprobs)
+    return vector
 
 
 def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:

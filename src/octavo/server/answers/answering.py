@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.http.limiter import Permit
     from octavo.outputs import RequestOutput
+    from octavo.server.answers.job_outputs import Outputs
     from octavo.server.answers.jobs import Job, Reply, StreamForm, WholeReply
     from octavo.server.service import Service
 
@@ -49,18 +50,22 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
-        job = replace(job, kv_transfer_params=transfer)
+        job = replace(job, options=replace(job.options, kv_transfer_params=transfer))
         if transfer.is_prefill:
             return await answer_whole(service, http_request, prefill_of(job), PrefillReply(job))
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    usage = _counter(http_request, job)
-    update = _updates(service, job, usage)
+    usage, choices = _counter(http_request, job), ChoiceUpdates(job)
     with _failing_alone(job):
-        begun = asyncio.ensure_future(anext(update))
-        first = await _begun(http_request, begun, service.config.stream_keep_alive_s)
-    events = _events(service, _chain(first, update), http_request.scope["state"], job, reply, usage)
-    return EventStream(events, job.form, first, update, job.place, service.config.stream_keep_alive_s)
+        outputs = outputs_of(service, job, usage)
+        begun = asyncio.ensure_future(_first_updates(outputs, choices))
+        try:
+            first = await _begun(http_request, begun, service.config.stream_keep_alive_s)
+        except BaseException:
+            await outputs.aclose()
+            raise
+    events = _events(service, first, outputs, choices, http_request.scope["state"], job, reply, usage)
+    return EventStream(events, job.form, first, outputs, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
@@ -109,15 +114,15 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncIterator[bytes],
         form: StreamForm,
-        first: asyncio.Task[ChoiceUpdate],
-        updates: AsyncGenerator[ChoiceUpdate, None],
+        first: asyncio.Task[list[ChoiceUpdate]],
+        outputs: Outputs,
         place: Permit,
         keep_alive_s: float,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type=form.media_type, headers=headers)
         self._keep_alive_bytes = form.keep_alive
-        self._first, self._updates, self._place = first, updates, place
+        self._first, self._outputs, self._place = first, outputs, place
         self._keep_alive_s = keep_alive_s
         self._last_sent = 0.0
         self._is_open = False
@@ -139,7 +144,7 @@ class EventStream(StreamingResponse):
             keeper.cancel()
             self._first.cancel()
             await asyncio.gather(keeper, self._first, return_exceptions=True)
-            await self._updates.aclose()
+            await self._outputs.aclose()
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
@@ -151,6 +156,29 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
             elif not self._is_open:
                 await asyncio.sleep(self._keep_alive_s)
+
+
+class ChoiceUpdates:
+    """Splits outputs into the updates of a job's choices; each choice ends once."""
+
+    def __init__(self, job: Job) -> None:
+        self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+
+    def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
+        """Return the updates of an output; none for a choice that has ended, or has nothing new."""
+        updates = []
+        for completion in output.outputs:
+            choice = self._first_choice[output.request_id] + completion.index
+            is_end = completion.finish_reason is not None
+            if choice in self._ended or not (completion.token_ids or completion.text or is_end):
+                continue
+            if is_end:
+                self._ended.add(choice)
+            updates.append(ChoiceUpdate(choice, choice not in self._seen, completion, output))
+            self._seen.add(choice)
+        return updates
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -184,33 +212,27 @@ async def _disconnected(http_request: Request) -> None:
 
 
 async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
-    outputs = {}
-    async with aclosing(outputs_of(service, job, usage)) as stream:
-        async for index, output in stream:
-            outputs[index] = output
+    last = {}
+    async with aclosing(outputs_of(service, job, usage)) as outputs:
+        async for output in outputs:
+            last[output.request_id] = output
             usage.add(output, output.outputs)
-    return [outputs[index] for index in range(len(job.prompts))]
+    return [last[request_id] for request_id in job.request_ids]
 
 
-async def _updates(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[ChoiceUpdate, None]:
-    """Yield what changed, choice by choice; each ends once."""
-    seen: set[int] = set()
-    ended: set[int] = set()
-    async with aclosing(outputs_of(service, job, usage)) as stream:
-        async for index, output in stream:
-            for completion in output.outputs:
-                choice = index * job.params.n + completion.index
-                if choice in ended or not (completion.token_ids or completion.text or completion.finished):
-                    continue
-                if completion.finished:
-                    ended.add(choice)
-                yield ChoiceUpdate(choice, choice not in seen, completion, output)
-                seen.add(choice)
+async def _first_updates(outputs: Outputs, choices: ChoiceUpdates) -> list[ChoiceUpdate]:
+    """Wait for the first output that has updates."""
+    async for output in outputs:
+        if updates := choices.of(output):
+            return updates
+    return []
 
 
 async def _events(
     service: Service,
-    updates: AsyncGenerator[ChoiceUpdate, None],
+    first: asyncio.Task[list[ChoiceUpdate]],
+    outputs: Outputs,
+    choices: ChoiceUpdates,
     state: dict[str, Any],
     job: Job,
     reply: Reply,
@@ -218,24 +240,22 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Spell a stream as events; an error is its last one."""
     try:
-        async with aclosing(updates):
-            async for each in updates:
-                counter.add(each.output, [each.completion])
-                spell = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
-                size = num_entries(each.output, [each.completion], with_prompt=each.is_first)
-                if told := await beside(service.engine.text, size, spell, tenant=job.place.tenant.name):
-                    yield told
+        async with aclosing(outputs):
+            updates = await first
+            while True:
+                for each in updates:
+                    completions = [each.completion]
+                    counter.add(each.output, completions)
+                    spell = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
+                    size = num_entries(each.output, completions, with_prompt=each.is_first)
+                    if told := await beside(service.engine.text, size, spell, tenant=job.place.tenant.name):
+                        yield told
+                try:
+                    updates = choices.of(await anext(outputs))
+                except StopAsyncIteration:
+                    break
         yield reply.end(counter.usage())
     except BaseException as error:
         if not is_fault(error):
             raise
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
-
-
-async def _chain(
-    first: asyncio.Task[ChoiceUpdate], rest: AsyncGenerator[ChoiceUpdate, None]
-) -> AsyncGenerator[ChoiceUpdate, None]:
-    yield await first
-    async with aclosing(rest):
-        async for update in rest:
-            yield update

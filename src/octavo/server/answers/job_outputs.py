@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
 from octavo.http.errors import spelling
-from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
-from octavo.runtime.faults import is_fault, request_failed
+from octavo.outputs import ErrorCode
+from octavo.runtime.faults import is_fault
 from octavo.server.answers.answer_size import LogprobLimit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from typing import TypeAlias
 
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
@@ -21,98 +23,93 @@ if TYPE_CHECKING:
     from octavo.server.answers.usage import UsageCounter
     from octavo.server.service import Service
 
-T = TypeVar("T")
-_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
+    Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # one reader; closing it aborts the rest
+
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
+_ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
+    ErrorCode.DEADLINE_PASSED: DeadlineError,
+    ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
+    ErrorCode.NOTHING_ALLOWED: partial(RequestError, parameter="allowed_token_ids"),
+    ErrorCode.REQUEST_FAILED: RequestFailedError,
+    ErrorCode.STEP_FAILED: ExecutionError,
+}
 
 
-async def outputs_of(
-    service: Service, job: Job, usage: UsageCounter
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
+def error_of(output: RequestOutput) -> OctavoError | None:
+    """Return the error that a request ended with; None if it did not fail."""
+    code = output.error_code
+    return None if code is None else _ERRORS[code](output.error or code.text)
 
-    usage: counts what came last of one that failed or was cut off; who reads the others counts those.
-    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
-    whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
+
+def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
+    """Return the outputs of all prompts as they come; as many run at once as the job's place has streams for.
+
+    usage: counts the last output of a request that failed or was cut off; the reader counts all others.
+    Reading raises `ExecutionError` for a request that failed, `DeadlineError` for one that took too long,
+    `RequestError` for one whose grammar failed, `AuthenticationError` or `ServerClosingError` for one that ends with
+    its key or with the server.
     """
     with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
 
-        def check(processed: ProcessedInput) -> None:
-            if job.check is not None:
-                job.check(processed)
-            logprobs.check(processed)
+    def check(processed: ProcessedInput) -> None:
+        if job.check is not None:
+            job.check(processed)
+        logprobs.check(processed)
 
-        streams = [
-            service.generate(
-                prompt,
-                job.params,
-                job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
-                place=job.place,
-                priority=job.priority,
-                cache_salt=job.cache_salt,
-                kv_transfer_params=job.kv_transfer_params,
-                deadline=job.deadline,
-                check=check,
-                untold=lambda output: usage.add(output, output.outputs),
-            )
-            for index, prompt in enumerate(job.prompts)
-        ]
-        async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
-            async for index, output in merged:
-                if output.error is not None:
-                    usage.add(output, output.outputs)
-                    raise _error_of(output.error, output.request_id)
-                yield index, output
+    def untold(output: RequestOutput) -> None:
+        usage.add(output, output.outputs)
+
+    streams = [service.generate(job, index, check=check, untold=untold) for index in range(len(job.prompts))]
+    return streams[0] if len(streams) == 1 else MergedOutputs(streams, at_once=job.place.num_streams // job.params.n)
 
 
-def _error_of(message: str, request_id: str) -> OctavoError:
-    """Return what a request's `error` is to its client."""
-    if message in _FIELDS_TO_BLAME:
-        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
-    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
-    return kinds.get(message, ExecutionError)(message)
+class MergedOutputs:
+    """The outputs of several streams as they come; the first error ends them all.
 
-
-async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several streams as they come, each with its stream's index; the first error ends them all.
-
-    at_once: the next stream is begun when fewer than so many are open.
+    at_once: the next stream is begun when fewer than this number are open.
     """
-    if len(streams) == 1:  # as most are: nothing to merge
-        async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
-    waiting = iter(enumerate(streams))
-    tasks = [asyncio.create_task(_pump(waiting, queue)) for _ in range(min(at_once, len(streams)))]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
+
+    def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
+        self._waiting = iter(streams)
+        self._num_open = min(at_once, len(streams))
+        self._queue: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue(_MERGED)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __aiter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the next output of any stream."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(_pump(self._waiting, self._queue)) for _ in range(self._num_open)]
+        while self._num_open:
+            item = await self._queue.get()
             if isinstance(item, BaseException):
                 raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
+            if item is not None:
+                return item
+            self._num_open -= 1
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End all streams."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def _pump(
-    waiting: Iterator[tuple[int, AsyncIterator[T]]], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
+    waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Put the items of one stream behind the other into a queue; at last an error, or None."""
+    """Put the outputs of one stream after the other into a queue; at last an error, or None."""
     try:
-        for index, stream in waiting:
-            async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
-                async for item in stream:
-                    await queue.put((index, item))
+        for stream in waiting:
+            async with aclosing(stream):
+                async for output in stream:
+                    await queue.put(output)
     except BaseException as error:
         if not is_fault(error):
             raise

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from starlette.responses import Response
 
+from octavo.data.request_options import NO_OPTIONS
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from octavo.data.kv_transfer_params import KVTransferParams
+    from octavo.data.request_options import RequestOptions
     from octavo.engine.input_processor import ProcessedInput
     from octavo.http.errors import HttpError
     from octavo.http.limiter import Permit
@@ -58,9 +59,7 @@ class Job:
     include_usage: bool = False
     continuous_usage: bool = False
     counts_completions: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    kv_transfer_params: KVTransferParams | None = None
+    options: RequestOptions = NO_OPTIONS
     created: int = field(default_factory=lambda: int(time.time()))
     spelled: dict[str, str] = field(default_factory=dict)
     check: Callable[[ProcessedInput], None] | None = None
@@ -71,10 +70,16 @@ class Job:
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The engine's id for the request of each prompt."""
+        count = len(self.prompts)
+        return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each token
 class ChoiceUpdate:
-    """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
+    """News of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
 
     choice: int
     is_first: bool

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from octavo.engine.stop_strings import num_held_back_chars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
 MAX_BLANKS = 8  # that stand behind each other in the beginning of a call within a text
@@ -65,8 +65,10 @@ class AnswerParser(Protocol):
         ...
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
-    """Join neighbours of one kind, content that stands together; leave out what is empty."""
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Join neighbours of one kind, content only if it was adjacent in the text; drop empty parts."""
+    if len(parts) == 1 and parts[0].text:  # as after most tokens
+        return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
         if part.text and runs and _go_together(runs[-1][-1], part):

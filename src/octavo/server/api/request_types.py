@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, WithJsonSchema
 from typing_extensions import TypedDict
 
-from octavo.data.request import MAX_CACHE_SALT_CHARS
+from octavo.data.request_options import MAX_CACHE_SALT_CHARS
 from octavo.sampling_params import LIMITS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from octavo.server.answers.tools import MAX_TOOLS, NAME_PATTERN
 

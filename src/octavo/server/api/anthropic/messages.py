@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 
+from octavo.data.request_options import RequestOptions
 from octavo.engine.call_arguments import UNREADABLE_KEY, begun_arguments, parse_arguments
 from octavo.errors import RequestError
 from octavo.http.apis import ANTHROPIC
@@ -148,7 +149,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
     )
     options: dict[str, Any] = {
         "stream": bool(request.stream),
-        "cache_salt": request.cache_salt,
+        "options": RequestOptions(cache_salt=request.cache_salt),
         "spelled": _SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
     }
     return await answer_conversation(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
+from octavo.data.request_options import RequestOptions
 from octavo.engine.call_arguments import parse_arguments
 from octavo.errors import RequestError
 from octavo.http.apis import OLLAMA
@@ -95,7 +96,7 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
         "model": name,
         "stream": is_stream,
         "form": LINES,
-        "cache_salt": request.cache_salt,
+        "options": RequestOptions(cache_salt=request.cache_salt),
         "spelled": spelled,
     }
 

@@ -121,7 +121,9 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         Plain content has a chunk for each step, empty where its text is held back.
         """
         completion = update.completion
-        answer = self._answers.setdefault(update.choice, _Answer(self._form, self._reasoning_field))
+        if update.choice not in self._answers:
+            self._answers[update.choice] = _Answer(self._form, self._reasoning_field)
+        answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished

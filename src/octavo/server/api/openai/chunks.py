@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from octavo.data.request_options import RequestOptions
 from octavo.http.apis import OPENAI
 from octavo.server.answers.jobs import event
 
@@ -26,8 +27,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
         "stream": bool(request.stream),
         "include_usage": bool(options and options.include_usage),
         "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
-        "priority": request.priority or 0,
-        "cache_salt": request.cache_salt,
+        "options": RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
         "spelled": request.spelled(
             prompt=prompt_field,
             structured_outputs="structured_outputs" if request.response_format is None else "response_format",

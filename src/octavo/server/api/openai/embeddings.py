@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
+from octavo.data.request_options import RequestOptions
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
@@ -115,8 +116,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
         truncation=Truncation.of(request, 0, service.model_info.max_model_len),
         dimensions=request.dimensions,
         model=model,
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
+        options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
         spelled={"prompt": "input"},
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.data.request_options import RequestOptions
 from octavo.http.errors import spelling
 from octavo.runtime.ids import new_id
 from octavo.server.answers.answer_form import AnswerReader
@@ -133,8 +134,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
     reply = partial(ResponseReply, service.engine.output_processor, request)
     options: dict[str, Any] = {
         "stream": bool(request.stream),
-        "priority": request.priority or 0,
-        "cache_salt": request.cache_salt,
+        "options": RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
         "spelled": {**_SPELLED, "structured_outputs": "text.format" if is_plain else "tools"},
     }
     return await answer_conversation(

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from dataclasses import replace
@@ -23,11 +24,11 @@ import psutil
 import pytest
 import zmq
 from fakes import answer_text, make_engine
-from remote import QUICK, SCRIPT, make_remote
+from remote import QUICK, SCRIPT, make_remote, start_engine
 from streams import collect, run
 
 from octavo.config import CacheConfig, EngineConfig
-from octavo.engine import ipc, remote_engine
+from octavo.engine import core_life, ipc, remote_core
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.health import Health, Patience
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
@@ -40,12 +41,11 @@ ENDLESS = {"max_tokens": None, "ignore_eos": True}
 @contextlib.contextmanager
 def running(patience=QUICK, once_ready=None, **options):
     """once_ready: what the first process is allowed then; a busy machine may take long to start one."""
-    engine = make_remote(patience, **options)
-    llm = AsyncLLM(engine)
+    core = make_remote(patience, **options)
+    llm = AsyncLLM(start_engine(core))
     try:
-        engine.start()
         if once_ready is not None:
-            engine._life.health._patience = once_ready
+            core._life.health._patience = once_ready
         yield llm
     finally:
         llm.shutdown()
@@ -82,12 +82,12 @@ def narrow():
 
 def lose_patience(llm, **seconds):
     """Allow the process that is, which is in trouble now, but little. One that runs may be silent on a busy machine."""
-    llm.engine._life.health._patience = replace(QUICK, **seconds)
+    llm.engine.client._life.health._patience = replace(QUICK, **seconds)
 
 
 def still_s(llm):
     """For how long the process has got no further, as the watcher saw it last."""
-    health = llm.engine._life.health
+    health = llm.engine.client._life.health
     return health._looked_at - health._moved_at
 
 
@@ -135,6 +135,14 @@ def test_answers_are_those_of_an_engine_in_this_process(shared):
     local.shutdown()
     assert run(all_of(shared)) == expected
     assert run(all_of(shared)) == expected  # ids of requests that ended are free again
+
+
+def test_the_thread_that_drives_the_engine_reads_the_socket_itself():
+    before = set(threading.enumerate())
+    with running() as llm:
+        assert run(collect(llm, "hello", "a", max_tokens=3)) == answer_text(5, 0, 3)
+        started = [thread.name for thread in threading.enumerate() if thread not in before]
+        assert [name for name in started if not name.startswith("octavo-text")] == ["octavo-engine"]
 
 
 def test_refusals_reach_their_caller_alone(narrow):
@@ -192,13 +200,13 @@ def test_f22_who_leaves_holds_no_seat(narrow, accepted):
         if accepted:
             (task,) = await begin(llm, 1)
         else:
-            os.kill(llm.engine.pid, signal.SIGSTOP)
+            os.kill(llm.engine.client.pid, signal.SIGSTOP)
             task = asyncio.create_task(collect(llm, "hello", "a", **ENDLESS))
-            await until(lambda: llm.engine._pending)
+            await until(lambda: llm.engine.client._pending)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        os.kill(llm.engine.pid, signal.SIGCONT)
+        os.kill(llm.engine.client.pid, signal.SIGCONT)
         assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)
 
     run(main(narrow))
@@ -207,13 +215,13 @@ def test_f22_who_leaves_holds_no_seat(narrow, accepted):
 def test_f7_a_killed_engine_is_heard_of_by_all_and_started_again_time_after_time(lasting):
     async def main(llm):
         for _ in range(3):
-            tasks, pid = await begin(llm), llm.engine.pid
+            tasks, pid = await begin(llm), llm.engine.client.pid
             os.kill(pid, signal.SIGKILL)
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert [type(result) for result in results] == [EngineRestartingError] * 3
             assert not llm.is_dead
             await until(lambda: llm.is_alive)
-            assert llm.engine.pid != pid
+            assert llm.engine.client.pid != pid
             assert await collect(llm, "hello", "again", max_tokens=20) == answer_text(5, 0, 20)
 
     run(main(lasting))
@@ -224,7 +232,7 @@ def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
 
     async def main(llm):
         flag.touch()  # it does not succeed before it may
-        os.kill(llm.engine.pid, signal.SIGKILL)
+        os.kill(llm.engine.client.pid, signal.SIGKILL)
         await until(lambda: not llm.is_alive)
         with pytest.raises(EngineRestartingError):
             await collect(llm, "hello", "a")
@@ -238,11 +246,11 @@ def test_while_it_starts_again_requests_are_refused_at_once(tmp_path):
 
 def test_f24_a_frozen_engine_is_not_ready_and_then_killed(lasting):
     async def main(llm):
-        tasks, pid = await begin(llm), llm.engine.pid
+        tasks, pid = await begin(llm), llm.engine.client.pid
         os.kill(pid, signal.SIGSTOP)
         lose_patience(llm, frozen=0.3, dead=60.0)
         await until(lambda: not llm.is_alive)
-        assert llm.engine.pid == pid, "it is not killed yet"
+        assert llm.engine.client.pid == pid, "it is not killed yet"
         assert not any(task.done() for task in tasks)
         lose_patience(llm, frozen=0.3, dead=1.0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -265,7 +273,7 @@ def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever(tmp_path):
         goes_on.touch()
         assert await task == answer_text(5, 0, 1)
         await until(lambda: llm.is_alive)
-        assert llm.engine.num_restarts == 0
+        assert llm.engine.client.num_restarts == 0
 
     once_ready = Patience(frozen=0.5, dead=60.0)
     with running(once_ready=once_ready, goes_on=str(goes_on), is_lively=True) as llm:
@@ -282,14 +290,14 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up(tmp_path
         lose_patience(llm, stuck=0.5, endless=1.0, dead=60.0)
         with pytest.raises(EngineRestartingError, match="got no further"):
             await task
-        await until(lambda: llm.engine.pid is not None)
-        frozen = llm.engine.pid
+        await until(lambda: llm.engine.client.pid is not None)
+        frozen = llm.engine.client.pid
         os.kill(frozen, signal.SIGSTOP)  # in the midst of starting again
         hang.unlink()
         goes_on.touch()
         lose_patience(llm, loading=1.0)
         await until(lambda: llm.is_alive)
-        assert llm.engine.pid != frozen
+        assert llm.engine.client.pid != frozen
 
     goes_on = tmp_path / "goes on"
     goes_on.touch()
@@ -303,16 +311,16 @@ def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_a
     """A queue of which nothing is scheduled, and a main loop that hangs outside of a step."""
 
     async def main(llm):
-        pid = llm.engine.pid
+        pid = llm.engine.client.pid
         task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))
         await until(lambda: still_s(llm) > 1.0 and not llm.is_alive)
-        assert llm.engine.pid == pid
+        assert llm.engine.client.pid == pid
         assert not task.done()
         lose_patience(llm, stuck=0.5, endless=1.2, dead=60.0)
         with pytest.raises(EngineRestartingError, match=r"got no further for 1\.2 s"):
             await task
         await until(lambda: llm.is_alive)
-        assert llm.engine.pid != pid
+        assert llm.engine.client.pid != pid
 
     once_ready = Patience(frozen=60.0, dead=60.0, stuck=0.5)
     with running(Patience(restarts=(0.05,)), once_ready=once_ready, is_lively=True, **{fault: True}) as llm:
@@ -323,7 +331,7 @@ def test_an_engine_with_nothing_to_do_is_ready():
     """It counts as progress that it looked for work; no request comes meanwhile."""
 
     async def main(llm):
-        health = llm.engine._life.health
+        health = llm.engine.client._life.health
         for _ in range(3):
             moved_at = health._moved_at
             await until(lambda moved_at=moved_at: health._moved_at > moved_at)
@@ -336,7 +344,7 @@ def test_an_engine_with_nothing_to_do_is_ready():
 def test_f24_a_load_that_hangs_while_the_pulse_beats_is_given_up():
     engine = make_remote(Patience(endless=1.0), hang=True)
     with pytest.raises(EngineDeadError, match="got no further for 1 s before it was ready"):
-        engine.start()
+        start_engine(engine)
     engine.shutdown()
 
 
@@ -345,16 +353,16 @@ def test_an_engine_that_cannot_be_started_again_is_counted_and_says_when_to_come
 
     async def main(llm):
         flag.touch()
-        os.kill(llm.engine.pid, signal.SIGKILL)
-        await until(lambda: llm.engine.num_failed_starts == 2)
+        os.kill(llm.engine.client.pid, signal.SIGKILL)
+        await until(lambda: llm.engine.client.num_failed_starts == 2)
         assert not llm.is_alive
         with pytest.raises(EngineRestartingError) as error:
             await collect(llm, "hello", "a")
-        assert 15 < error.value.retry_after_s < 20 + llm.engine._load_s  # the rest of the pause, and the load
+        assert 15 < error.value.retry_after_s < 20 + llm.engine.client._load_s  # the rest of the pause, and the load
 
     with running(Patience(restarts=(0.05, 0.05, 20.0)), crash_if=str(flag)) as llm:
-        assert llm.engine._load_s > 0
-        assert llm.engine.num_failed_starts == 0
+        assert llm.engine.client._load_s > 0
+        assert llm.engine.client.num_failed_starts == 0
         run(main(llm))
 
 
@@ -363,16 +371,16 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
 
     async def main(llm):
         flag.touch()
-        os.kill(llm.engine.pid, signal.SIGKILL)
-        await until(lambda: llm.engine.num_failed_starts)
+        os.kill(llm.engine.client.pid, signal.SIGKILL)
+        await until(lambda: llm.engine.client.num_failed_starts)
         flag.unlink()
         await until(lambda: llm.is_alive)
-        assert llm.engine.num_failed_starts == 0
-        num_restarts = llm.engine.num_restarts
-        os.kill(llm.engine.pid, signal.SIGKILL)  # it did take requests
-        await until(lambda: llm.engine.num_restarts > num_restarts)
+        assert llm.engine.client.num_failed_starts == 0
+        num_restarts = llm.engine.client.num_restarts
+        os.kill(llm.engine.client.pid, signal.SIGKILL)  # it did take requests
+        await until(lambda: llm.engine.client.num_restarts > num_restarts)
         await until(lambda: llm.is_alive)
-        assert llm.engine.num_failed_starts == 0
+        assert llm.engine.client.num_failed_starts == 0
 
     with running(Patience(restarts=(0.05, 0.5, 0.05)), crash_if=str(flag)) as llm:
         run(main(llm))
@@ -380,23 +388,23 @@ def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
 
 def test_who_is_not_accepted_yet_is_told_how_it_ends(lasting, monkeypatch):
     """Aborted, shut down, or lost with the engine, while that does not answer."""
-    monkeypatch.setattr(remote_engine, "_STOP_S", 0.5)  # which is all of the time that a stopped one takes
+    monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # which is all of the time that a stopped one takes
 
     async def main(llm, end):
-        os.kill(llm.engine.pid, signal.SIGSTOP)
+        os.kill(llm.engine.client.pid, signal.SIGSTOP)
         task = asyncio.create_task(collect(llm, "hello", "a", **ENDLESS))
-        await until(lambda: llm.engine._pending)
+        await until(lambda: llm.engine.client._pending)
         return await end(llm, task)
 
     async def abort(llm, task):
         await llm.call(lambda engine: engine.abort_request("a"))
-        os.kill(llm.engine.pid, signal.SIGCONT)
+        os.kill(llm.engine.client.pid, signal.SIGCONT)
         assert len(await task) < 100
         assert await collect(llm, "hello", "a", max_tokens=20) == answer_text(5, 0, 20)
 
     async def kill(llm, task):
         await llm.call(lambda engine: engine.abort_request("a"))
-        os.kill(llm.engine.pid, signal.SIGKILL)
+        os.kill(llm.engine.client.pid, signal.SIGKILL)
         with pytest.raises(EngineRestartingError):
             await task
 
@@ -413,14 +421,14 @@ def test_who_is_not_accepted_yet_is_told_how_it_ends(lasting, monkeypatch):
 
 
 def test_f28_more_than_the_engine_can_take_in_a_step_are_refused_and_no_abort_is_lost(monkeypatch):
-    monkeypatch.setattr(remote_engine, "_MAX_PENDING", 3000)
+    monkeypatch.setattr(remote_core, "_MAX_PENDING", 3000)
 
     async def main(llm):
-        os.kill(llm.engine.pid, signal.SIGSTOP)  # as in the midst of a long step: it reads no mail
+        os.kill(llm.engine.client.pid, signal.SIGSTOP)  # as in the midst of a long step: it reads no mail
         tasks = [asyncio.create_task(collect(llm, "hello", f"r{index}", **ENDLESS)) for index in range(3100)]
-        await until(lambda: sum(task.done() for task in tasks) == 100 and len(llm.engine._pending) == 3000)
+        await until(lambda: sum(task.done() for task in tasks) == 100 and len(llm.engine.client._pending) == 3000)
         await llm.call(lambda engine: engine.abort_request([f"r{index}" for index in range(3100)]))
-        os.kill(llm.engine.pid, signal.SIGCONT)
+        os.kill(llm.engine.client.pid, signal.SIGCONT)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [result for result in results if not isinstance(result, str)]
         assert [type(result) for result in refused] == [QueueFullError] * 100
@@ -437,7 +445,7 @@ def test_a_system_that_refuses_a_process_is_told_of(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     engine = make_remote()
     with pytest.raises(EngineDeadError, match="cannot be started"):
-        engine.start()
+        start_engine(engine)
     engine.shutdown()
     assert not list(folder.iterdir())
 
@@ -459,7 +467,7 @@ def test_without_a_writable_directory_the_start_fails_with_one_line(monkeypatch,
     with pytest.raises(
         EngineDeadError, match=r"no directory for temporary files .* environment variable TMPDIR"
     ) as dead:
-        engine.start()
+        start_engine(engine)
     engine.shutdown()
     assert "\n" not in str(dead.value)
     assert not any(record.exc_info for record in caplog.records)
@@ -476,7 +484,7 @@ def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_p
     (tmp_path / "msgspec.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     engine = launch_engine(EngineConfig(cache=CacheConfig(num_gpu_blocks=16)))
-    assert engine.is_ready
+    assert engine.client.is_ready
     engine.shutdown()
 
 
@@ -493,7 +501,7 @@ def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
         processes.append(started.get(timeout=20))
         raise RuntimeError("nothing to serve it with")
 
-    monkeypatch.setattr(remote_engine.subprocess, "Popen", popen)
+    monkeypatch.setattr(core_life.subprocess, "Popen", popen)
     with pytest.raises(RuntimeError, match="nothing to serve it with"):
         launch_engine(EngineConfig(cache=CacheConfig(num_gpu_blocks=16)), meanwhile=fail)
     assert processes[0].poll() is not None
@@ -501,11 +509,11 @@ def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
 
 def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server(lasting):
     async def main(llm):
-        (task,), pid = await begin(llm, 1), llm.engine.pid
+        (task,), pid = await begin(llm, 1), llm.engine.client.pid
         for kind in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid, kind)
         assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)  # it has gone on with both
-        assert llm.engine.pid == pid
+        assert llm.engine.client.pid == pid
         assert not task.done()
         task.cancel()
 
@@ -520,8 +528,8 @@ def parent():
     """
     program = f"""
 import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
-from remote import Patience, make_remote
-engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); engine.start()
+from remote import Patience, make_remote, start_engine; from octavo.engine.async_llm import AsyncLLM
+engine = make_remote(Patience(frozen=1.5, dead=60.0), is_lively=True); llm = AsyncLLM(start_engine(engine))
 clock, stopped_s = time.monotonic, 0.0
 time.monotonic = lambda: clock() + stopped_s
 print(engine.pid, engine._life.folder, flush=True)
@@ -587,7 +595,7 @@ def test_what_keeps_it_from_starting_is_raised(options, error, text):
     progress = []
     engine = make_remote(**options)
     with pytest.raises(error, match=text):
-        engine.start(lambda done, total: progress.append((done, total)))
+        start_engine(engine, lambda done, total: progress.append((done, total)))
     if error is ConfigError:
         assert progress == [(1, 2)]
     assert engine.pid is None
@@ -599,13 +607,14 @@ def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
     look = Health.look
 
     def look_late(health, now):
-        engine._life.process.wait(30)  # it says why it fails, and ends, since the listener asked for news
+        if engine._life is not None and health is engine._life.health:  # the other engines of this file go on
+            engine._life.process.wait(30)  # it says why it fails, and ends, since the listener asked for news
         look(health, now)
 
     monkeypatch.setattr(Health, "look", look_late)
-    monkeypatch.setattr(remote_engine, "_POLL_MS", 1)  # it has said nothing yet when it is asked
+    monkeypatch.setattr(remote_core, "_POLL_MS", 1)  # it has said nothing yet when it is asked
     with pytest.raises(ConfigError, match="nothing of this fits"):
-        engine.start()
+        start_engine(engine)
     engine.shutdown()
 
 
@@ -615,41 +624,32 @@ def test_a_mistake_on_this_side_ends_the_process():
     def fail():
         raise ConfigError("no tokenizer")
 
-    engine._make_processors = fail
     with pytest.raises(ConfigError, match="no tokenizer"):
-        engine.start()
+        engine.start(fail)
     assert engine.pid is None
 
 
 def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch):
     """Nobody else would notice: the engine was never ready again, nor dead, and requests waited for ever."""
 
-    def fail(life, _reason):
-        life.process.kill()
-        life.process.stdin.close()
+    def fail(_core, _reason):
         raise AssertionError("a mistake")
-
-    monkeypatch.setattr(remote_engine._Life, "end", fail)
 
     async def main(llm):
         tasks = await begin(llm)
-        psutil.Process(llm.engine.pid).kill()
+        monkeypatch.setattr(remote_core.RemoteCore, "_die", fail)
+        psutil.Process(llm.engine.client.pid).kill()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineDeadError] * 3  # and none that says it is started again
         assert llm.is_dead
 
     with running(step_s=0.002) as llm:
         run(main(llm))
-    engine = make_remote(fail=True)
-    with pytest.raises(EngineDeadError, match="a mistake"):
-        engine.start()
-    engine.shutdown()
 
 
 def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, caplog):
     """One that hangs in the system, on a disk perhaps, hears no signal; a new one is started all the same."""
-    monkeypatch.setattr(remote_engine, "_KILL_S", 0.1)
-    monkeypatch.setattr(remote_engine, "_GIVE_BACK_S", 0.5)
+    monkeypatch.setattr(remote_core, "_GIVE_BACK_S", 0.5)
     wait, poll, is_stuck = subprocess.Popen.wait, subprocess.Popen.poll, 0
 
     def hang(process, timeout=None):
@@ -660,7 +660,7 @@ def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, 
 
     async def main(llm):
         nonlocal is_stuck
-        tasks, process = await begin(llm), llm.engine._life.process
+        tasks, process = await begin(llm), llm.engine.client._life.process
         is_stuck = process.pid
         monkeypatch.setattr(subprocess.Popen, "wait", hang)
         monkeypatch.setattr(subprocess.Popen, "poll", lambda each: None if each.pid == is_stuck else poll(each))
@@ -671,7 +671,7 @@ def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, 
         killed.clear()
         assert not llm.is_alive, "its memory is waited for, but not by who asked"
         await until(lambda: llm.is_alive)
-        assert llm.engine.pid != process.pid
+        assert llm.engine.client.pid != process.pid
         is_stuck = 0
         process.wait()
         return await collect(llm, "hello", "after", max_tokens=3)
@@ -685,7 +685,7 @@ def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, 
 def test_shutdown_ends_streams_process_and_folder():
     async def main(llm):
         tasks = await begin(llm)
-        process, folder = psutil.Process(llm.engine.pid), llm.engine._life.folder
+        process, folder = psutil.Process(llm.engine.client.pid), llm.engine.client._life.folder
         assert folder.stat().st_mode & 0o777 == 0o700
         await asyncio.to_thread(llm.shutdown)
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -707,12 +707,12 @@ def test_who_sends_a_request_that_cannot_be_read_hears_of_it(shared):
 
     async def ask(llm):
         def send(engine):
-            engine._pending["odd"] = (object(), heard.append)
-            engine._requests.send(message)
+            engine.client._pending["odd"] = heard.append
+            engine.client._life.send(message)
 
         await llm.call(send)
         await until(lambda: heard)
-        assert await llm.call(lambda engine: engine._pending) == {}
+        assert await llm.call(lambda engine: engine.client._pending) == {}
 
     run(ask(shared))
     assert isinstance(heard[0], RequestError)
@@ -730,19 +730,19 @@ def test_who_sends_a_request_that_cannot_be_read_hears_of_it(shared):
 )
 def test_s1_what_is_no_message_is_dropped_on_both_sides(shared, garbage):
     async def main(llm):
-        await llm.call(lambda engine: engine._requests.send(garbage))
+        await llm.call(lambda engine: engine.client._life.send(garbage))
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-            stranger.connect(f"ipc://{llm.engine._life.folder / 'news'}")
+            stranger.connect(f"ipc://{llm.engine.client._life.folder / 'news'}")
             stranger.send(garbage)
-            pid = llm.engine.pid
+            pid = llm.engine.client.pid
             assert await collect(llm, "hello", "a", max_tokens=20) == answer_text(5, 0, 20)
-            assert llm.engine.pid == pid
+            assert llm.engine.client.pid == pid
 
     run(main(shared))
 
 
 def test_s2_s3_the_process_listens_nowhere_and_is_told_no_secret(shared):
-    process = psutil.Process(shared.engine.pid)
+    process = psutil.Process(shared.engine.client.pid)
     assert os.environ["OCTAVO_API_KEY"] == "very-secret"
     assert not process.net_connections(kind="inet")
     assert "very-secret" not in str(process.environ())

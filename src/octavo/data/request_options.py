@@ -1,0 +1,89 @@
+"""The options of a request other than its prompt and its sampling parameters, from the API to the core."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from octavo.data.kv_transfer_params import KVTransferParams  # noqa: TC001 - msgspec reads this type
+from octavo.errors import RequestError
+from octavo.sampling_params import plain_number
+
+MAX_CACHE_SALT_CHARS = 1024
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of `RequestOptions` as keyword arguments."""
+
+    priority: int
+    cache_salt: str | None
+    tenant: str
+    tenant_weight: float
+    timeout_s: float | None
+    kv_transfer_params: KVTransferParams | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options for scheduling a request and for sharing its KV. No token depends on them.
+
+    Numbers may be numpy's. Raises `RequestError` with the name of the field.
+
+    Attributes:
+        priority: lower goes first, under the priority policy. A whole number of 64 bits.
+        cache_salt: only requests with the same salt share cached KV.
+        tenant: name of the tenant that sent the request, for the fair policy.
+        tenant_weight: a tenant of weight 2 gets twice the share of one of weight 1. Above 0.
+        timeout_s: seconds after the arrival at which the request ends with an error; None for no limit.
+        kv_transfer_params: the request's part in a prefill/decode pair; None if this engine does both.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    timeout_s: float | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str):
+            raise RequestError(f"tenant must be a text, got {self.tenant!r:.100}", parameter="tenant")
+        check_salt(self.cache_salt)
+        if type(self.priority) is not int or not -(2**63) <= self.priority < 2**63:
+            object.__setattr__(self, "priority", _whole_priority(self.priority))
+        for name, what in (("tenant_weight", "a number"), ("timeout_s", "a number of seconds")):
+            value = plain_number(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is None and name == "timeout_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise RequestError(f"{name} must be {what} above 0, got {value!r}", parameter=name)
+
+
+def check_salt(salt: object) -> None:
+    """Raise `RequestError` unless the salt has bytes: it becomes part of every block hash."""
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        limit = MAX_CACHE_SALT_CHARS
+        raise RequestError(f"cache_salt must be a text of 1 to {limit} characters", parameter="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None
+
+
+def _whole_priority(priority: Any) -> int:
+    """Return a priority as an int; numpy's integers are accepted."""
+    try:
+        value = operator.index(priority)
+    except TypeError:
+        value = 2**63
+    if not -(2**63) <= value < 2**63:
+        raise RequestError(f"priority must be a whole number of 64 bits, got {priority!r:.100}", parameter="priority")
+    return value
+
+
+NO_OPTIONS = RequestOptions()

@@ -1,0 +1,230 @@
+"""A core in this process: requests are prepared, added, stepped and ended here, also in the engine's process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.data.request import RequestStatus
+from octavo.engine.snapshot_feed import SnapshotFeed
+from octavo.errors import EngineDeadError, QueueFullError, RequestError
+from octavo.outputs import EngineCoreOutput
+from octavo.runtime.faults import error_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.metrics import EngineStats
+    from octavo.data.request import Request
+    from octavo.data.snapshot import Snapshot
+    from octavo.engine.core_client import Answer
+    from octavo.engine.engine_core import EngineCore
+    from octavo.errors import OctavoError
+
+logger = logging.getLogger(__name__)
+HELD_CHECK_S = 0.005
+IDLE_CHECK_S = 1.0
+_SAVING_S = 5.0  # without a transfer that ends; a store may hang
+_ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that waits until its grammar, say, is prepared: first for its turn, then for the preparation."""
+
+    request_id: str
+    streams: Sequence[Request]
+    answer: Answer
+    prepared: Future[None]
+    deadline: float
+    has_begun: bool = False
+
+
+class LocalCore:
+    """A `octavo.engine.core_client.CoreClient` of a core in this process.
+
+    prepare_s: seconds that a preparation may take once it has begun. turn_s: seconds that it may wait for its turn.
+    """
+
+    num_restarts = num_failed_starts = 0
+    retry_after_s = 1.0
+    is_ready = True
+
+    def __init__(self, core: EngineCore, *, prepare_s: float = math.inf, turn_s: float = math.inf) -> None:
+        self._core = core
+        self._prepare_s, self._turn_s = prepare_s, turn_s
+        self._held: list[_Held] = []
+        self._undelivered: list[EngineCoreOutput] = []
+        self._woken = threading.Event()
+        self._feed: SnapshotFeed | None = None
+        self._listener: Callable[[Snapshot], None] = lambda _snapshot: None
+
+    @property
+    def core(self) -> EngineCore:
+        """The core itself."""
+        return self._core
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """Limits of the core: tokens, sequences, blocks."""
+        return self._core.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the core since its start; they change with every step."""
+        return self._core.metrics.stats
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a request waits for its preparation."""
+        return bool(self._held)
+
+    def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
+        """Do nothing: this core does not die alone."""
+
+    def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
+        """Add a request, or hold it until it is prepared; other requests continue meanwhile."""
+        try:
+            prepared = self._core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
+        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            answer(_preparation_error(request_id, error))
+            return
+        if prepared is None:
+            self._add(streams, answer)
+            return
+        self._held.append(_Held(request_id, streams, answer, prepared, time.monotonic() + self._turn_s))
+        prepared.add_done_callback(lambda _: self.wake())
+
+    def _add(self, streams: Sequence[Request], answer: Answer) -> None:
+        scheduler, added = self._core.scheduler, list[str]()
+        try:
+            for stream in streams:
+                scheduler.add_request(stream)
+                added.append(stream.request_id)
+        except RequestError as error:
+            scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
+            answer(error)
+        else:
+            answer(None)
+
+    def _take_prepared(self) -> None:
+        """Add the held requests whose preparation is over; refuse those that failed or took too long."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        now = time.monotonic()
+        for each in held:
+            if each.prepared.running() and not each.has_begun:
+                each.has_begun, each.deadline = True, now + self._prepare_s
+            if not each.prepared.done() and now < each.deadline:
+                self._held.append(each)
+                continue
+            try:
+                each.prepared.result(timeout=0)
+            except TimeoutError:
+                each.prepared.cancel()
+                each.answer(self._lateness(each))
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+                each.answer(_preparation_error(each.request_id, error))
+            else:
+                self._add(each.streams, each.answer)
+
+    def _lateness(self, held: _Held) -> RequestError:
+        if held.has_begun:
+            message = f"the grammar was not compiled within {self._prepare_s:g} s"
+            return RequestError(message, parameter="structured_outputs")
+        return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
+
+    def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
+        """End streams now. A held request is accepted first, so that it is answered before it ends."""
+        ended = set(stream_ids)
+        for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
+            self._held.remove(each)
+            each.prepared.cancel()
+            each.answer(None)
+            self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
+        outputs = self._core.scheduler.finish_requests(stream_ids, status)
+        if status is RequestStatus.FINISHED_ABORTED:  # the engine itself decided on any other end
+            self._undelivered += outputs
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute or to return."""
+        return bool(self._undelivered) or self._core.has_work()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
+        self._take_prepared()
+        if self._undelivered:  # endings do not wait for a step to be computed
+            outputs, self._undelivered = self._undelivered, []
+        else:
+            outputs = self._core.step() if self._core.has_work() else []
+        if self._feed is not None and (self._feed.is_due or not self._core.has_work()):
+            self._show()
+        return outputs
+
+    def check_when_idle(self) -> None:
+        """Check the core's invariants in an idle moment; blocks that violate one are not used again."""
+        for breach in self._core.scheduler.check_when_idle():
+            logger.error("%s; the blocks concerned are not used any more", breach)
+
+    def wait(self) -> None:
+        """Block until `wake`, which the end of a preparation calls, too; then add prepared requests."""
+        if not self._core.has_work():
+            self.check_when_idle()
+        self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
+        self._woken.clear()
+        self._take_prepared()
+
+    def wake(self) -> None:
+        """End the present or else the next `wait`. Any thread may call it."""
+        self._woken.set()
+
+    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
+        """Report events to a listener, first those that are still kept, or stop doing so."""
+        self._feed = None if listener is None else SnapshotFeed(self._core)
+        self._listener = listener or self._listener
+        self._show()
+
+    def _show(self) -> None:
+        if self._feed is not None:
+            for snapshot in self._feed.look():
+                self._listener(snapshot)
+
+    def finish_transfers(self) -> None:
+        """Step until the KV of ended requests is saved, if no request is unfinished.
+
+        Logs a warning and returns if no transfer ends for some seconds; later steps continue with the rest.
+        """
+        scheduler = self._core.scheduler
+        if not scheduler.get_num_transfers():
+            return
+        num_left, until = -1, 0.0
+
+        def is_progressing() -> bool:
+            nonlocal num_left, until
+            now, num_now = time.monotonic(), scheduler.get_num_transfers()
+            if num_now != num_left:
+                num_left, until = num_now, now + _SAVING_S
+            return now < until
+
+        self._core.finish_transfers(is_progressing)
+        self._show()
+        if scheduler.get_num_transfers() and not scheduler.get_num_unfinished_requests():
+            logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
+
+    def shutdown(self) -> None:
+        """Refuse held requests, and free the executor's memory."""
+        held, self._held = self._held, []
+        for each in held:
+            each.answer(EngineDeadError("the engine was shut down"))
+        self._core.executor.shutdown()
+
+
+def _preparation_error(request_id: str, error: BaseException) -> OctavoError:
+    return error_for(request_id, "it was prepared", error)

@@ -1,0 +1,326 @@
+"""A core in a process of its own: started, heard on the thread that drives the engine, and started again when it dies.
+
+Text stays on this side: prompts are token ids before they cross the border, and answers become text after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from octavo.data.metrics import EngineStats
+from octavo.engine import ipc
+from octavo.engine.core_life import CoreLife
+from octavo.engine.health import Patience
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineRestartingError,
+    OctavoError,
+    QueueFullError,
+    RequestError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from octavo.config import EngineConfig
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.request import Request, RequestStatus
+    from octavo.data.snapshot import Snapshot
+    from octavo.engine.core_client import Answer
+    from octavo.engine.engine_core import EngineCore
+    from octavo.outputs import EngineCoreOutput
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_POLL_MS = 250
+_PAUSE_POLL_MS = 20  # between two processes
+_LAST_WORDS_MS = 100  # a dead process may have said something that is still on its way
+_STOP_S = 5.0
+_STOP_POLL_MS = 20
+_KILL_S = 5.0  # that a shutdown waits for the system to end a killed process
+_GIVE_BACK_S = 60.0  # that a new process waits for it, since it needs the memory
+_MAX_PENDING = 4096
+
+
+class RemoteCore:
+    """A `octavo.engine.core_client.CoreClient` of a core in another process, which it watches while it waits.
+
+    It belongs to one thread at a time, except for `is_ready` and `wake`. command: what runs
+    `octavo.engine.core_process.run_core_process`.
+    """
+
+    def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
+        self.capacity: EngineCapacity  # of the process that was ready last
+        self.stats = EngineStats()  # of the present process, half a second old at most unless a step takes longer
+        self.num_restarts = 0
+        self.num_failed_starts = 0
+        self._command, self._config = command, config
+        self._patience = patience or Patience()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._pending: dict[str, Answer] = {}
+        self._news: list[EngineCoreOutput] = []
+        self._lose: Callable[[EngineDeadError], None] = lambda _error: None
+        self._listener: Callable[[Snapshot], None] | None = None
+        self._progress: Callable[[int, int], None] = lambda _done, _total: None
+        self._life: CoreLife | None = None
+        self._leaving: subprocess.Popen[bytes] | None = None  # killed, and not ended by the system yet
+        self._left_behind_at = self._starts_at = self._expected_at = 0.0
+        self._load_s = 0.0
+        self._num_lives = self._num_failures = 0
+        self._was_ready = self._is_shut_down = False
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
+        """Start the process, call `meanwhile` while it loads, and return its result once the process is ready.
+
+        progress(done, total) is called with packed bytes of weights. Raises what `meanwhile` raises, and what keeps the
+        process from getting ready: `ConfigError`, `ModelError`, `EngineDeadError`.
+        """
+        self._progress = progress or self._progress
+        try:
+            self._begin()
+            result = meanwhile()
+            while not self._was_ready:
+                self.wait()
+        except BaseException:  # an interrupt as well: the process must not outlive this
+            self.shutdown()
+            raise
+        return result
+
+    def _begin(self) -> None:
+        """Start a process; what keeps it from starting counts as its end."""
+        config, number = self._config, self._num_lives
+        if number and config.record is not None:  # the journal of the process that died is the interesting one
+            record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
+            config = replace(config, record=record)
+        self._num_lives += 1
+        try:
+            self._life = CoreLife.begin(self._context, self._command, config, self._patience)
+            self._poller.register(self._life.news, zmq.POLLIN)
+        except ConfigError as error:
+            self._die(f"cannot be started: {error}")
+        except Exception as error:  # whatever the system refuses (memory, files, disk) may be granted the next time
+            logger.exception("the engine process cannot be started")
+            self._die(f"cannot be started: {error}")
+
+    def _tend(self) -> None:
+        """Take in what the process said, notice its end, and start the next one when its time has come."""
+        life, now = self._life, time.monotonic()
+        if life is None:
+            if now >= self._starts_at and self._is_gone(now):
+                self._begin()
+            return
+        life.health.look(now)
+        for data in life.received():
+            self._hear(life, data)
+        if (reason := life.why_over) is None:
+            return
+        if life.process.poll() is not None:
+            for data in life.received(_LAST_WORDS_MS):
+                self._hear(life, data)
+        self._die(reason)
+
+    def _is_gone(self, now: float) -> bool:
+        """Return True once the system has ended the last process, or if it does not within a minute."""
+        if self._leaving is None or self._leaving.poll() is not None:
+            return True
+        if now < self._left_behind_at:
+            return False
+        logger.error("the system does not end the engine process %d; it is left behind", self._leaving.pid)
+        return True
+
+    def _die(self, reason: str) -> None:
+        """End all requests of a process that is over, and plan the start of the next one."""
+        life, self._life = self._life, None
+        failure, served_s, now = None, None, time.monotonic()
+        if life is not None:
+            self._poller.unregister(life.news)
+            life.end()
+            self._leaving, self._left_behind_at = life.process, now + _GIVE_BACK_S
+            failure = life.failure
+            served_s = None if life.ready_at is None else now - life.ready_at
+        if not self._was_ready:
+            raise failure or EngineDeadError(f"the engine process {reason} before it was ready")
+        if (served_s or 0.0) > self._patience.healthy:
+            self._num_failures = 0
+        pause = self._patience.restarts[min(self._num_failures, len(self._patience.restarts) - 1)]
+        self._num_failures += 1
+        self.num_failed_starts += served_s is None
+        self.num_restarts += 1
+        self.stats = EngineStats()
+        self._starts_at = now + pause
+        self._expected_at = self._starts_at + self._load_s
+        why = f"{reason}: {failure}" if failure else reason
+        logger.error("the engine process %s; starting it again in %g s", why, pause)
+        text = f"the engine process {reason}; it is being started again"
+        error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
+        self._news = []
+        self._refuse_pending(error)
+        self._lose(error)
+
+    def _hear(self, life: CoreLife, data: bytes) -> None:
+        try:
+            message = ipc.decode_from_engine(data)
+        except ipc.DecodeError:
+            logger.warning("the engine process sent %d bytes that are no message", len(data))
+            return
+        life.health.hear(message)
+        match message:
+            case ipc.Outputs():
+                self._news += message.outputs
+            case ipc.Accepted():
+                self._answer(message.request_id, None)
+            case ipc.Refused():
+                self._answer(message.request_id, ipc.error_of(message))
+            case ipc.Report():
+                self.stats = message.stats
+            case ipc.Seen():
+                if self._listener is not None:
+                    self._listener(message.to_snapshot())
+            case ipc.Loading():
+                self._progress(message.done, message.total)
+            case ipc.Failed():
+                life.failure = ipc.error_of(message)
+            case ipc.Ready():
+                self._come_up(life, message.capacity)
+            case ipc.Alive():
+                pass  # `health` has heard it
+
+    def _come_up(self, life: CoreLife, capacity: EngineCapacity) -> None:
+        life.requests.poll(1000, zmq.POLLOUT)  # its connection may take a moment more
+        life.ready_at = time.monotonic()
+        self.capacity, self._was_ready = capacity, True
+        self.num_failed_starts, self._load_s = 0, life.ready_at - life.born
+        if self._listener is not None:
+            self._send(ipc.Watch(is_on=True))
+
+    # --- its requests --------------------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> EngineCore:
+        """Raise `EngineError`: the core runs in another process."""
+        raise EngineError("the core of this engine runs in another process")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process takes requests, was heard of lately and makes progress. Any thread may ask."""
+        life = self._life
+        return life is not None and life.ready_at is not None and life.health.is_well
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds until a process that is not ready may be: the pause before its start, and a load like the last."""
+        return max(self._expected_at - time.monotonic(), 1.0)
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the engine process, while there is one."""
+        return None if self._life is None else self._life.process.pid
+
+    def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
+        """Call `lose` each time the process dies, after the requests that it had not answered were refused."""
+        self._lose = lose
+
+    def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
+        """Send a request to the process, whose answer comes with a later `wait`."""
+        if len(self._pending) >= _MAX_PENDING:
+            answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
+            return
+        try:
+            message = ipc.encode(ipc.Add.of(request_id, streams))
+        except (TypeError, ValueError, OverflowError) as error:  # a text that is not valid Unicode, say
+            answer(RequestError(f"the request cannot be sent to the engine: {error}"))
+            return
+        if self._life is not None and self._life.send(message):
+            self._pending[request_id] = answer
+        else:
+            answer(EngineRestartingError("the engine is being started again", retry_after_s=self.retry_after_s))
+
+    def _answer(self, request_id: str, error: OctavoError | None) -> None:
+        answer = self._pending.pop(request_id, None)
+        if answer is None:
+            logger.warning("the engine process answered a request that nobody sent")
+        else:
+            answer(error)
+
+    def _refuse_pending(self, error: EngineDeadError) -> None:
+        pending, self._pending = self._pending, {}
+        for answer in pending.values():
+            answer(error)
+
+    def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
+        """Tell the process to end streams. A message always has room: `_MAX_PENDING` bounds the requests that wait."""
+        if stream_ids:
+            self._send(ipc.Finish([*stream_ids], status))
+
+    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
+        """Report events to a listener, also those of later processes, or stop doing so."""
+        self._listener = listener
+        self._send(ipc.Watch(listener is not None))
+
+    def _send(self, message: ipc.ToEngine) -> bool:
+        return self._life is not None and self._life.send(ipc.encode(message))
+
+    # --- its news ------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether outputs have arrived."""
+        return bool(self._news)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Return the outputs that have arrived; the process itself steps."""
+        news, self._news = self._news, []
+        return news
+
+    def wait(self) -> None:
+        """Wait for messages or for `wake`, and take in all messages that have arrived; see `_tend`."""
+        poll_ms = _POLL_MS if self._life is not None else _PAUSE_POLL_MS
+        for ready, _ in self._poller.poll(poll_ms):
+            if ready == self._woken.fileno():
+                self._woken.recv(4096)
+        self._tend()
+
+    def wake(self) -> None:
+        """End the present or else the next `wait`. Any thread may call it."""
+        with contextlib.suppress(OSError):  # it is full, and so ends the wait, or shut down
+            self._waker.send(b"\0")
+
+    def finish_transfers(self) -> None:
+        """Do nothing: the process saves KV whenever it is idle, and when it stops."""
+
+    def shutdown(self) -> None:
+        """Ask the process to end, and kill it if it does not within some seconds."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        until = time.monotonic() + (_STOP_S if self._send(ipc.Stop()) else 0.0)
+        life, self._life = self._life, None
+        if life is not None:
+            while life.process.poll() is None and time.monotonic() < until:
+                if life.news.poll(_STOP_POLL_MS):
+                    life.news.recv()  # nobody waits for it, but a full socket would hold the process up
+            life.end()
+            self._leaving = life.process
+        if self._leaving is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._leaving.wait(_KILL_S)
+        self._refuse_pending(EngineDeadError("the engine was shut down"))
+        self._context.destroy(linger=0)
+        self._waker.close()
+        self._woken.close()
