@@ -68,7 +68,7 @@ def test_a_conversation_whose_beginning_a_disk_has_lost_is_saved_again(tmp_path,
     settle(engine)
     manager = engine.core.scheduler.kv_cache_manager
     for block in manager.pool.blocks[:20]:
-        assert manager.bounded[0].part(block) is not None
+        assert manager.bounded[0].id_of(block) is not None
         manager.bounded[0].block_forgotten(block)  # as if it were evicted
     for file in (tmp_path / "kv").glob("*.kv"):
         file.unlink()  # it made way, as nobody asked for it

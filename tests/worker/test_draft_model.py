@@ -314,7 +314,7 @@ def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, 
         else:
             cache.groups[0].blocks[cache.num_blocks :].fill_(torch.nan)
             for row, known in zip(rows, watched.drafts._num_known, strict=True):
-                block = watched.runner.batch.block_tables[row, (known - 1) // BLOCK]
+                block = watched.runner.batch.block_tables[0][row, (known - 1) // BLOCK]
                 for index in range(len(watched.runner.model.layers)):
                     for rows_of_layer in cache.layer(index):
                         rows_of_layer[block, :, (known - 1) % BLOCK :].fill_(torch.nan)

@@ -82,7 +82,8 @@ def test_a_proposer_is_asked_with_what_was_sampled(llm):
     (output,) = llm.llm_engine.step()
     assert told.tasks[1][1] == [203, 202, 201, *output.outputs[0].token_ids]
     llm.llm_engine.abort_request("a")
-    llm.llm_engine.step()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
     assert (told.ended, told.forgotten) == ([("a", [203, 202, 201, *output.outputs[0].token_ids], 3)], [])
 
 
@@ -101,7 +102,8 @@ def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch,
     monkeypatch.setattr(Told, "finish", lambda *_: 1 / 0)
     told, _ = start(llm, [5])
     llm.llm_engine.abort_request("a")
-    llm.llm_engine.step()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
     assert told.forgotten == ["a"]
     assert "is not kept for guesses" in caplog.text
 

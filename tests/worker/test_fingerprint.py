@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -320,7 +321,8 @@ def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
         model_info=SimpleNamespace(max_model_len=96),
         settings={},
     )
-    assert server_info(service)["fingerprint"] == made.to_json()
+    response = asyncio.run(server_info.handler(service, None))
+    assert json.loads(response.body)["fingerprint"] == made.to_json()
     assert ipc.error_of(ipc.failure(FingerprintError("a"))).__class__ is FingerprintError
     core.executor.shutdown()
 

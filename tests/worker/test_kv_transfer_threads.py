@@ -52,7 +52,7 @@ class Moved:
 
     def order(self, direction, keys, block_ids):
         self.num_orders += 1
-        return KVTransfer(self.num_orders, direction, list(keys), list(block_ids))
+        return KVTransfer(self.num_orders, direction, list(keys), [list(block_ids)])
 
     def move(self, direction, keys, block_ids):
         """Carry out one transfer; return how many blocks it moved."""
@@ -255,17 +255,17 @@ class Fuzz:
             return  # it was cancelled when it had ended
         self.num_ended += 1
         if order.direction is LOAD:
-            loaded = list(zip(order.keys, order.block_ids, strict=True))[:count]
+            loaded = list(zip(order.keys, order.block_ids[0], strict=True))[:count]
             assert all(self.moved.holds(key, block) for key, block in loaded), "wrong bytes in a block"
         else:
-            assert all(self.moved.holds(*each) for each in zip(order.keys, order.block_ids, strict=True))
+            assert all(self.moved.holds(*each) for each in zip(order.keys, order.block_ids[0], strict=True))
         self.give_back(order)
 
     def give_back(self, order):
         """Nothing may be written into these any more."""
-        for block in order.block_ids:
+        for block in order.block_ids[0]:
             self.moved.bytes[block] = SENTINEL
-        self.free += order.block_ids
+        self.free += order.block_ids[0]
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ class Core:
             place = self.places[name] = min({0, 1, 2} - set(self.places.values()))
             blocks = list(range(place * NUM_BLOCKS, (place + 1) * NUM_BLOCKS))
             self.num_computed[name] = 0
-            data.append(NewRequestData(name, prompt, len(prompt), params, place + 5, 0, frozenset({7}), blocks, 0))
+            data.append(NewRequestData(name, prompt, len(prompt), params, place + 5, 0, frozenset({7}), [blocks], 0))
         cached = [name for name in counts if name not in {each.request_id for each in data}]
-        told = CachedRequestData(cached, [[] for _ in cached], [self.num_computed[name] for name in cached])
+        told = CachedRequestData(cached, [[[] for _ in cached]], [self.num_computed[name] for name in cached])
         for name, count in counts.items():
             self.num_computed[name] += count
         total = sum(counts.values())
