@@ -61,7 +61,7 @@ def rounded_caches(*caches, dtype=torch.int8):
         KVLayout((KVShape(num_kv_heads, head_dim),) * 3),
         num_blocks=[num_blocks], block_size=block_size, dtype=dtype, device=caches[0].device,
     )  # fmt: skip
-    made.blocks.view(torch.int8).random_(-128, 128)
+    made.groups[0].blocks.view(torch.int8).random_(-128, 128)
     layer = made.layer(1)
     for rounded, cache in zip(layer, caches, strict=True):
         values, scales = round_kv_rows(cache.flatten(0, 2), dtype)

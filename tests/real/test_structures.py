@@ -20,8 +20,8 @@ from itertools import product
 
 import jsonschema
 import pytest
+import running
 from answer_reading import read_answer
-from server import running
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.server.answers.answer_form import AnswerForm, AnswerStyle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from starlette.requests import ClientDisconnect
 
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.errors import DeadlineError, RequestFailedError
-from octavo.outputs import DEADLINE_PASSED, CompletionOutput, RequestOutput
+from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
 from octavo.server.answers.answering import EventStream, answer, answer_whole
+from octavo.server.answers.job_outputs import error_of
 from octavo.server.answers.jobs import Job, StreamForm
 
 if TYPE_CHECKING:
@@ -26,12 +28,13 @@ KEEP_ALIVE_S = 10.0
 ALIVE = b": alive\n\n"
 
 
-def output(*texts: str, finished: bool = False, error: str | None = None) -> RequestOutput:
+def output(*texts: str, finished: bool = False, error: ErrorCode | None = None) -> RequestOutput:
     choices = [
         CompletionOutput(index, text, [*text.encode()], finish_reason="stop" if finished else None)
         for index, text in enumerate(texts)
     ]
-    return RequestOutput("r", None, [1, 2, 3], choices, finished, error=error)
+    text = None if error is None else error.text
+    return RequestOutput("r", None, [1, 2, 3], choices, finished, error=text, error_code=error)
 
 
 class Service:
@@ -48,14 +51,19 @@ class Service:
         self.model_info = SimpleNamespace(max_model_len=1000)
         self.engine = SimpleNamespace(text=None)
 
-    async def generate(self, prompt: str, _params: Any, request_id: str, **told: Any) -> AsyncIterator[RequestOutput]:
-        self.asked.append((request_id, told))
+    async def generate(self, job: Job, index: int, *, check: Any, untold: Any) -> AsyncIterator[RequestOutput]:
+        del check
+        prompt: Any = job.prompts[index]
+        self.asked.append((job.request_ids[index], job.options))
         try:
             for seconds, each in self._outputs[prompt]:
                 await asyncio.sleep(seconds)
                 if isinstance(each, Exception):
                     raise each
-                yield each
+                if (error := error_of(each)) is not None:
+                    untold(each)
+                    raise error
+                yield replace(each, request_id=job.request_ids[index])
         finally:
             self.ended.append(prompt)
 
@@ -175,7 +183,7 @@ def test_client_that_leaves_before_the_first_output_ends_its_request(virtually: 
 @pytest.mark.parametrize(
     ("trouble", "kind"),
     [
-        (output(error=DEADLINE_PASSED, finished=True), DeadlineError),
+        (output(error=ErrorCode.DEADLINE_PASSED, finished=True), DeadlineError),
         (RuntimeError("a fault"), RequestFailedError),
         (DeadlineError("mine"), DeadlineError),
     ],
@@ -213,7 +221,8 @@ def test_stream_tells_what_changed_of_each_choice_until_it_ends(virtually: Any, 
 
 
 @pytest.mark.parametrize(
-    ("trouble", "status"), [(RuntimeError("a fault"), 500), (output(error=DEADLINE_PASSED, finished=True), 504)]
+    ("trouble", "status"),
+    [(RuntimeError("a fault"), 500), (output(error=ErrorCode.DEADLINE_PASSED, finished=True), 504)],
 )
 def test_fault_in_a_stream_is_its_last_event(virtually: Any, trouble: Any, status: int) -> None:
     async def work(_now: Any) -> None:
@@ -281,13 +290,13 @@ def test_prompt_alone_is_computed_for_another_engine(virtually: Any) -> None:
         response = await answer(service, client, job_of("a", stream=True), Reply())  # type: ignore[arg-type]
         assert not isinstance(response, EventStream)
         ((_, told),) = service.asked
-        assert told["kv_transfer_params"] == transfer
+        assert told.kv_transfer_params == transfer
         service = Service(a=[(1.0, output("x", finished=True))])
         client = Client(transfer=KVTransferParams("t"))
         response = await answer(service, client, job_of("a"), Reply())  # type: ignore[arg-type]
         assert json.loads(response.body) == [["x"], 1]
         ((_, told),) = service.asked
-        assert told["kv_transfer_params"].transfer_id == "t"
+        assert told.kv_transfer_params.transfer_id == "t"
 
     virtually(work)
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import run_server
 
 from octavo.config import CacheConfig, SchedulerConfig
-from octavo.data.capacity import EngineCapacity
+from octavo.data.capacity import EngineCapacity, KVGroupCapacity
 from octavo.data.kv_store_figures import KVStoreFigures
 from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineStats
@@ -20,10 +20,11 @@ from octavo.server.telemetry.metrics import _stores, _tiers
 def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
     with run_server() as running, running.http() as http:
         core = running.engine.core
-        core.capacity = replace(core.capacity, kv_block_bytes=1000, window_block_bytes=300)
+        windows = KVGroupCapacity("sliding_window", 9, 300)
+        core.capacity = replace(core.capacity, kv_block_bytes=1000, bounded_groups=(windows,))
         stats: Any = core.metrics.stats
         stats.host_cache_hits, stats.host_cache_hit_blocks, stats.num_offloaded_blocks = 48, 3, 5
-        stats.host_cache_hit_window_blocks, stats.num_offloaded_window_blocks = 2, 4
+        stats.host_cache_hit_parts, stats.num_offloaded_parts = {1: 2}, {1: 4}
         stats.tiers["device"].num_evicted, stats.tiers["host"].num_evicted = 9, 2
         text = http.get("/metrics").text
     told = {
