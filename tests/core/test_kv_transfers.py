@@ -227,7 +227,7 @@ def test_what_a_load_is_and_who_is_told(made):
     assert (order.direction, order.request_id) == (TransferDirection.LOAD, "a")
     assert (order.keys, order.block_ids) == (request.block_hashes[1:3], [block_ids[1:3]])
     assert made.store.told[-1] == ("allocated", "a", block_ids, 8)
-    assert made.manager.pinned_ids()[-2:] == block_ids[1:3]
+    assert made.manager.pinned_ids(0)[-2:] == block_ids[1:3]
     [_, started] = made.log.of_type(events.KVLoadStarted)
     assert (started.request_id, started.transfer_id, started.num_tokens) == ("a", order.transfer_id, 8)
     load = made.transfers.end(order.transfer_id, 2)
@@ -265,7 +265,7 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.store.told[-2:] == [("offered", request.block_hashes[:2]), ("ordered", order.transfer_id)]
     assert (order.direction, order.request_id) == (TransferDirection.SAVE, None)
     assert (order.keys, order.block_ids) == (request.block_hashes[:2], [request.sequence.block_table[:2]])
-    assert [made.manager.pinned_ids()] == order.block_ids
+    assert [made.manager.pinned_ids(0)] == order.block_ids
     assert made.transfers.requests() == []
     assert len(made.transfers) == 0
     assert made.transfers.has_work
@@ -301,7 +301,7 @@ def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end(
     assert last.keys == request.block_hashes[18:21]
     assert last.block_ids == [request.sequence.block_table[18:21]]
     made.manager.free(request)
-    pinned = set(made.manager.pinned_ids())
+    pinned = set(made.manager.pinned_ids(0))
     assert pinned.issuperset(last.block_ids[0])
     assert made.transfers.num_records == 0
 

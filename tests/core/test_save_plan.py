@@ -396,3 +396,20 @@ class TestWholeHit:
         in_host = ComputedBlocks(computed.blocks[:2], 12, host_blocks=[0])
         assert whole_hit(manager, request, in_host, set(request.block_hashes[:2])) is in_host
         assert whole_hit(manager, request, in_host, {request.block_hashes[2]}).num_tokens == 8
+
+
+def test_a_block_that_lost_a_part_in_one_of_two_groups_is_saved_with_the_first_group_alone():
+    groups = [KVGroupSpec(SlidingWindow(40), 16), KVGroupSpec(SlidingWindow(30), 16)]
+    manager, store = KVCacheManager(16, 4, bounded_groups=groups), SlowStore()
+    request = Request("a", list(range(12)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 12)
+    tables = request.sequence.block_tables
+    tables[1][0], tables[2][0] = 7, 8
+    assert blocks_to_save(manager, request, [0, 1], store) == ([0, 1], [[0, 1], [7, 1], [8, 1]])
+    request.num_computed_tokens = 12
+    manager.commit(request)
+    request.sequence.first_held[2] = 1
+    manager.bounded[1].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
+    expected = [[0, 1], [NO_BLOCK, 1], [NO_BLOCK, 1]]
+    assert blocks_to_save(manager, request, [0, 1], store) == ([0, 1], expected)

@@ -195,7 +195,7 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert told(core, events.BlocksQuarantined) == [(tuple(sorted(ids)), messages[0]), ((), messages[1])]
     assert [event.time for event in core.log.of_type(events.BlocksQuarantined)] == [3.0, 3.0]
     assert pool.quarantined == set(ids)
-    core.scheduler._builder._num_sent[0]["gone"] = 1
+    core.scheduler._builder._num_sent["gone"] = [1]
     clock.now = 12.9
     assert core.scheduler.check_when_idle() == []
     clock.now = 13.0

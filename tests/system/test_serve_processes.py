@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import time
 from collections import Counter
 
 import psutil
@@ -188,12 +187,9 @@ def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
 
 
 def test_a_deadline_reaches_the_engine(served):
-    start = time.monotonic()
-    response = served.http.post(
-        "/v1/completions", json={**STORY, "stream": False}, headers={"X-Request-Timeout": "0.2"}
-    )
+    body = {**STORY, "stream": False, "n": 16}  # 16 stories are not written in 0.2 s anywhere
+    response = served.http.post("/v1/completions", json=body, headers={"X-Request-Timeout": "0.2"})
     assert response.status_code == 504
-    assert time.monotonic() - start < 5
     served.wait_until(lambda: figures(served)["octavo:num_requests_running"] == 0, 5)
 
 

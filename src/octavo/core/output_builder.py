@@ -21,8 +21,8 @@ class OutputBuilder:
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # By group: the length of each known request's block table as the worker has it.
-        self._num_sent: list[dict[str, int]] = [{} for _ in kv_cache_manager.groups]
+        # Of each request that the worker knows: the length of its block table in each group, as it was sent.
+        self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
 
     @property
@@ -33,7 +33,7 @@ class OutputBuilder:
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._num_sent[0])
+        return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
@@ -43,7 +43,7 @@ class OutputBuilder:
         req_ids: list[str] = []
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
-        known = self._num_sent[0]
+        known = self._num_sent
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -56,13 +56,11 @@ class OutputBuilder:
             num_drafts = request.num_computed_tokens + count - len(request.sequence.token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
-        new_block_ids = [[_NONE] * len(req_ids) for _ in self._num_sent]
+        new_block_ids = [[_NONE] * len(req_ids) for _ in self._manager.groups]
         if self._manager.grown:
             self._add_new_blocks(new_block_ids, req_ids, requests)
         for data in new:
-            self._manager.grown.discard(data.request_id)
-            for num_sent, table in zip(self._num_sent, data.block_ids, strict=True):
-                num_sent[data.request_id] = len(table)
+            known[data.request_id] = list(map(len, data.block_ids))
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         assert plan.is_balanced, "a victim's budget was not returned"
         return SchedulerOutput(
@@ -90,15 +88,14 @@ class OutputBuilder:
             if request_id not in grown:
                 continue
             grown.discard(request_id)
-            tables = requests[request_id].sequence.block_tables
-            for new, num_sent, table in zip(new_block_ids, self._num_sent, tables, strict=True):
-                new[place] = table[num_sent[request_id] :]
-                num_sent[request_id] = len(table)
+            tables, num_sent = requests[request_id].sequence.block_tables, self._num_sent[request_id]
+            for new, table, count in zip(new_block_ids, tables, num_sent, strict=True):
+                new[place] = table[count:]
+            num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
         """Send a request whole when it comes back."""
-        for num_sent in self._num_sent:
-            num_sent.pop(request_id, None)
+        self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
         """Tell with the next step that a request ended."""

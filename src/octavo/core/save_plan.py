@@ -52,16 +52,21 @@ def blocks_to_save(
     The store has none of them whole. A block that lost a part in some group is saved, with the first group's alone, if
     the store lacks even that; the other groups then have `NO_BLOCK`.
     """
-    sequence, bounded = request.sequence, manager.bounded
-    parts = {index: [group.id_at(sequence, index) for group in bounded] for index in indices}
-    lost = [request.block_hashes[index] for index, ids in parts.items() if None in ids]
+    table = request.sequence.block_table
+    parts = {index: _parts_of(manager, request, index) for index in indices}
+    lost = [request.block_hashes[index] for index, ids in parts.items() if ids is None]
     wanted = connector.keys_to_save(lost, only_first_group=True) if lost else set()
-    chosen = [index for index, ids in parts.items() if None not in ids or request.block_hashes[index] in wanted]
-    rows = [[NO_BLOCK if None in parts[index] or each is None else each for each in parts[index]] for index in chosen]
-    return chosen, [
-        [sequence.block_table[index] for index in chosen],
-        *([row[i] for row in rows] for i in range(len(bounded))),
-    ]
+    chosen = [index for index, ids in parts.items() if ids is not None or request.block_hashes[index] in wanted]
+    nothing = [NO_BLOCK] * len(manager.bounded)
+    rows = [[table[index], *(parts[index] or nothing)] for index in chosen]
+    return chosen, [[row[group] for row in rows] for group in range(len(manager.groups))]
+
+
+def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int] | None:
+    """Return the ids of a block's parts in all groups but the first; None if it has lost one."""
+    ids = [group.id_at(request.sequence, index) for group in manager.bounded]
+    there = [block_id for block_id in ids if block_id is not None]
+    return there if len(there) == len(ids) else None
 
 
 def whole_hit(

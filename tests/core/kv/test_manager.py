@@ -128,7 +128,7 @@ def test_pins_hold_blocks_and_are_let_go_of_once():
     request = make_request("a", list(range(8)))
     table = list(compute(manager, request))
     manager.pin(7, [table])
-    assert (manager.num_transfers, manager.pinned_ids()) == (1, table)
+    assert (manager.num_transfers, manager.pinned_ids(0)) == (1, table)
     manager.free(request)
     assert manager.pool.num_free_blocks == 2
     assert manager.unpin(7) is True
@@ -270,3 +270,11 @@ def test_other_weights_give_blocks_other_keys():
     manager.update_block_hashes(request)
     assert len(request.block_hashes) == len(before) == 2
     assert not set(before) & set(request.block_hashes)
+
+
+def test_steps_compute_one_token_of_a_request_unless_more_is_said():
+    manager = KVCacheManager(16, 4, bounded_groups=[KVGroupSpec(SlidingWindow(6), 9)])
+    request = make_request("a", list(range(40)))
+    manager.add_tables(request)
+    manager.allocate_slots(request, 1, num_reserved_tokens=40)
+    assert request.sequence.block_tables[1] == [0, 1, 2]  # a row reads six positions in up to three blocks

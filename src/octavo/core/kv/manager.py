@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.request import Sequence as TokenSequence
 
-_ONLY_FIRST_GROUP = frozenset({0})
-
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
@@ -303,7 +301,7 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Let go of all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
-        for group in reversed(self.groups):
+        for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
         request.sequence.next_commit = request.sequence.num_slots = 0
@@ -346,7 +344,7 @@ class KVCacheManager:
         if not self._is_reachable(block.parent):
             return
         ids = [(group.index, block_id) for group in self.groups if (block_id := group.id_of(block)) is not None]
-        groups = frozenset(index for index, _ in ids) if self.bounded else _ONLY_FIRST_GROUP
+        groups = frozenset(index for index, _ in ids)
         host_block = self.host.keep(block, groups)
         if host_block is not None:
             self._copies.swap_out.extend((index, block_id, host_block) for index, block_id in ids)
@@ -394,7 +392,7 @@ class KVCacheManager:
         pinned = self._pins.pop(transfer_id, None)
         if pinned is None:
             return False
-        for group, ids in zip(reversed(self.groups), reversed(pinned), strict=True):
+        for group, ids in zip(self.groups, pinned, strict=True):
             group.unpin(ids)
         return True
 
@@ -403,7 +401,7 @@ class KVCacheManager:
         """Transfers that hold blocks."""
         return len(self._pins)
 
-    def pinned_ids(self, group: int = 0) -> list[int]:
+    def pinned_ids(self, group: int) -> list[int]:
         """Return the ids of a group's blocks that transfers hold, each as often as it is held."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 

@@ -25,13 +25,12 @@ def longest_hit(
     host_blocks: found in host memory, after `blocks`. num_tokens: of the sequence. A shorter hit in one group may not
     be a hit in another one, so the groups are asked in turn until none shortens it.
     """
-    count, before = len(blocks) + len(host_blocks), -1
-    while groups and count != before:
+    count, is_shortened = len(blocks) + len(host_blocks), True
+    while is_shortened:
         before = count
         for group in groups:
             count = group.longest_hit(blocks, host_blocks, num_tokens, count)
-        if len(groups) == 1:
-            break
+        is_shortened = count < before and len(groups) > 1
     return count
 
 
