@@ -527,3 +527,11 @@ def test_the_parts_of_blocks_are_walked_once_however_many_are_cached(windowed):
 
     windows.parts = lambda parts=windows.parts: Parts(parts())
     assert window_breaches(windowed) == []
+
+
+def test_only_quarantined_blocks_of_the_first_group_are_returned(windowed):
+    held_too_often(windowed.scheduler.kv_cache_manager.bounded[0])
+    (breach,) = invariants.check(windowed.scheduler)
+    assert (breach.group, breach.block_ids) == (1, (3,))
+    assert invariants.quarantine(windowed.scheduler, breach) == ()
+    assert windowed.scheduler.kv_cache_manager.bounded[0].quarantined == {3}

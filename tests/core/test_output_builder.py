@@ -51,6 +51,7 @@ def test_a_request_is_sent_whole_then_what_is_new_and_whole_again_behind_a_preem
     output = made.build({"a": 2, "b": 3})
     cached = output.scheduled_cached_reqs
     assert (cached.req_ids, cached.new_block_ids) == (["a"], [[[5]]])
+    assert made.manager.grown == set()
     assert cached.num_computed_tokens == [3]
     assert [data.request_id for data in output.scheduled_new_reqs] == ["b"]
     assert output.total_num_scheduled_tokens == 5

@@ -413,3 +413,19 @@ def test_a_block_that_lost_a_part_in_one_of_two_groups_is_saved_with_the_first_g
     manager.bounded[1].block_forgotten(manager.pool.blocks[0])  # as if it were evicted
     expected = [[0, 1], [NO_BLOCK, 1], [NO_BLOCK, 1]]
     assert blocks_to_save(manager, request, [0, 1], store) == ([0, 1], expected)
+
+
+def test_a_hit_that_is_handed_over_has_its_parts_in_every_group():
+    groups = [KVGroupSpec(SlidingWindow(6), 16), KVGroupSpec(SlidingWindow(6), 16)]
+    manager = KVCacheManager(16, 4, bounded_groups=groups)
+    first, request = (Request(name, list(range(12 + extra)), SamplingParams()) for name, extra in (("a", 0), ("b", 1)))
+    manager.add_tables(first)
+    manager.allocate_slots(first, 12)
+    first.num_computed_tokens = 12
+    manager.commit(first)
+    manager.free(first)
+    found = manager.get_computed_blocks(request)
+    assert found.num_tokens == 12
+    assert whole_hit(manager, request, found, set(request.block_hashes)).num_tokens == 12
+    manager.bounded[1].block_forgotten(found.blocks[0])  # as if it were evicted
+    assert whole_hit(manager, request, found, set(request.block_hashes)).num_tokens == 0

@@ -140,7 +140,7 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
             3,
             f"{name} has let go of {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",
         )
-    if is_running and len(table) * size < request.num_computed_tokens:
+    if len(table) * size < request.num_computed_tokens:
         yield Breach(3, f"{name}: {len(table)} blocks of group {group.index} for {request.num_computed_tokens} tokens")
     if len(table) > len(sequence.block_table):
         yield Breach(3, f"{name}: more blocks of group {group.index} than of the first")

@@ -278,3 +278,22 @@ def test_steps_compute_one_token_of_a_request_unless_more_is_said():
     manager.add_tables(request)
     manager.allocate_slots(request, 1, num_reserved_tokens=40)
     assert request.sequence.block_tables[1] == [0, 1, 2]  # a row reads six positions in up to three blocks
+
+
+def test_usage_is_that_of_the_fullest_group_but_the_first():
+    groups = [KVGroupSpec(SlidingWindow(40), 16), KVGroupSpec(SlidingWindow(40), 8), KVGroupSpec(SlidingWindow(40), 9)]
+    assert KVCacheManager(16, 4).bounded_usage == 0.0
+    manager = KVCacheManager(16, 4, bounded_groups=groups)
+    request = make_request("a", list(range(8)))
+    manager.add_tables(request)
+    manager.allocate_slots(request, 8)
+    assert manager.bounded_usage == 0.25
+
+
+def test_requests_whose_tables_grew_are_known_until_they_are_released():
+    manager = KVCacheManager(16, 4)
+    request = make_request("a", list(range(8)))
+    manager.allocate_slots(request, 8)
+    assert manager.grown == {"a"}
+    manager.release(request)
+    assert manager.grown == set()

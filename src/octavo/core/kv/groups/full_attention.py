@@ -41,11 +41,6 @@ class FullAttentionGroup:
         """Number of blocks that could be taken now, cached ones included."""
         return self._pool.num_free_blocks
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that are held, 0 to 1."""
-        return self._pool.usage
-
     def first_read(self, num_tokens: int) -> int:
         """Return 0."""
         del num_tokens

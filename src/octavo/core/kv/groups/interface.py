@@ -61,11 +61,6 @@ class KVGroup(Protocol):
         """Number of blocks that could be taken now, cached ones included."""
         ...
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that are held, 0 to 1."""
-        ...
-
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
