@@ -229,7 +229,7 @@ def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alo
     start = time.monotonic()
     engine.core.executor.shutdown()
     assert time.monotonic() - start < 20  # it hangs for ever
-    stores[0].let_go.set()
+    stores[0].release_unread.set()
 
 
 def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(checkpoint, alone):
@@ -253,7 +253,7 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(checkpoint, alo
     settle(engine)
     assert count(log, events.KVLoadEnded, outcome="cancelled") == 1
     stores[0].hangs.clear()
-    stores[0].let_go.set()
+    stores[0].release_unread.set()
     assert reseeded(engine, requests) == expected
     settle(engine)
 

@@ -107,10 +107,10 @@ LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignor
 def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
     """The router sends a request on when its prompt is computed; its last blocks may be on their way."""
     pool = GlobalKVPool(5000)
-    publish, let_go = pool.publish, threading.Event()
+    publish, release_unread = pool.publish, threading.Event()
 
     def publish_late(*args, **more):
-        let_go.wait(20)
+        release_unread.wait(20)
         time.sleep(0.01)
         return publish(*args, **more)
 
@@ -125,7 +125,7 @@ def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
     add_decode(second, 0, LONG)
     for _ in range(5):
         assert not second.step()
-    let_go.set()
+    release_unread.set()
     outputs = []
     while second.has_unfinished_requests():
         outputs += second.step()

@@ -88,13 +88,13 @@ def test_a_request_may_be_a_block_late_and_no_more(core):
     request.num_computed_tokens = 24  # its first block is the next one
     assert windows_of(core).first_read(24) == 4
     request.sequence.block_table.append(100)
-    breach = [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
+    breach = [each for each in invariants.check(core.scheduler) if "has released" in each.message]
     assert not breach
     request.num_computed_tokens = 25
     assert windows_of(core).first_read(25) == sequence_of(core).first_held[1] + 1
-    assert not [each for each in invariants.check(core.scheduler) if "has let go" in each.message]
+    assert not [each for each in invariants.check(core.scheduler) if "has released" in each.message]
     request.num_computed_tokens = 29
-    assert [each.invariant for each in invariants.check(core.scheduler) if "has let go" in each.message] == [3]
+    assert [each.invariant for each in invariants.check(core.scheduler) if "has released" in each.message] == [3]
 
 
 def test_a_table_too_short_for_what_is_computed(core):

@@ -87,7 +87,7 @@ def test_who_ended_before_it_was_asked_for_is_not_asked_for():
     assert store.entered.wait(10)
     for index in range(6):
         asked.connector.request_finished(request(str(index)), [])
-    store.let_go.set()
+    store.release_unread.set()
     for _ in range(6):
         assert asked.answers.acquire(timeout=10)
     assert len(seen) <= 2
@@ -114,7 +114,7 @@ def test_a_store_that_hangs_is_not_asked_for_long(monkeypatch):
     assert store.entered.wait(10)
     assert asked.ask(request("second")) == 0
     asked.connector.close()
-    store.let_go.set()
+    store.release_unread.set()
 
 
 def test_it_wants_what_the_store_lacks():

@@ -92,11 +92,11 @@ def test_behind_a_pause_one_call_alone_tries(made):
     store.error = StoreError("gone")
     guard.num_matched(KEYS)
     clock.now += FIRST_PAUSE_S
-    entered, let_go = threading.Event(), threading.Event()
+    entered, release_unread = threading.Event(), threading.Event()
 
     def try_it(keys):
         entered.set()
-        let_go.wait()
+        release_unread.wait()
         return 0
 
     store.num_matched = try_it
@@ -105,7 +105,7 @@ def test_behind_a_pause_one_call_alone_tries(made):
     assert entered.wait(10)
     assert not guard.is_usable
     assert guard.num_matched(KEYS) == 0
-    let_go.set()
+    release_unread.set()
     thread.join()
     assert guard.is_usable
 
@@ -151,7 +151,7 @@ def test_a_call_that_hangs_keeps_others_from_asking_until_it_returns():
     assert not guard.is_usable
     assert guard.load(KEYS, []) == 0
     assert "taken more than" in guard.stats().error
-    store.let_go.set()
+    store.release_unread.set()
     thread.join()
     assert guard.is_usable
     assert guard.stats().error == ""
@@ -330,5 +330,5 @@ def test_a_store_that_waits_for_others_never_hangs():
     assert guard.is_usable
     assert guard.save(KEYS[:1], [memoryview(KEYS[0])]) == 1
     assert guard.stats().error == ""
-    store.let_go.set()
+    store.release_unread.set()
     waiting.join()

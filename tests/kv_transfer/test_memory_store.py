@@ -138,11 +138,11 @@ def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
 
 
 def test_a_transfer_that_nobody_waits_for_any_more_leaves_nothing():
-    pool, entered, let_go = GlobalKVPool(), threading.Event(), threading.Event()
-    pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), let_go.wait()))
+    pool, entered, release_unread = GlobalKVPool(), threading.Event(), threading.Event()
+    pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), release_unread.wait()))
     assert entered.wait(10)
     assert not pool.wait_for_transfer("slow", 0.01)
-    let_go.set()
+    release_unread.set()
     transferred(pool, [], name="next")
     assert pool.wait_for_transfer("next", 10)
     assert (pool._open, pool._complete) == (set(), set())
@@ -218,10 +218,10 @@ def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
 
 
 def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
-    pool, let_go = GlobalKVPool(), threading.Event()
-    pool.async_transfer("before", [], "x", lambda *_, **__: let_go.wait())
+    pool, release_unread = GlobalKVPool(), threading.Event()
+    pool.async_transfer("before", [], "x", lambda *_, **__: release_unread.wait())
     store = MemoryStore(pool, "a", BLOCK_BYTES, timeout_s=0.01)
     with pytest.raises(StoreError, match=r"did not transfer 1 blocks within 0.01 s"):
         store.load(KEYS[:1], buffers(1))
     assert store.stats().num_errors == 1
-    let_go.set()
+    release_unread.set()

@@ -26,12 +26,12 @@ def test_what_a_task_raises_is_logged_and_the_next_one_runs(caplog):
 
 
 def test_closing_drops_what_nobody_has_begun_and_waits_only_so_long():
-    threads, entered, let_go, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
-    threads.submit(lambda: (entered.set(), let_go.wait()))
+    threads, entered, release_unread, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
+    threads.submit(lambda: (entered.set(), release_unread.wait()))
     threads.submit(lambda: seen.append(1))
     assert entered.wait(10)
     assert not threads.close(0.01)
-    let_go.set()
+    release_unread.set()
     assert threads.close(10)
     threads.submit(lambda: seen.append(2))
     assert seen == []

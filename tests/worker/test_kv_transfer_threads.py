@@ -163,7 +163,7 @@ def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
     assert stores[0].entered.wait(10)
     moved.begin(cancels=[order.transfer_id, 999])
     moved.bytes[:] = SENTINEL  # somebody else has the blocks now
-    stores[0].let_go.set()
+    stores[0].release_unread.set()
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     assert {moved.ended.get(timeout=10), moved.ended.get(timeout=10)} == {"behind it"}
@@ -195,7 +195,7 @@ def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end(monkeypa
     ending.join(20)
     assert not ending.is_alive()
     assert moved.ended.empty()
-    stores[0].let_go.set()
+    stores[0].release_unread.set()
 
 
 def test_a_second_shutdown_and_orders_behind_it_change_nothing():

@@ -135,11 +135,11 @@ def test_its_thread_ends_with_the_engine(monkeypatch):
     llm = [LLM(device="cpu", kv_cache_memory_bytes=8 << 20)]
     assert begun.wait(10)
 
-    def let_go():
+    def release_unread():
         llm.clear()
         gc.collect()
 
-    owner = threading.Thread(target=let_go)
+    owner = threading.Thread(target=release_unread)
     owner.start()
     owner.join(0.5)
     assert owner.is_alive()

@@ -134,18 +134,18 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
     is_running = request.status is RequestStatus.RUNNING
     num_tokens = request.num_computed_tokens
-    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are let go of once for each block of tokens
+    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are released once for each block of tokens
     if is_running and not earliest <= first <= group.first_read(num_tokens):
         yield Breach(
             3,
-            f"{name} has let go of {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",
+            f"{name} has released {first} blocks of group {group.index} with {request.num_computed_tokens} tokens",
         )
     if len(table) * size < request.num_computed_tokens:
         yield Breach(3, f"{name}: {len(table)} blocks of group {group.index} for {request.num_computed_tokens} tokens")
     if len(table) > len(sequence.block_table):
         yield Breach(3, f"{name}: more blocks of group {group.index} than of the first")
     if [block_id == NO_BLOCK for block_id in table] != [index < first for index in range(len(table))]:
-        yield Breach(3, f"{name}: the blocks before block {first} are let go, not those in {table}")
+        yield Breach(3, f"{name}: the blocks before block {first} are released, not those in {table}")
     if sequence.num_slots != size * min(map(len, sequence.block_tables)):
         yield Breach(3, f"{name}: room for {sequence.num_slots} tokens is not what its tables have")
 

@@ -159,7 +159,7 @@ class ResultProcessor:
         if request.num_computed_tokens >= sequence.next_commit:
             self._manager.commit(request)
             self._transfers.offer(request)
-            self._manager.let_go(request)
+            self._manager.release_unread(request)
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):

@@ -62,7 +62,7 @@ class CachedRequestData:
 
     new_block_ids: for each KV group a list parallel to `req_ids`: the ids to append to each request's block table. A
     group may get its block of a position in a later step than another group. A table keeps the blocks that the request
-    has let go; no row reads them.
+    has released; no row reads them.
     num_computed_tokens: when the steps before are done.
     """
 

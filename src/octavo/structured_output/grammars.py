@@ -199,7 +199,7 @@ class GrammarCompiler:
                 compiled = self._find(repr(wanted)) or _executor().submit(self._compile, wanted).result()
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size, compiled.large)
 
-    def let_go(self, wanted: int) -> None:
+    def release_unread(self, wanted: int) -> None:
         """Hold no grammar any more for what had this id."""
         self._waited_for.pop(wanted, None)
 
@@ -297,7 +297,7 @@ class GrammarCompiler:
 def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
     """Let the grammar go of what is gone now."""
     if (there := compiler()) is not None:
-        there.let_go(wanted)
+        there.release_unread(wanted)
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class InputBatch:
     may stand others: those that are awaited (`await_sampled`), or drafts of the step.
     copies: to the device; None for a CPU. num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind
     its own. num_groups: number of KV groups. num_changes: how often a request left or failed.
-    block_tables: for each KV group [max_num_seqs, blocks]. Where a request has let go of blocks they hold any number.
+    block_tables: for each KV group [max_num_seqs, blocks]. Where a request has released blocks they hold any number.
     num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
     """
 

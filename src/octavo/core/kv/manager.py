@@ -289,18 +289,18 @@ class KVCacheManager:
         if self.prefix_cache.is_enabled:
             self.prefix_cache.commit(request)
 
-    def let_go(self, request: Request) -> None:
-        """Let go of the blocks that no later row of a request reads; call it after their saves were ordered."""
+    def release_unread(self, request: Request) -> None:
+        """Release the blocks that no later row of a request reads; call it after their saves were ordered."""
         if self.bounded:
             for group in self.bounded:
-                group.let_go(request.sequence, request.num_computed_tokens)
+                group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
             self.grown.add(request.request_id)  # perhaps: a block of its own is replaced by another one
 
     # --- give back ----------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Let go of all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
+        """Release all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -388,7 +388,7 @@ class KVCacheManager:
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> bool:
-        """Let go of a transfer's blocks; False for one that is unknown or over."""
+        """Unpin a transfer's blocks; False for one that is unknown or over."""
         pinned = self._pins.pop(transfer_id, None)
         if pinned is None:
             return False

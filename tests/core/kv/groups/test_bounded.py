@@ -64,14 +64,14 @@ def test_the_next_row_sees_as_many_positions_as_the_window_has_its_own_included(
 def test_blocks_are_taken_as_steps_reach_them_and_let_go_behind_the_window(made):
     sequence = made.start(2, num_all_blocks=2)
     assert (sequence.block_tables[1], made.windows.num_free_blocks, made.windows.usage) == ([0, 1], 6, 0.25)
-    made.windows.let_go(sequence, 8)
+    made.windows.release_unread(sequence, 8)
     assert sequence.first_held[1] == 0  # position 8 sees 3 to 8
     sequence.block_tables[0] += [block.block_id for block in made.pool.take(1)]
     assert made.grow(sequence, 3).num_unheld == 1
-    made.windows.let_go(sequence, 9)
+    made.windows.release_unread(sequence, 9)
     assert (sequence.block_tables[1], sequence.first_held[1]) == ([NO_BLOCK, 1, 2], 1)
     assert made.windows.num_free_blocks == 6
-    made.windows.let_go(sequence, 8)
+    made.windows.release_unread(sequence, 8)
     assert sequence.first_held[1] == 1
     made.windows.clear(sequence)
     assert (sequence.block_tables[1], sequence.first_held[1], made.windows.num_free_blocks) == ([], 0, 8)
@@ -156,7 +156,7 @@ def test_what_covers_the_tokens_is_their_window(made):
     sequence = made.start(3)
     blocks = made.blocks(sequence)
     assert made.windows.num_covered(blocks, 12) == 3
-    made.windows.let_go(sequence, 9)
+    made.windows.release_unread(sequence, 9)
     assert [made.windows.num_covered(blocks, count) for count in (4, 8, 9, 12)] == [0, 0, 3, 3]
     assert [made.windows.id_at(sequence, index) for index in range(3)] == [None, 1, 2]
     assert [made.windows.has_read_blocks(sequence, count) for count in (4, 8, 9, 12)] == [False, False, True, True]
@@ -198,10 +198,10 @@ def test_who_must_not_fall_has_all_at_once_that_it_may_hold_together_and_keeps_i
     made.cache(sequence)
     assert sequence.block_tables[1] == [0, 1, 2, 3, 4]
     assert [made.windows.id_of(block) for block in made.blocks(sequence)] == [None] * 9  # nobody else finds them
-    made.windows.let_go(sequence, 13)
+    made.windows.release_unread(sequence, 13)
     assert (sequence.block_tables[1], sequence.first_held[1]) == ([NO_BLOCK, NO_BLOCK, 2, 3, 4, 5, 0], 2)
     assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([1], 1)
-    made.windows.let_go(sequence, 36)
+    made.windows.release_unread(sequence, 36)
     assert (len(sequence.block_tables[1]), made.windows.num_free_blocks) == (9, 4)
     assert made.windows.id_of(made.blocks(sequence)[8]) is None
     made.windows.clear(sequence)
@@ -227,7 +227,7 @@ def test_what_it_found_and_nobody_holds_is_of_its_own_where_there_is_no_more_bes
     other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, alone)
     assert other.block_tables[1] == [NO_BLOCK, 1, 2, 3, 4, 5]
-    made.windows.let_go(other, 16)
+    made.windows.release_unread(other, 16)
     assert len(other.block_tables[1]) == 7
     more = made.windows.claim(other, [], 16, 8, 9)
     assert (more.num_new, more.num_unheld, more.is_own) == (1, 1, True)
@@ -315,7 +315,7 @@ def test_what_falls_behind_a_window_is_taken_first_but_for_what_others_come_back
     made.cache(ended)
     made.windows.clear(ended)
     sequence.num_cached_tokens = num_found_tokens
-    made.windows.let_go(sequence, num_tokens)
+    made.windows.release_unread(sequence, num_tokens)
     assert made.windows.cached_ids() == cached
 
 
@@ -323,12 +323,12 @@ def test_what_falls_behind_one_window_and_not_another_is_not_taken():
     made = Windows(num_blocks=9)
     sequence = made.start(5)
     made.cache(sequence)
-    made.windows.let_go(sequence, 12)
+    made.windows.release_unread(sequence, 12)
     made.windows.pin([2])
-    made.windows.let_go(sequence, 20)
+    made.windows.release_unread(sequence, 20)
     assert made.windows.cached_ids() == [0, 1]
     made.windows._release([2])
-    made.windows.let_go(sequence, 24)
+    made.windows.release_unread(sequence, 24)
     assert made.windows.cached_ids() == [0, 1, 3, 2]
 
 
@@ -362,10 +362,10 @@ def test_what_who_must_not_fall_has_found_stays_for_others_where_there_is_as_muc
     other.block_tables[0] += [*first.block_table, *range(6, 12)]
     made.windows.extend(other, claim)
     assert (made.windows.id_of(blocks[1]) is None) is is_found_own
-    made.windows.let_go(other, 20)  # all that it found
+    made.windows.release_unread(other, 20)  # all that it found
     assert len(other.block_tables[1]) == 8
     for num_tokens in range(21, 37):
-        made.windows.let_go(other, num_tokens)
+        made.windows.release_unread(other, num_tokens)
     assert len(other.block_tables[1]) == 9
 
 
@@ -388,7 +388,7 @@ def test_what_fell_behind_a_window_is_held_renewed_forgotten_and_quarantined_lik
     made = Windows(num_blocks=9)
     sequence = made.start(9)
     made.cache(sequence)
-    made.windows.let_go(sequence, 32)
+    made.windows.release_unread(sequence, 32)
     assert (made.windows.cached_ids(), made.windows.num_free_blocks) == ([0, 1, 2, 3, 4, 5], 6)
     made.windows.pin([4])
     made.windows._release([4])

@@ -3,11 +3,11 @@
 Each held or cached block has the content of one block of the first group: its part of it in this group. It is in
 exactly one place: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and the
 first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
-takes a free block first, then a cached one that its request has let go of while it ran, then the least recently used
+takes a free block first, then a cached one that its request released while it ran, then the least recently used
 one. The first group's block stays findable, without its part in this group.
 
 If memory is set aside for a request, it is given at once all blocks that it may ever hold together. These are its own:
-other requests do not find them until it lets them go. So the blocks that it lets go of suffice for the positions to
+other requests do not find them until it releases them. So the blocks that it releases suffice for the positions to
 come. Blocks that it found stay findable, if as many others are free; otherwise they are its own, too.
 """
 
@@ -59,7 +59,7 @@ class BoundedGroup:
         self._blocks = blocks
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # cached; let go of by a request that ran on, in this order
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached; released by a request that ran on, in this order
         self._cached: OrderedDict[int, None] = OrderedDict()  # the other cached ones, least recently used first
         self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
@@ -144,7 +144,7 @@ class BoundedGroup:
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
         """Return how many blocks a request may hold besides found ones at once, with so many blocks to come.
 
-        A found block that it has let go of is reused for a later position.
+        A found block that it has released is reused for a later position.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
@@ -225,10 +225,10 @@ class BoundedGroup:
             del self._place(block_id)[block_id]
             self._cached[block_id] = None
 
-    # --- let go -------------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
-    def let_go(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Let go of the blocks that no row after `num_tokens` computed tokens reads.
+    def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Release the blocks that no row after `num_tokens` computed tokens reads.
 
         These are evicted before other cached blocks, because prefix hits end where requests end, and not in their
         middle. Two kinds stay longer: blocks that the row after the last full block reads, and blocks that were found,
@@ -251,7 +251,7 @@ class BoundedGroup:
         self._append(sequence, num_own, is_own=True)
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Let go of all blocks of a sequence, the last one first, and empty its table."""
+        """Release all blocks of a sequence, the last one first, and empty its table."""
         table = sequence.block_tables[self.index]
         if table:
             self.unpin(table[sequence.first_held[self.index] :])
@@ -263,7 +263,7 @@ class BoundedGroup:
         self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_own=False)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks, the last one first. `NO_BLOCK` is passed over."""
+        """Release blocks, the last one first. `NO_BLOCK` is passed over."""
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:

@@ -89,7 +89,7 @@ class FullAttentionGroup:
         sequence.block_tables[0] += claim.found
         sequence.block_tables[0] += [block.block_id for block in new_blocks]
 
-    def let_go(self, sequence: TokenSequence, num_tokens: int) -> None:
+    def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Do nothing: every later row reads all blocks."""
 
     def clear(self, sequence: TokenSequence) -> None:

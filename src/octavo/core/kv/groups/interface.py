@@ -21,7 +21,7 @@ class Claim:
     found: ids of found blocks from there on.
     num_new: number of blocks to take besides.
     num_unheld: number of both that nothing holds yet: as many must be free.
-    is_own: the blocks that it takes stay hidden from other requests until it lets them go.
+    is_own: the blocks that it takes stay hidden from other requests until it releases them.
     is_found_own: so do the found blocks that nothing holds.
     """
 
@@ -112,14 +112,14 @@ class KVGroup(Protocol):
         """Append the blocks of a claim to a sequence's table. They must be free, and the found ones held."""
         ...
 
-    # --- let go -------------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
-    def let_go(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Let go of the blocks that no row after `num_tokens` computed tokens reads."""
+    def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Release the blocks that no row after `num_tokens` computed tokens reads."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Let go of all blocks of a sequence, the last one first, and empty its table."""
+        """Release all blocks of a sequence, the last one first, and empty its table."""
         ...
 
     # --- transfers ----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class KVGroup(Protocol):
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks that were pinned, the last one first."""
+        """Release blocks that were pinned, the last one first."""
         ...
 
     # --- invariants ---------------------------------------------------------------------------------------------------
