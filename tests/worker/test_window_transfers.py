@@ -5,7 +5,14 @@ import queue
 import pytest
 import torch
 
-from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
+from octavo.data.scheduler_output import (
+    CachedRequestData,
+    KVTransfer,
+    SchedulerOutput,
+    TransferDirection,
+    are_whole,
+    need_parts,
+)
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
@@ -104,3 +111,9 @@ def test_layers_that_all_have_windows(monkeypatch):
     moved.clear()
     assert moved.move(LOAD, KEYS[:2], [0, 1], [-1, 5]) == 2
     assert moved.numbers()[1] == [-1] * 5 + [14] + [-1] * 3
+
+
+def test_a_block_that_one_of_two_groups_reads_is_loaded_whole_or_not_at_all():
+    """The window of one group ends before the block, that of the other one does not."""
+    assert need_parts([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [True, False, True]
+    assert are_whole([[5, 6, 7], [-1, -1, 2], [7, -1, 3]]) == [False, False, True]

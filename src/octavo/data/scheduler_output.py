@@ -134,6 +134,11 @@ def are_whole(block_ids: list[list[int]]) -> list[bool]:
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
+def need_parts(block_ids: list[list[int]]) -> list[bool]:
+    """Return of each block of a load, given by its ids in all groups, whether another group than the first needs it."""
+    return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.

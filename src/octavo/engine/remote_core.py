@@ -134,6 +134,8 @@ class RemoteCore:
         if life.process.poll() is not None:
             for data in life.received(_LAST_WORDS_MS):
                 self._hear(life, data)
+        if self._news:
+            return  # its last outputs are delivered first; the next call finds it over again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:

@@ -62,6 +62,15 @@ class KVLayout:
 
     layers: tuple[KVShape, ...]
 
+    def __post_init__(self) -> None:
+        for index, shape in enumerate(self.layers):
+            if (shared := shape.shared_layer) is None:
+                continue
+            if not 0 <= shared < index or replace(self.layers[shared], shared_layer=shared) != replace(
+                shape, shared_layer=shared
+            ):
+                raise ValueError(f"layer {index} cannot read the keys and values of layer {shared}: they differ")
+
     @property
     def shapes(self) -> dict[KVShape, tuple[int, ...]]:
         """Numbers of the layers by what they keep and read: what is decided for one of a shape holds for all of it."""
@@ -74,18 +83,18 @@ class KVLayout:
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then the others.
 
-        A group has the kind of its layer that reads most: what that layer reads is there for the others, too. A layer
-        that reads another one's keys and values is in no group.
+        Layers with different sliding windows are one group with the largest window: what that one reads includes what
+        the others read. A layer that reads another one's keys and values is in no group.
         """
-        kinds: dict[str, list[KVGroupKind]] = {FullAttention.name: [FullAttention()]}
-        numbers: dict[str, tuple[int, ...]] = {FullAttention.name: ()}
+        groups: dict[object, tuple[KVGroupKind, tuple[int, ...]]] = {FullAttention.name: (FullAttention(), ())}
         for index, shape in enumerate(self.layers):
             if shape.shared_layer is not None:
                 continue
             kind = shape.kind
-            kinds.setdefault(kind.name, []).append(kind)
-            numbers[kind.name] = (*numbers.get(kind.name, ()), index)
-        return tuple(LayerGroup(max(kinds[name], key=_reach), layers) for name, layers in numbers.items())
+            key = kind.name if isinstance(kind, FullAttention | SlidingWindow) else kind
+            known, numbers = groups.get(key, (kind, ()))
+            groups[key] = max(known, kind, key=_reach), (*numbers, index)
+        return tuple(LayerGroup(kind, numbers) for kind, numbers in groups.values())
 
     @property
     def window(self) -> int | None:

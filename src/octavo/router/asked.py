@@ -27,10 +27,18 @@ _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
 _DETAILS = ("parameters", "decoder_input_details")  # of TGI
 _OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
+
+
+def _nested(name: str) -> Any:
+    """Return the type of a nested object with the fields that matter here; it skips all others."""
+    paths = [path for path in (*_LIMITS, _DETAILS) if path[0] == name and len(path) > 1]
+    return msgspec.defstruct(name.capitalize(), [(path[1], Any, None) for path in dict.fromkeys(paths)])
+
+
 # The fields of all APIs that matter here; the engine checks whether they are right, and all others.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
-    **{path[0]: (Any if len(path) == 1 else dict[str, Any] | None, None) for path in (*_LIMITS, _DETAILS)},
+    **{path[0]: (Any if len(path) == 1 else _nested(path[0]) | None, None) for path in (*_LIMITS, _DETAILS)},
     **dict.fromkeys(_OTHERS, (Any, None)),
 }
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
@@ -182,7 +190,7 @@ def _max_tokens(read: Any) -> int:
 def _value(read: Any, path: tuple[str, ...]) -> Any:
     """Return a field, or a field of an object; None if there is none."""
     value = getattr(read, path[0])
-    return value if len(path) == 1 else (value or {}).get(path[1])
+    return value if len(path) == 1 or value is None else getattr(value, path[1])
 
 
 def _is_count(value: Any) -> bool:

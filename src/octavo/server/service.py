@@ -211,6 +211,7 @@ class Service(HttpService):
         with spelling(job.spelled):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
+            self._check_may_begin(tenant)  # again: reading may take long
             options = self._options(job)
             opened = self._open[request_id] = _Open(tenant)
             try:

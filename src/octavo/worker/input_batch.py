@@ -108,6 +108,8 @@ class InputBatch:
         num_scratch_blocks: int = 0,
         num_groups: int = 1,
     ) -> None:
+        if num_groups > 2:
+            raise ValueError(f"attention kernels read the blocks of two KV groups at most, not of {num_groups}")
         copies = copies or SharedMemory()
         self.block_size = block_size
         self._tensors = copies.to_device_together

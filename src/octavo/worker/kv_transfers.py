@@ -19,7 +19,7 @@ import torch
 
 from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.kv_tiers import EndedTransfer
-from octavo.data.scheduler_output import TransferDirection, are_whole
+from octavo.data.scheduler_output import TransferDirection, are_whole, need_parts
 from octavo.kv_transfer import group_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.kv_transfer.tiers import TierTally
@@ -145,7 +145,7 @@ class KVTransferThreads:
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
         """Load a piece; return whether to go on with the next."""
         keys, block_ids = self._piece(moving, first)
-        views, needs_all = self._blocks.views(buffer, len(keys)), are_whole(block_ids)
+        views, needs_all = self._blocks.views(buffer, len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
         with moving.lock:
             if moving.is_cancelled:
@@ -220,6 +220,10 @@ class StoredBlocks:
     def views(self, buffer: Tensor, count: int) -> list[memoryview]:
         """Return the first blocks of a buffer, each as its bytes."""
         return [memoryview(row) for row in buffer[:count].numpy()]
+
+    def need_all(self, block_ids: list[list[int]]) -> list[bool]:
+        """Return which blocks of a load need the content of another group than the first; all if there is none."""
+        return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
     def write(self, block_ids: list[list[int]], buffer: Tensor) -> None:
         """Copy the first blocks of a buffer into these of each group (mutates them); `NO_BLOCK` is passed over."""

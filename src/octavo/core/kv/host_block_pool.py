@@ -117,14 +117,14 @@ class HostBlockPool:
 
         groups: KV groups of which the device has it. None if all of that is here already (it counts as used), or if
         there is no room. The same content under another name makes room: it can no longer be found, because the start
-        of its sequence was lost. So does the same content of fewer groups.
+        of its sequence was lost. So does the same content if the device has that of further groups, too.
         """
         assert block.hash is not None
         assert block.name is not None
         present = self._index.get(block.hash)
         if present is not None and present.block_id in self.lent:
             return None
-        if present is not None and present.name == block.name and present.groups >= groups:
+        if present is not None and present.name == block.name and not present.groups < groups:
             self._cached.move_to_end(present.block_id)
             return None
         if present is not None:

@@ -1,4 +1,4 @@
-"""What the KV cache manager asks of a KV group, whatever its kind."""
+"""What the KV cache manager asks of every KV group. Of the bounded ones it asks more: see `BoundedGroup`."""
 
 from __future__ import annotations
 
