@@ -267,6 +267,20 @@ def test_an_interrupt_while_a_request_is_prepared_leaves_its_id_free(monkeypatch
     assert [output.request_id for output in engine.step()] == ["a"]
 
 
+def test_an_interrupt_while_a_request_is_submitted_leaves_its_id_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(FakeExecutor())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeExecutor, "prepare", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request("a", "hello")
+    engine.add_request("a", "hello", SamplingParams(max_tokens=1))
+    assert [output.request_id for output in engine.step()] == ["a"]
+
+
 @pytest.mark.parametrize("client", [LocalCore, RemoteCore])
 def test_both_clients_have_the_signatures_of_the_protocol(client: type) -> None:
     for name, member in vars(CoreClient).items():

@@ -13,7 +13,7 @@ from octavo.kernels.quantization import kv_scales
 from octavo.models.kv_layout import KVLayout, KVShape, LayerGroup
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
-from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.memory import block_bytes, decide_num_host_blocks
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_layers_alike_stand_where_stores_expect_them():
     """[layers, 2, num_kv_heads, block_size, head_dim], whose bytes stores keep under keys with this version."""
     layout = KVLayout((KVShape(3, 8),) * 2)
     cache = PagedKVCache(layout, num_blocks=[2], block_size=4, dtype=torch.float32, device=CPU)
-    assert cache.layout_version == 1
+    assert LAYOUT_VERSION == 1
     as_ever = cache.groups[0].blocks.view(2, 2, 2, 3, 4, 8)
     for index in range(2):
         for number, rows in enumerate(cache.layer(index)):

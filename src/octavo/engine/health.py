@@ -44,9 +44,9 @@ class Health:
         self._looked_at = self._heard_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Note that the watcher looks, as it does several times a second.
+        """Note that the thread that drives the engine looks, as it does several times a second.
 
-        Where it did not it was stopped itself, perhaps with the whole machine: that it heard nothing says nothing.
+        If it did not, it was stopped itself, perhaps with the whole machine, and its silence says nothing.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -131,7 +131,11 @@ class Engine:
             accept(error)
 
         self._submitted[request_id] = processed
-        self.client.add_request(request_id, processed.streams, answer)
+        try:
+            self.client.add_request(request_id, processed.streams, answer)
+        except BaseException:  # an interrupt as well: the id would be in use for ever
+            self._submitted.pop(request_id, None)
+            raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now; each gets its last output, with finish_reason "abort", from a later `step`.

@@ -89,8 +89,9 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, call `meanwhile` while it loads, and return its result once the process is ready.
 
-        progress(done, total) is called with packed bytes of weights. Raises what `meanwhile` raises, and what keeps the
-        process from getting ready: `ConfigError`, `ModelError`, `EngineDeadError`.
+        progress(done, total) is called with packed bytes of weights, after `meanwhile` has returned. Raises what
+        `meanwhile` raises, the `ConfigError` or `ModelError` that the process reports, and `EngineDeadError` if it ends
+        or cannot be started.
         """
         self._progress = progress or self._progress
         try:
@@ -172,7 +173,6 @@ class RemoteCore:
         logger.error("the engine process %s; starting it again in %g s", why, pause)
         text = f"the engine process {reason}; it is being started again"
         error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
-        self._news = []
         self._refuse_pending(error)
         self._lose(error)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.kv_tiers import HOST, TierMove
 
 if TYPE_CHECKING:
@@ -106,11 +105,6 @@ class PagedKVCache:
         return sum(group.block_bytes for group in self.groups)
 
     @property
-    def bounded_groups(self) -> list[KVGroupSpec]:
-        """The groups but the first, as the scheduler knows them."""
-        return [KVGroupSpec(group.kind, group.num_blocks) for group in self.groups[1:]]
-
-    @property
     def memory(self) -> list[Tensor]:
         """What is reserved on the device."""
         return [group.blocks for group in self.groups if group.blocks.nbytes]
@@ -119,17 +113,6 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         """Bytes reserved on the device."""
         return sum(each.nbytes for each in self.memory)
-
-    @property
-    def summary(self) -> str:
-        """Return its blocks, for the log."""
-        others = (f", {group.num_blocks} of {group.kind}" for group in self.groups[1:])
-        return f"{self.num_blocks} blocks{''.join(others)}"
-
-    @property
-    def layout_version(self) -> int:
-        """What of the layout decides which bytes stores keep under a key."""
-        return LAYOUT_VERSION if len(self.groups) == 1 else LAYOUT_VERSION_OF_GROUPS
 
     def copy(self, copies: BlockCopies) -> tuple[TierMove, ...]:
         """Copy whole blocks, bit for bit, in the order that `BlockCopies` states.
