@@ -21,6 +21,7 @@ EXPECTED = (
     r"nothing is promised for \w+",
     r"kernels are compiled here",
     r"it is in int4 already",
+    r"Python 3\.14 collects in increments",
     r"it is given the memory",
     r"no file system may be mounted here",
     r"no socket of both families",

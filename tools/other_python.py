@@ -35,6 +35,7 @@ TOOLS = (
     "pytest-xdist",
     "hypothesis",
     "httpx",
+    "transformers>=5,<6",
     "jsonschema[format]",
     "psutil",
     "openai",

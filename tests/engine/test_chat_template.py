@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from datetime import datetime
 
 import pytest
@@ -314,7 +315,7 @@ def test_a_template_file_that_is_not_text(tmp_path):
 
 def test_a_message_that_is_nested_too_deep_is_refused(tmp_path):
     deep = []
-    for _ in range(900):  # less than a body's decoder takes
+    for _ in range(sys.getrecursionlimit()):
         deep = [deep]
     write(tmp_path, {"chat_template": "{{ messages[0].content }}"})
     with pytest.raises(RequestError, match="nested too deep"):

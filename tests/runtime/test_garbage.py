@@ -27,6 +27,7 @@ def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
     assert shown == "True True True True"
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 collects in increments")
 def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
     """And not when that is a quarter of all there is."""
     shown = in_a_process_of_its_own("""

@@ -106,12 +106,8 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
 
 def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
     """3: a request holds the blocks that it reads. 5: a block is one block's part at most; cached ones are found."""
-    manager, every, free, cached = (
-        scheduler.kv_cache_manager,
-        range(group.num_blocks),
-        group.free_ids(),
-        group.cached_ids(),
-    )
+    every, free, cached = range(group.num_blocks), group.free_ids(), group.cached_ids()
+    blocks = scheduler.kv_cache_manager.pool.blocks
     for request in scheduler.requests.values():
         yield from _check_bounded_table(scheduler, group, request)
     block_of = {each: first_id for each in every if (first_id := group.block_of(each)) is not None}
@@ -121,7 +117,7 @@ def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach
     if wrong:
         message = f"blocks of group {group.index} that are the part of another block than that says: {wrong}"
         yield Breach(5, message, wrong, group.index)
-    findable = {each for each, first_id in block_of.items() if manager.pool.blocks[first_id].hash is not None}
+    findable = {each for each, first_id in block_of.items() if blocks[first_id].hash is not None}
     wrong = (*(each for each in free if each in block_of), *(each for each in cached if each not in findable))
     if wrong:
         message = f"free blocks of group {group.index} that are a part, or cached ones that are not found: {wrong}"

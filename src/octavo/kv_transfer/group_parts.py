@@ -79,7 +79,7 @@ def load(
 ) -> int:
     """Fill blocks in order; return how many, from the first one on, have the content that is needed.
 
-    needs_all: of each block whether the content of all groups is needed. part_bytes: of the first group's.
+    needs_all: of each block whether another group than the first needs its content. part_bytes: of the first group's.
     """
     done, only_first_group = 0, False
     while done < len(keys):

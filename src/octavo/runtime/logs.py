@@ -74,8 +74,11 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
         try:
             super().emit(record)
         except OSError as error:  # opening it anew
-            line = self.format(record)
-            logger.error("the audit log %s cannot be opened (%s): %s", self.baseFilename, error.strerror, line)  # noqa: TRY400
+            told = self.baseFilename, error.strerror, self.format(record)
+            failure = logger.makeRecord(
+                logger.name, logging.ERROR, __file__, 0, "the audit log %s cannot be opened (%s): %s", told, None
+            )
+            logger.callHandlers(failure)  # `logger.error` does nothing in a handler since Python 3.14
 
 
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:

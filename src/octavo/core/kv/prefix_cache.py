@@ -129,8 +129,8 @@ class PrefixCache:
         in_host = self._find_in_host(request, found)
         num_usable = longest_hit(self._bounded, found, in_host, num_tokens)
         if self._host.num_cached_blocks and num_usable < len(found) + len(in_host):
-            num_seen = min(len(found) * self._block_size, num_tokens - 1)
-            covered = found[: num_covered(self._bounded, found, num_seen)]
+            num_read = min(len(found) * self._block_size, num_tokens - 1)
+            covered = found[: num_covered(self._bounded, found, num_read)]
             after = self._find_in_host(request, covered)
             num_with_host = longest_hit(self._bounded, covered, after, num_tokens)
             if num_with_host > num_usable:
