@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +89,19 @@ def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(aud
     folder.mkdir()
     audit.info(logs.Fields({"status": 500}))
     assert json.loads((folder / "audit.jsonl").read_text())["status"] == 500
+
+
+def test_a_line_for_which_the_disk_has_no_room_goes_to_the_log(audit, tmp_path, caplog, monkeypatch):
+    def full(_text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logs.configure("WARNING", "text", audit_file=tmp_path / "audit.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(audit.handlers[0], "stream", SimpleNamespace(write=full, flush=list, close=list))
+        audit.info(logs.Fields({"status": 404}))
+    (line,) = caplog.messages
+    assert "cannot be written (No space left on device)" in line
+    assert '"status": 404' in line
 
 
 def test_a_file_that_cannot_be_written_is_told(audit, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -73,12 +74,16 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError as error:  # opening it anew
-            told = self.baseFilename, error.strerror, self.format(record)
-            failure = logger.makeRecord(
-                logger.name, logging.ERROR, __file__, 0, "the audit log %s cannot be opened (%s): %s", told, None
-            )
-            logger.callHandlers(failure)  # `logger.error` does nothing in a handler since Python 3.14
+        except OSError:  # opening it anew; from Python 3.14 on `logging` calls `handleError` for that, too
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by `logging`
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            line = self.format(record)
+            logger.error("the audit log %s cannot be written (%s): %s", self.baseFilename, error.strerror, line)
+        else:
+            super().handleError(record)
 
 
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
