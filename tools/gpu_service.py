@@ -28,7 +28,7 @@ from octavo.core import invariants
 from octavo.data.events import RequestFinished, RequestPreempted, RequestQueued
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gpu_device import Check, Entries
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_GROWTH = 32 << 20  # bytes of memory, on the device and beside it, after the warm-up
 _WARM_UP = 0.3  # of the time
 _START_S = 240.0  # a server may take to be ready
-_GONE_S = 20.0  # its engine may take to end behind it
+_GONE_S = 20.0  # its engine may take to end after it
 
 
 def soak(check: Check, entries: Entries) -> None:
@@ -193,12 +193,23 @@ class _Server:
 
     def complete(self, prompt: list[int], max_tokens: int) -> Any:
         """Return the choices of a greedy completion, with log probabilities."""
-        asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 1, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{self._address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with _open(request) as answer:
+        with self._ask(prompt, max_tokens, logprobs=1) as answer:
             return json.load(answer)["choices"]
+
+    def stream(self, prompt: list[int], max_tokens: int, num_choices: int) -> Iterator[str]:
+        """Yield the events of a streamed completion, the last of which is "[DONE]"."""
+        with self._ask(prompt, max_tokens, n=num_choices, stream=True) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    yield line.removeprefix(b"data: ").decode().strip()
+
+    def _ask(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
+        asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | options
+        return _open(
+            urllib.request.Request(
+                f"{self._address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            )
+        )
 
     def kill(self) -> None:
         """End it at once, and wait until its engine is gone as well."""
@@ -206,23 +217,22 @@ class _Server:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         wait_until(lambda: not any(map(_is_alive, self.engines)), _GONE_S, "the engine of a killed server ends")
-        self._reader.join(_GONE_S)  # whoever has the other end is gone
+        self._reader.join(_GONE_S)  # the processes at the other end are gone
         self.process.stderr.close()
 
 
 def _killed(check: Check) -> dict[str, Any]:
-    """Answer, and answer again behind a server that was killed while others waited for their tokens."""
+    """Compare the answers of a server that is killed while it streams others with those of the server after it."""
     free()
     rng, sizes = random.Random(2), check.sizes
     prompts = [[rng.randrange(5, 900) for _ in range(rng.randint(1, sizes.longest_prompt))] for _ in range(4)]
     prompts = prompts[:1] if check.is_dry else prompts
     first = _Server(check)
-    answers, lost = [], 0
+    answers = []
     try:
         answers.append([first.complete(prompt, sizes.new_tokens) for prompt in prompts])
-        clients = [_Client(first, prompt[:8], 2000) for prompt in prompts]  # the built-in model has room for 2,048
-        time.sleep(0.2)  # they are at work then
-        lost = sum(client.is_alive() for client in clients)
+        clients = [_Client(first, prompt[:8]) for prompt in prompts]
+        wait_until(lambda: all(each.has_begun or not each.is_alive() for each in clients), _START_S, "clients read")
     finally:
         first.kill()
     second = _Server(check)
@@ -233,28 +243,37 @@ def _killed(check: Check) -> dict[str, Any]:
     for client in clients:
         client.join(_GONE_S)
     hang = sum(client.is_alive() for client in clients)
-    found = {"is_equal": answers[0] == answers[1], "is_right": lost > 0 and hang == 0}
+    lost = sum(client.is_lost for client in clients)
+    found = {"is_equal": answers[0] == answers[1], "is_right": lost == len(prompts) and hang == 0}
     return found | {"num_lost": lost, "num_clients_that_hang": hang, "start_s": second.start_s}
 
 
 class _Client(threading.Thread):
-    """Waits for a completion that does not come."""
+    """Reads a streamed completion whose server is killed before it ends.
 
-    def __init__(self, server: _Server, prompt: list[int], max_tokens: int) -> None:
+    has_begun: whether an event has come. is_lost: whether the stream broke off after that.
+    """
+
+    def __init__(self, server: _Server, prompt: list[int]) -> None:
         super().__init__(daemon=True)
-        self._ask = partial(server.complete, prompt, max_tokens)
+        # Many long choices, so that they cannot end first. The built-in model has room for 2,048 tokens.
+        self._events = server.stream(prompt, max_tokens=2000, num_choices=16)
+        self.has_begun = self.is_lost = False
         self.start()
 
     def run(self) -> None:
-        """Ask; that the server went away is what is wanted."""
+        """Read the events until the stream ends or breaks off."""
+        last = ""
         try:
-            self._ask()
+            for last in self._events:  # noqa: B007 - the last one is looked at
+                self.has_begun = True
         except (OSError, http.client.HTTPException):
-            return
+            pass
+        self.is_lost = self.has_begun and last != "[DONE]"
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait. Raises `TimeoutError` where it takes longer."""
+    """Wait. Raises `TimeoutError` if it takes longer."""
     end = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > end:

@@ -66,40 +66,52 @@ def test_each_ends_once():
 
 
 class Server:
-    """A server whose answers a test knows; requests of many tokens wait until it is killed, or for ever."""
+    """A server whose answers are known. streams: "break" when it is killed, "hang", "end" before it, or "fail"."""
 
-    answers, hangs, made = ("one", "one"), False, 0
+    answers, streams, made = ("one", "one"), "break", 0
 
     def __init__(self, _check):
         self.start_s, self.answer = 1.0, self.answers[type(self).made]
         type(self).made += 1
-        self.is_over = gpu_service.threading.Event()
+        self.is_killed = gpu_service.threading.Event()
 
     def complete(self, _prompt, max_tokens):
-        if max_tokens > 100:
-            self.is_over.wait(5.0)
-            raise ConnectionResetError
+        assert max_tokens < 100
         return self.answer
 
+    def stream(self, _prompt, max_tokens, num_choices):
+        assert max_tokens * num_choices > 10_000
+        if self.streams == "fail":
+            raise ConnectionRefusedError
+        yield "a token"
+        if self.streams == "end":
+            yield "[DONE]"
+            return
+        self.is_killed.wait(5.0)
+        raise ConnectionResetError
+
     def kill(self):
-        if not self.hangs:
-            self.is_over.set()
+        if self.streams != "hang":
+            self.is_killed.set()
 
 
 @pytest.mark.parametrize(
-    ("answers", "hangs", "expected"),
+    ("answers", "streams", "expected"),
     [
-        (("one", "one"), False, (True, True)),
-        (("one", "two"), False, (False, True)),
-        (("one", "one"), True, (True, False)),
+        (("one", "one"), "break", (True, True)),
+        (("one", "two"), "break", (False, True)),
+        (("one", "one"), "hang", (True, False)),
+        (("one", "one"), "end", (True, False)),
+        (("one", "one"), "fail", (True, False)),
     ],
 )
-def test_a_server_that_was_killed(check, monkeypatch, answers, hangs, expected):
-    monkeypatch.setattr(gpu_service, "_Server", type("Fake", (Server,), {"answers": answers, "hangs": hangs}))
-    monkeypatch.setattr(gpu_service, "_GONE_S", 0.1 if hangs else 20.0)
+def test_a_server_that_was_killed(check, monkeypatch, answers, streams, expected):
+    monkeypatch.setattr(gpu_service, "_Server", type("Fake", (Server,), {"answers": answers, "streams": streams}))
+    monkeypatch.setattr(gpu_service, "_GONE_S", 0.1 if streams == "hang" else 20.0)
     entry = found(check, gpu_service.restart)["killed"]
     assert (entry["is_equal"], entry["is_right"]) == expected
-    assert entry["num_lost"] == 1
+    assert entry["num_lost"] == (streams == "break")
+    assert entry["num_clients_that_hang"] == (streams == "hang")
 
 
 def test_without_the_server_it_is_left_out(check, monkeypatch):
