@@ -15,7 +15,7 @@ from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.named_calls import KimiK2Format
 from octavo.server.answers.parts import Part, joined
-from octavo.server.answers.tagged_calls import GLM47Format, GLMFormat, Qwen3CoderFormat, SeedOSSFormat
+from octavo.server.answers.tagged_calls import GLM47Format, GLMFormat, Hy3Format, Qwen3CoderFormat, SeedOSSFormat
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
@@ -133,6 +133,35 @@ def test_a_call_within_a_value_is_text_of_it(family: type[ToolFormat], value: st
     ]
     for some in (calls[:1], calls):
         assert told(read(family(), family().write(some))) == ("", some)
+
+
+def test_marks_of_a_call_in_two_values_join_no_arguments() -> None:
+    arguments = {"path": "a <tool_call:opensource> b", "content": "c </tool_call:opensource> d"}
+    written = Hy3Format().write([("write", arguments)])
+    assert told(read(Hy3Format(), written)) == ("", [("write", arguments)])
+    slip = "</arg_value:opensource/>".join(written.rsplit("</arg_value:opensource>", 1))
+    assert told(read(Hy3Format(), slip)) == ("", [("write", arguments)])
+
+
+def test_a_name_without_an_end_does_not_hold_a_value_back() -> None:
+    begun = Hy3Format().write([("write", {"path": "a", "content": "b"})]).rpartition("b")[0]
+    parser = Hy3Format().parser(FUNCTIONS)
+    parts = joined(parser.feed(begun + "<tool_call:opensource>" + "n" * 4000))
+    assert parts[-1].text.endswith("n" * 3000)
+
+
+@pytest.mark.parametrize("name", ["read", "n" * 600])
+def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
+    example = f"<tool_call:opensource>{name}<tool_sep:opensource>\n</tool_call:opensource>"
+    for value in (example, f"<tool_call:opensource>{name}", f"<tool_call:opensource>{name}<tool_sep:opensource> x"):
+        calls: list[tuple[str, dict[str, Any]]] = [("write", {"path": value, "content": "c"})]
+        text = Hy3Format().write(calls)
+        answers = []
+        for size in (1, 7, len(text)):
+            parser = Hy3Format().parser(FUNCTIONS)
+            pieces = [text[start : start + size] for start in range(0, len(text), size)]
+            answers.append(told(joined([part for each in pieces for part in parser.feed(each)] + parser.finish())))
+        assert answers == [("", calls)] * 3
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.call_parser import MalformedError
+from octavo.server.answers.call_sections import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,6 +105,9 @@ class TagEnd:
         self._any = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))))
         starts = range(1, max(2, len(closes) - 2))
         self._remnants = (*(closes[start:] for start in starts), *(closes[:-start] for start in starts))
+        # A call within the value begins with this, a name, a mark and one of the follows; the opener alone is text.
+        self._call_begins, self._named = (form.call_opens or form.opens).strip(), form.named.strip()
+        self._call_follows = tuple(mark for mark in (opens, *self._breaks) if mark)
         self._num_open = 0  # calls that began within the value and have not ended
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
@@ -165,7 +169,11 @@ class TagEnd:
         start, depth = (self._inner_at, self._inner_depth) if self._inner_at else (place, self._num_open)
         for mark in self._calls.finditer(text, start):
             if mark.group() == self._openers[-1]:
-                depth += 1
+                begins = self._begins_call(text, mark.start(), is_over=is_over)
+                if begins is None:
+                    self._inner_at, self._inner_depth = mark.start(), depth
+                    return None
+                depth += begins
             elif depth:
                 depth -= 1
             else:
@@ -174,11 +182,29 @@ class TagEnd:
         self._inner_at, self._inner_depth = max(start, len(text) - self._longest), depth
         return False if is_over else None
 
+    def _begins_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
+        """Return whether a whole head of a call begins at a place; None if more text is needed."""
+        head = text[place : place + _MAX_MARK_CHARS]
+        unknown = False if is_over or len(head) == _MAX_MARK_CHARS else None
+        if not head.startswith(self._call_begins):
+            return unknown if self._call_begins.startswith(head) else False
+        name = NAME.match(head, len(self._call_begins))
+        rest = head[len(self._call_begins) if name is None else name.end() :].lstrip()
+        if not rest.startswith(self._named):
+            return unknown if self._named.startswith(rest) else False
+        rest = rest[len(self._named) :].lstrip()
+        if rest.startswith(self._call_follows):
+            return True
+        return unknown if any(each.startswith(rest) for each in self._call_follows) else False
+
     def _judged_mark(self, text: str, place: int, *, is_over: bool) -> _Verdict:
         """Judge the beginning or the end of a call."""
         if not any(text.startswith(each, place) for each in self._breaks):
-            self._has_tags = True  # of a call within the value
-            self._num_open += text.startswith(self._openers[-1], place)
+            begins = self._begins_call(text, place, is_over=is_over)
+            if begins is None:
+                return None
+            self._has_tags = True
+            self._num_open += begins
             return False
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
