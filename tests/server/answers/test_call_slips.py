@@ -135,6 +135,17 @@ def test_a_call_within_a_value_is_text_of_it(family: type[ToolFormat], value: st
         assert told(read(family(), family().write(some))) == ("", some)
 
 
+@pytest.mark.parametrize("family", [Qwen3CoderFormat, SeedOSSFormat, GLMFormat, GLM47Format])
+def test_a_property_may_be_named_like_a_mark(family: type[ToolFormat]) -> None:
+    properties = {"<think>": STRING, "b": {"type": "boolean"}}
+    functions = [Function("mark", {"type": "object", "properties": properties, "required": ["<think>", "b"]})]
+    for arguments in ({"<think>": "</s>", "b": True}, {"<other>": "x", "b": True}):
+        text = family().write([("mark", arguments)])
+        parser = family().parser(functions)
+        expected = ("", [("mark", arguments)]) if "<think>" in arguments else (text, [])
+        assert told(joined(parser.feed(text) + parser.finish())) == expected
+
+
 def test_marks_of_a_call_in_two_values_join_no_arguments() -> None:
     arguments = {"path": "a <tool_call:opensource> b", "content": "c </tool_call:opensource> d"}
     written = Hy3Format().write([("write", arguments)])

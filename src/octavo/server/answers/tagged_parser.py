@@ -98,7 +98,8 @@ class TaggedParser(ValueParser):
         """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
-        if key in self._given or "<" in key or "\n" in key:
+        is_named = key in property_names(parameters, parameters)
+        if key in self._given or (not is_named and ("<" in key or "\n" in key)):
             raise MalformedError
         self._given.add(key)
         is_padded = self.is_padded and (yield from self._peek()) == "\n"
