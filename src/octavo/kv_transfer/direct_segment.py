@@ -61,7 +61,7 @@ class Segment:
             return {key for key in keys if key not in self._slots}
 
     def put(self, key: bytes, block: memoryview) -> bool:
-        """Store a copy of a block. Returns False if all slots are being read."""
+        """Store a copy of a block. Returns False if all slots are being read or written."""
         with self._lock:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -79,7 +79,7 @@ class Segment:
         return True
 
     def _take(self) -> memoryview | None:
-        """Return memory for a block, evicting one if necessary; None if all are being read. Needs the lock."""
+        """Return memory for a block, evicting one if necessary; None if there is none to evict. Needs the lock."""
         if self._free:
             return self._free.pop()
         content = next(self._contents, None)
