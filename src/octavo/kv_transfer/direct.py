@@ -1,4 +1,4 @@
-"""KV from a prefill engine to a decode engine, without a store between them, by Mooncake's TransferEngine."""
+"""Direct KV transfer from a prefill to a decode engine, with Mooncake's TransferEngine and no store between."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """What a side of a prefill/decode pair hears of requests and transfers; the side itself is a `KVStore`.
+    """Events of requests and transfers for one side of a prefill/decode pair; that side is also a `KVStore`.
 
-    All of it is told by the engine's thread, and returns at once. port: where a prefill engine is asked for KV.
+    Called on the engine's thread; must not block. port: on which a prefill engine serves KV, else None.
     """
 
     port: int | None
 
     def request_added(self, request: Request) -> None:
-        """Take note of a newcomer."""
+        """A request was added."""
         ...
 
     def request_finished(self, request: Request) -> None:
-        """Take note that a request ended."""
+        """A request ended."""
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Take note that blocks are loaded or saved from now on."""
+        """A load or save of blocks was scheduled."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Take note that this is over, however it ended."""
+        """A transfer ended, with or without success."""
         ...
 
     def expect(self, request: Request) -> bool:
-        """Take note that a request is asked for; return whether its blocks come from a prefill engine directly."""
+        """Expect a request's KV. Returns True if its blocks come directly from a prefill engine."""
         ...
 
     def forget_expected(self, request_id: str) -> None:
-        """Take note that nobody waits any more for what was expected."""
+        """Cancel `expect` for a request."""
         ...
 
 
 class NoConnector:
-    """KV goes through stores alone."""
+    """Null object: KV moves through stores only."""
 
     port: int | None = None
 
@@ -81,8 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers; None without `config.direct`. Raises `ConfigError`.
 
-    secret: both sides need the same. kv_format: what the KV of this engine depends on besides tokens, by name; an
-    engine in which it differs is refused, and both logs say why.
+    secret: equal on both sides. kv_format: named properties (apart from tokens) that this engine's KV depends on.
+    An engine with a different kv_format is rejected, and both sides log the reason.
     """
     if not config.direct:
         return None
@@ -96,7 +96,7 @@ def create_connector(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the memory on this machine that direct transfers take."""
+    """Return the host memory that direct transfers need, in bytes."""
     if not config.direct:
         return 0
     if config.role == "prefill":
@@ -105,5 +105,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return how many loads go on at once: those that wait for prompts to be computed are in nobody's way."""
+    """Return the number of load threads; loads that wait for a prefill must not block the rest."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

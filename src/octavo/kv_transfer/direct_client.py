@@ -1,4 +1,4 @@
-"""The TransferEngine of an engine: its process is started with it, and again where it has ended."""
+"""An engine's TransferEngine process: started with the engine, and restarted if it ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-_PAUSE_S = 5.0  # behind a process that could not be started
-_GONE_S = 10.0  # a process that does not answer for so long is replaced; nobody waits for it that long
-_ANYBODY = "192.0.2.1:9"  # an address for documentation (RFC 5737), which is on no network of anybody's
+_PAUSE_S = 5.0  # before the next attempt after a failed start
+_GONE_S = 10.0  # a process that does not answer for this long is replaced; callers time out earlier
+_ANYBODY = "192.0.2.1:9"  # a documentation address (RFC 5737), on no real network
 
 
 class TransferClient:
-    """Makes a `MooncakeClient` without a pool, on a thread of its own. Any thread may call.
+    """Starts a `MooncakeClient` without a pool on a background thread, and restarts it if needed. Thread-safe.
 
-    Others reach it by the address that this machine has for most of them, until it is known which one they use.
-    object_bytes: of a header and a block. num_areas: so many transfers may go on at once.
+    It advertises this machine's default address until `get` learns the one that peers use.
+    object_bytes: size of a header and a block. num_areas: maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -34,7 +34,7 @@ class TransferClient:
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None
         self._host = _usual_address()
-        self._is_guess = True  # that host
+        self._is_guess = True  # _host is not confirmed by a peer
         self._is_opening = self._is_closed = False
         self._error = ""
         self._again_at = 0.0
@@ -43,18 +43,19 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process there is; None where there is none."""
+        """Id of the current process; None if there is none."""
         client = self._client
         return None if client is None else client.process_id
 
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
-        """Return one that is alive; None if it is not there in time.
+        """Return a client that is alive; None if none is ready within timeout_s.
 
-        host: the address of this machine on the way to who wants to reach it. Raises `StoreError` where it could not be
-        started, for a while.
+        host: this machine's address on the route to the peer. The first one that is not a loopback address replaces
+        the default address, which may restart the process. Raises `StoreError` after `close`, and after a failed start
+        until the next attempt.
         """
         with self._changed:
-            if self._is_guess and not ip_address(host).is_loopback:  # on one machine any of its addresses does
+            if self._is_guess and not ip_address(host).is_loopback:  # local peers can use any address
                 is_other, self._host, self._is_guess = host != self._host, host, False
                 if is_other:
                     self._changed.wait_for(lambda: not self._is_opening, timeout_s)
@@ -69,12 +70,12 @@ class TransferClient:
             return self._client
 
     def _begin(self) -> None:
-        """Start one. The lock is held."""
+        """Start a process in the background. Needs the lock."""
         self._is_opening, self._error = True, ""
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """Let the one that there is end. The lock is held."""
+        """End the current process, if any. Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -97,7 +98,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process; none is started any more."""
+        """End the process and start no further one."""
         with self._changed:
             self._is_closed = True
             self._drop()
@@ -105,8 +106,8 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Return the address that this machine has for most others; nothing is sent."""
+    """Return this machine's address on the default route; sends nothing."""
     try:
         return own_address(_ANYBODY)
     except StoreError:
-        return "127.0.0.1"  # it has no way to others
+        return "127.0.0.1"  # no route to other machines

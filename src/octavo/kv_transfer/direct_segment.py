@@ -1,4 +1,4 @@
-"""Blocks that a prefill engine has for decode engines, in memory of a fixed size."""
+"""Fixed-size memory in which a prefill engine keeps blocks for decode engines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEADER_BYTES = 128  # of what is written before a block, whose bytes begin on a cache line
-DONOR_AREAS = 8  # writes at once
-RECEIVER_AREAS = 16  # loads at once; most of their time they wait for prompts to be computed
+HEADER_BYTES = 128  # header before each block; keeps the block aligned to a cache line
+DONOR_AREAS = 8  # concurrent writes
+RECEIVER_AREAS = 16  # concurrent loads; they mostly wait for prompts to be computed
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Where a block stands. num_leases: of those who are reading it; so long nothing else is written there."""
+    """A stored block. num_leases: active readers; the memory is not reused while there are any."""
 
     content: memoryview
     checksum: bytes
@@ -29,9 +29,9 @@ class _Slot:
 
 
 class Segment:
-    """Keeps blocks by key with their checksums; the longest unused that nobody reads makes way. Any thread may call.
+    """Blocks by key, with checksums. Evicts the least recently used block that has no readers. Thread-safe.
 
-    Its memory is taken from the system as it is used. Raises `ConfigError` where not one block has room.
+    The system allocates its memory on first use. Raises `ConfigError` if max_bytes is smaller than one block.
     """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Segment:
         memory = memoryview(mmap.mmap(-1, self.num_slots * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._contents = (memory[start : start + block_bytes] for start in range(0, len(memory), block_bytes))
         self._free: list[memoryview] = []
-        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the longest unused first
+        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self.num_evicted = 0
 
@@ -51,17 +51,17 @@ class Segment:
         return len(self._slots)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, are there."""
+        """Return the number of leading keys that are stored."""
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that are not there."""
+        """Return the keys that are not stored."""
         with self._lock:
             return {key for key in keys if key not in self._slots}
 
     def put(self, key: bytes, block: memoryview) -> bool:
-        """Keep a copy; return whether it is there now."""
+        """Store a copy of a block. Returns False if all slots are being read or written."""
         with self._lock:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -72,14 +72,14 @@ class Segment:
         content[:] = block
         slot = _Slot(content, checksum(key, content))
         with self._lock:
-            if key in self._slots:  # saved twice at once
+            if key in self._slots:  # another thread stored it meanwhile
                 self._free.append(content)
             else:
                 self._slots[key] = slot
         return True
 
     def _take(self) -> memoryview | None:
-        """Return room for a block, at the cost of another one if need be. The lock is held."""
+        """Return memory for a block, evicting one if necessary; None if there is none to evict. Needs the lock."""
         if self._free:
             return self._free.pop()
         content = next(self._contents, None)
@@ -92,7 +92,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) while nothing else is written there; return whether it is there."""
+        """Call use(block, checksum) with the block pinned. Returns False if the key is unknown."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
@@ -104,12 +104,12 @@ class Segment:
         finally:
             with self._lock:
                 slot.num_leases -= 1
-                if self._slots.get(key) is not slot and not slot.num_leases:  # forgotten meanwhile
+                if self._slots.get(key) is not slot and not slot.num_leases:  # dropped during the read
                     self._free.append(slot.content)
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks; unknown keys are passed over."""
+        """Drop blocks; unknown keys are ignored. Memory that is being read is released after its last reader."""
         with self._lock:
             for key in keys:
                 slot = self._slots.pop(key, None)

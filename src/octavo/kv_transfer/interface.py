@@ -1,4 +1,4 @@
-"""The one interface behind which blocks of KV are kept outside of an engine's own memory."""
+"""The interface of stores that keep KV blocks outside the engine's own memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """A store could not do what it was asked: it is gone, full, or not allowed to. What was asked counts as a miss."""
+    """A store operation failed: the store is gone, full or lacks permission. The caller treats it as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds, and what became of it. All but the first three are totals since the start.
+    """Contents of a store, and counters since its start (num_evicted, num_corrupt, num_errors).
 
-    max_bytes: None where somebody else bounds it. num_corrupt: blocks that were not what was saved under their key.
-    num_errors: calls that failed. error: the last one while the store is not usable, "" while it is.
+    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks that failed their checksum. num_errors: failed
+    calls. error: the last error while the store is unusable, "" while it is usable.
     """
 
     num_blocks: int
@@ -33,48 +33,48 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Keeps blocks under keys that name all that their content depends on (`octavo.core.kv.block_hash`).
+    """Store of KV blocks. A key covers everything that the block's content depends on (`octavo.core.kv.block_hash`).
 
-    A key has one content for ever, so nothing is ever overwritten. What a store gives back is what was saved under the
-    key, whole, or it counts as not there: it looks for itself, by a checksum over key and content. Several threads may
-    call at once. `lacks` and `stats` return at once; the others may wait for disks and networks, and raise
-    `StoreError`. A store that fails costs time, never a token: it is asked again later.
+    A key's content never changes, so blocks are never overwritten. The store verifies a checksum over key and content
+    when it loads; a corrupt or incomplete block counts as a miss. Thread-safe. `lacks` and `stats` never block; the
+    other methods may wait for disk or network, and raise `StoreError`. A failure costs time but no tokens, and the
+    store is tried again later.
 
-    name: what its figures are called. block_bytes: the size of a block. Those with the first KV group only
-    (`octavo.kv_transfer.group_parts`) are shorter, under keys of their own: what is asked for has the size of what was
-    saved under its key, and all blocks of a save have one size.
+    name: used in its metrics. block_bytes: size of a full block. Blocks with only the first KV group
+    (`octavo.kv_transfer.group_parts`) are smaller and have separate keys. A load must use the size that was saved, and
+    all blocks of one save have the same size.
     """
 
     name: str
     block_bytes: int
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these, from the first one on, it has; they count as used now."""
+        """Return the number of leading keys that are stored, and mark them as recently used."""
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those that it does not have as far as it knows without asking anybody."""
+        """Return the keys that are missing according to local knowledge, without I/O."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks (writable, as large as what was saved) in order; return how many, from the first one on, are it.
+        """Fill blocks (writable, of the saved size) in order; return the number of leading blocks that are valid.
 
-        What stands in the others is undefined. What it finds to be wrong it has no longer afterwards.
+        The content of the remaining blocks is undefined. Corrupt blocks are dropped from the store.
         """
         ...
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Keep blocks; return how many, from the first one on, it has now. Their memory is the caller's afterwards."""
+        """Copy blocks into the store; return the number of leading ones stored. The caller may then reuse them."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks; unknown keys are passed over."""
+        """Drop blocks; unknown keys are ignored."""
         ...
 
     def stats(self) -> StoreStats:
-        """Return its figures."""
+        """Return current contents and counters."""
         ...
 
     def close(self) -> None:
-        """Give everything back; what is kept over restarts stays. A second call changes nothing."""
+        """Release all resources; persistent blocks are kept. A second call does nothing."""
         ...

@@ -1,1 +1,1 @@
-"""What any process needs: logs, faults told to one request, fair turns on threads, the garbage collector."""
+"""Services for every process: logs, per-request faults, fair scheduling on threads, garbage collection."""

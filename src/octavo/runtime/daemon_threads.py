@@ -1,4 +1,4 @@
-"""A few threads for calls that may hang: they end with the process, whatever they are doing."""
+"""Daemon threads for calls that may hang: they never delay process exit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class DaemonThreads:
-    """Runs tasks in their order on `num_threads` threads, which end when this object does.
+    """Runs tasks in order on `num_threads` threads, which end when this object is collected.
 
-    hangs_after_s: where every thread has been at one task for longer, the next task gets a thread more.
-    (The standard library's executors wait at exit for what their threads do.)
+    hangs_after_s: if every thread has spent longer than this on its task, `submit` adds a thread.
+    (The standard library's executors wait at exit for running tasks.)
     """
 
     def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:
@@ -31,7 +31,7 @@ class DaemonThreads:
         self._is_closed = False
         self._name = name
         self._hangs_after_s = hangs_after_s
-        self._begun: dict[int, float] = {}  # when each thread that is at a task began with it, by the thread's number
+        self._begun: dict[int, float] = {}  # start time of each running task, by thread number
         self._threads: list[threading.Thread] = []
         for _ in range(num_threads):
             self._add_thread()
@@ -45,7 +45,7 @@ class DaemonThreads:
         thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task as soon as a thread is free; after `close` not at all. What it raises is logged."""
+        """Run a task when a thread is free; ignored after `close`. Exceptions of the task are logged."""
         if self._is_closed:
             return
         self._tasks.put(task)
@@ -54,9 +54,9 @@ class DaemonThreads:
             self._add_thread()
 
     def close(self, timeout_s: float) -> bool:
-        """Let the threads end behind the tasks that they have begun; return whether all did in time.
+        """Discard queued tasks and wait for running ones. Returns True if all threads ended within timeout_s.
 
-        A second call waits again.
+        May be called again to wait longer.
         """
         self._is_closed = True
         _end(self._tasks, self._threads)
@@ -67,7 +67,7 @@ class DaemonThreads:
 
 
 def _end(tasks: Tasks, threads: list[threading.Thread]) -> None:
-    """Drop the tasks that nobody has begun, and let the threads end."""
+    """Discard queued tasks and signal the threads to end."""
     with contextlib.suppress(queue.Empty):
         while True:
             tasks.get_nowait()
@@ -80,7 +80,7 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         begun[number] = time.monotonic()
         try:
             task()
-        except BaseException:  # panics of libraries included: the next task has a thread
+        except BaseException:  # includes panics of libraries; the thread must survive
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
-        del task  # or what it holds would live until the next one
+        del task  # releases its objects before the next task arrives

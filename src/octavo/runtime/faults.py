@@ -1,12 +1,12 @@
-"""What goes wrong in the work for one request alone: logged once, under its id, and told to it and nobody else.
+"""Faults that concern one request: logged once with its id, and reported to that request only.
 
-What is done for many requests in one loop is done for each behind
+A loop over many requests guards the work for each with
 
     try: ...
     except BaseException as error:
         log_fault(request_id, "what was done", error)
 
-and ends that request with `request_failed(request_id)`.
+and fails that request with `request_failed(request_id)`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 
 
 def request_failed(request_id: str) -> str:
-    """Return the `error` of a request that ends so: it names the request, and nothing of the server's."""
+    """Return the error text for a failed request. It contains the request id and no server internals."""
     return f"request {request_id}: {ErrorCode.REQUEST_FAILED.text}"
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether something went wrong: else somebody wants an end. A panic of a library in Rust is no `Exception`."""
+    """Return True for a fault, False for a request to exit. A Rust library's panic is a fault but no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log what went wrong; raise again what is no fault."""
+    """Log a fault; re-raise the error if it is none (see `is_fault`)."""
     if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)
 
 
 def error_for(request_id: str, doing: str, error: BaseException) -> OctavoError:
-    """Return what a request hears of an error: that itself if octavo raised it on purpose, else it is logged."""
+    """Return an `OctavoError` as it is; log any other fault and return a `RequestFailedError` for the request."""
     if isinstance(error, OctavoError):
         return error
     log_fault(request_id, doing, error)

@@ -1,4 +1,4 @@
-"""What Python's garbage collector need not look at."""
+"""Exclude long-lived objects from garbage collection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def permanent_generation() -> Iterator[None]:
-    """Make what lives as long as its process: libraries, a model, an application.
+    """Disable the collector during the block, then freeze all existing objects (libraries, model, application).
 
-    The collector neither runs meanwhile nor looks at all that there is again. So a full collection, in which requests
-    would wait, is a matter of what requests made, and comes when there is much of that and not of all together. For a
-    process of octavo's own: the collector is that of the whole process.
+    Later full collections, which delay requests, visit and count only objects created afterwards. Affects the whole
+    process, so use it only in a process that octavo owns.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -24,7 +23,7 @@ def permanent_generation() -> Iterator[None]:
         yield
         gc.collect()
         gc.freeze()
-        gc.collect()  # which counts what it looked at, for when to come again
+        gc.collect()  # resets the count of surviving objects that schedules full collections
     finally:
         if was_enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Lets in one at a time on an event loop, tenants in turns."""
+"""A fair lock on an event loop: tenants take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Belongs to the event loop of those who pass it."""
+    """Lock for coroutines of one event loop, granted to tenants in turns. Not thread-safe."""
 
     def __init__(self) -> None:
         self._turns = Turns(self)
@@ -23,7 +23,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the tenant's turn, and have it until the block ends."""
+        """Hold the lock during the block, after waiting for the tenant's turn."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ticket = self._turns.submit(tenant, lambda: self._take(granted))
         try:
@@ -31,12 +31,12 @@ class Gate:
             await granted
             yield
         finally:
-            if not ticket.cancel():  # else its turn never came
+            if not ticket.cancel():  # cancelled: the turn was never granted
                 self._is_taken = False
                 self._let_in()
 
     def submit(self, run_next: Callable[[], None]) -> None:
-        """Be what `Turns` runs on: this is called when nobody has a turn."""
+        """Queue a callback of `Turns`, which runs when the lock is free (the `Executor` protocol)."""
         self._asked.append(run_next)
 
     def _let_in(self) -> None:
@@ -45,5 +45,5 @@ class Gate:
 
     def _take(self, granted: asyncio.Future[None]) -> None:
         self._is_taken = True
-        if not granted.done():  # else who waited has left just now, and gives the turn back
+        if not granted.done():  # else the waiter was cancelled and releases the lock in `turn`
             granted.set_result(None)

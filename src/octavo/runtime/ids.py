@@ -1,4 +1,4 @@
-"""Names of requests and of what answers hold."""
+"""Unique ids for requests and for items in responses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import itertools
 import secrets
 
 _secret = secrets.token_bytes(32)
-_count = itertools.count()  # counts in one step, whatever thread asks
+_count = itertools.count()  # next() is atomic, so any thread may call it
 
 
 def new_id() -> str:
-    """Return 32 hexadecimal digits that nobody has seen and nobody can guess.
+    """Return a unique, unguessable id of 32 hexadecimal digits. Thread-safe.
 
-    Without a call of the system: that lets another thread have the interpreter, and waits until it is given back.
+    Makes no system call, which would release the interpreter's lock and wait to get it back.
     """
     return hashlib.blake2b(next(_count).to_bytes(8), key=_secret, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Lines of log, for people or as JSON, each with the id of the request that it is about."""
+"""Log lines as text or JSON, each with its request id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class Fields(dict[str, Any]):
-    """A message that is more than a text: JSON in a line for people, fields of their own in a line of JSON."""
+    """A structured message: serialized to JSON in a text line, merged as fields into a JSON line."""
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -36,24 +36,24 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802 - its base's name
-        """Spell when it happened."""
+        """Return the time of the record."""
         return _time_of(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its base's name
-        """Spell a line, all but an exception's traceback."""
+        """Return the line without an exception's traceback."""
         line, about = super().formatMessage(record), request_id.get()
         return line if about is None or isinstance(record.msg, Fields) else f"{line} [{about}]"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and where there are such process, request_id, exception."""
+    """One JSON object per line: time, level, logger, message; if set, process, request_id, exception."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Spell a record."""
+        """Return the record as one JSON object."""
         line: dict[str, Any] = {"time": _time_of(record), "level": record.levelname.lower(), "logger": record.name}
         if self._process:
             line["process"] = self._process
@@ -69,12 +69,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be moved away; what cannot be written goes to the log, and fails no request."""
+    """Writes to a file that may be rotated. Lines that cannot be written go to the log; no request fails."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # opening it anew; from Python 3.14 on `logging` calls `handleError` for that, too
+        except OSError:  # from reopening; since Python 3.14 `logging` calls `handleError` for it itself
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by `logging`
@@ -87,11 +87,11 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 
 
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
-    """Let this process's log be written to standard error; changes the root logger, unless somebody has before.
+    """Log to standard error; changes the root logger unless it already has handlers.
 
-    style: one of `LOG_FORMATS`. process: which one, where it is not the one that its user started. audit_file: where
-    the lines of the logger `AUDIT` go instead, as JSON, whatever the level; a file that somebody moves away is opened
-    anew. Raises `ConfigError` where it cannot be opened.
+    style: one of `LOG_FORMATS`. process: name of a process that the user did not start directly. audit_file: receives
+    the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after rotation.
+    Raises `ConfigError` if audit_file cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return the level and the style of this process's log, for a process that it starts."""
+    """Return this process's log level and style, to pass to a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

@@ -1,4 +1,4 @@
-"""Memory of this process given back to the system: when a checkpoint is loaded, and later. Nothing depends on it."""
+"""Return this process's unused memory to the system, after loading and periodically. Best effort."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Take whole pages of parts (address, bytes) of a mapped file out of this process; the system's cache keeps them.
+    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them.
 
-    Only what is known to be a mapping of this very file is touched: other memory would lose its content.
+    Only mappings of this file are touched, as other memory would lose its content. Linux only.
     """
     libc = _libc()
     if libc is None or not _MAPS.exists():
@@ -35,18 +35,18 @@ def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
 
 
 def return_free_memory() -> None:
-    """Give back what was freed and the allocator has kept for later."""
-    trim = getattr(_libc(), "malloc_trim", None)  # glibc's alone
+    """Return freed memory that the allocator still holds (glibc only)."""
+    trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 @contextmanager
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
-    """Do `return_free_memory` now and then meanwhile, so that a process that lives long is not as large as it ever was.
+    """Call `return_free_memory` every period_s seconds during the block, so that memory peaks do not persist.
 
-    In a thread of its own and without the interpreter's lock. Threads that begin meanwhile share two heaps of the
-    allocator (glibc's): with one each, every one of them would keep room for the most that it ever held.
+    Runs in its own thread, without the interpreter's lock. Also limits glibc to two heaps for the rest of the process:
+    with one heap per thread, each would keep its peak size.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:

@@ -1,6 +1,6 @@
-"""Threads of their own for what texts cost: parsing, templates, token ids and back, the spelling of answers.
+"""Threads for work on texts: parsing, templates, tokenization, detokenization, serialization.
 
-What one request's texts cost no other request waits for, unless it has texts of that size, too.
+A request waits only for texts in its own size class.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# Sizes of texts in characters. Work waits in line for work of its own lane alone: eight texts of 30,000 characters take
-# some 150 ms, a short request's whole time is 4. The threads still share the interpreter and the cores.
-# Reading a few words takes a fifth of a millisecond; a thread that is asked for it waits for the interpreter several
-# times as long while others work, and so does the event loop behind it.
+# Text sizes in characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole
+# short request 4 ms. The threads still share the interpreter and the cores.
+# Tiny texts are read on the event loop: that takes 0.2 ms. A thread would wait several times as long for the busy
+# interpreter, and the event loop would wait for the thread.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_LARGE = 256  # entries, each of which takes a few microseconds to spell
-_BYTES_PER_ENTRY = 128  # of JSON that is read
-_KINDS = "text", "count"  # of threads: for what is to be answered, and for what is only counted
-_LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it
+_LARGE = 256  # entries; serializing one takes a few microseconds
+_BYTES_PER_ENTRY = 128  # of JSON input
+_KINDS = "text", "count"  # of threads: for requests that get an answer, and for token counts
+_LONGEST_S = 30.0  # limit on one piece of work; 8 MB of text take a third of it
 
 
 class AbandonedError(Exception):
-    """Nobody waits for this work any more."""
+    """The caller of this work was cancelled or timed out."""
 
 
 class _Work:
-    """Some work under way: whether anybody waits for it, and how many tokens were read so far."""
+    """State of one piece of work: abandoned or not, and the number of tokens read so far."""
 
     def __init__(self) -> None:
         self.is_abandoned = False
@@ -47,25 +47,26 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Count its time from now on; raise where nobody waits for it any more."""
+        """Start the time limit. Raises `AbandonedError` if the caller is gone."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
-        """Raise where it shall not go on."""
+        """Raise `AbandonedError` if the caller is gone, `RequestError` if the time limit has passed."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
-            raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send less at once")
+            raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()  # `work`: what this thread does
+_local = threading.local()  # `work`: the `_Work` that this thread runs
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Tell that so many more tokens were read by the work that this thread does, where it does any.
+    """Add num_tokens to the tokens read by this thread's work. Does nothing if it runs none.
 
-    Raises where that shall not go on, as nobody waits for it or it took too long: whatever takes long calls it often.
+    Long work must call it often, as it is the only cancellation point. Raises `AbandonedError` if the caller is gone,
+    and `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -74,11 +75,10 @@ def progress(num_tokens: int = 0) -> None:
 
 
 class TextWork:
-    """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants.
+    """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
 
-    A few words that are to be answered are read at once, on the event loop itself. Texts that are only counted have
-    threads of their own, and one of each lane is under way at a time, until the event loop has heard of it: whatever
-    else that has to do waits for no more of them.
+    Tiny texts run directly on the event loop, unless they are only counted. Counting has its own threads. One count per
+    lane is in progress until the event loop has received its result, so other callbacks wait for at most one per lane.
     """
 
     def __init__(self) -> None:
@@ -100,12 +100,12 @@ class TextWork:
         on_read: Callable[[int], None] | None = None,
         is_count: bool = False,
     ) -> T:
-        """Return what some work returns.
+        """Run `work` and return its result.
 
-        num_chars: how large the text is that it is about. deadline: on the clock of the event loop. on_read hears in
-        the end, however that comes, how many tokens were read (`progress`). Work whose reader is cancelled meanwhile
-        does not begin, or ends at its next `progress`. is_count: no answer of the model waits for it. Raises
-        `DeadlineError`, and what the work raises.
+        num_chars: size of its text. deadline: in seconds, on the event loop's clock. on_read: always called at the end
+        with the number of tokens read (see `progress`). is_count: tokens are only counted, no generation waits for it.
+        If the caller is cancelled, the work does not start, or stops at its next `progress`.
+        Raises `DeadlineError`, and the exceptions of `work`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -128,7 +128,7 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Take nothing new; the threads end when they have done what waits, as somebody may wait for it."""
+        """Accept no new work. The threads finish all queued work and end; this call does not wait for them."""
         for executor in self._executors:
             executor.shutdown(wait=False)
 
@@ -151,7 +151,7 @@ async def beside(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Do some work, in a thread where it is large: every other request waits for what is done on the event loop."""
+    """Run `work` on the event loop, or in a thread if it has many entries and would block other requests."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY
@@ -159,5 +159,5 @@ async def beside(
 
 
 def entries_of_bytes(num_bytes: int) -> int:
-    """Return how many entries a text counts as."""
+    """Convert a size of JSON in bytes to an estimated number of entries."""
     return num_bytes // _BYTES_PER_ENTRY

@@ -1,4 +1,4 @@
-"""Tasks of several tenants on one executor, one tenant after another."""
+"""Round-robin scheduling of tenants' tasks on one executor."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """What tasks run on: calls whatever it is given, some time after it was given it."""
+    """Runs submitted callables at some later time."""
 
     def submit(self, run: Callable[[], None], /) -> object:
-        """Take it in."""
+        """Queue a callable; must not call it before returning."""
         ...
 
 
 class Turns:
-    """Tasks for one executor, tenant after tenant: who has many waiting waits for them alone. Any thread may ask.
+    """Round-robin queue in front of one executor: a tenant's backlog delays only that tenant. Thread-safe.
 
-    max_waiting: tasks of one tenant that have not begun, math.inf for no limit. refusal: what who asks for one more is
-    told, and parameter: which field of a request that is about.
+    max_waiting: maximum number of waiting tasks per tenant; math.inf for no limit. refusal: message of the error
+    beyond it; parameter: the request field that the error names.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class Turns:
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
-        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # whose turn is next comes first
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # the next tenant comes first
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
-        """Run it when it is the tenant's turn. Raises `QueueFullError` where too many of the tenant's wait."""
+        """Run `run` at the tenant's turn. Raises `QueueFullError` if max_waiting tasks of the tenant wait already."""
         future: Future[T] = Future()
         with self._lock:
             if len(self._waiting.get(tenant, ())) >= self._max_waiting:
                 self._waiting[tenant] = deque(task for task in self._waiting[tenant] if not task[0].cancelled())
             if len(self._waiting.get(tenant, ())) >= self._max_waiting:
                 raise QueueFullError(self._refusal, parameter=self._parameter)
-            self._executor.submit(self._run_next)  # which waits for the lock
+            self._executor.submit(self._run_next)  # _run_next waits for the lock
             self._waiting.setdefault(tenant, deque()).append((future, run))
         return future
 
     def _take(self) -> _Task | None:
-        """Take a task of the tenant whose turn it is, which comes last then; what was cancelled takes no turn."""
+        """Pop the next tenant's task and move the tenant to the end. Cancelled tasks take no turn."""
         with self._lock:
             while self._waiting:
                 tenant, tasks = self._waiting.popitem(last=False)
@@ -68,7 +68,7 @@ class Turns:
         return None
 
     def _run_next(self) -> None:
-        """Run a task; there are at least as many calls as tasks."""
+        """Run the next task, if any. Cancelled tasks make more calls than tasks."""
         if (task := self._take()) is None:
             return
         future, run = task

@@ -1,4 +1,4 @@
-"""Proposers: they guess which tokens follow, so that one step verifies several; no guess changes a token."""
+"""Proposers guess draft tokens, so that one step can verify several. Drafts never change the output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
-    """Return the proposer that was asked for; of one that computes, what is asked before its model."""
+    """Return the configured lookup proposer; `NoProposer` for methods that draft with a model, or without a config."""
     if config is None or config.method in {"draft_model", "quantized"}:
         return NoProposer()
     if config.method == "suffix":

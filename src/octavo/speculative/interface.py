@@ -1,4 +1,4 @@
-"""The one interface behind which tokens are guessed."""
+"""The interface of proposers, which guess draft tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftTask:
-    """A request for which tokens are guessed.
+    """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens], prompt and output, what this step sampled included; valid until the next step.
-    They only ever grow. max_drafts: more than that are of no use. max_computed: so many of them are worth a pass of a
-    model each; None: all. cache_salt: who has another one may not be told what
-    stands here, nor be guessed from. predicted_token_ids: int32, what its client expects behind its prompt.
+    token_ids: int32 [num_tokens], prompt and output, including the tokens that this step sampled; append-only, valid
+    until the next step.
+    max_drafts: limit on drafts; the engine cannot use more.
+    max_computed: limit on drafts that cost a forward pass of a model each; None: max_drafts.
+    cache_salt: drafts pass only between requests of equal salt, in both directions.
+    predicted_token_ids: int32, the answer that the client expects.
     """
 
     request_id: str
@@ -34,7 +36,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that ended, whatever the reason. token_ids: int32, all that it had; valid during the call."""
+    """A request that ended, for any reason. token_ids: int32, prompt and output; valid during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -43,13 +45,13 @@ class EndedRequest:
 
 
 class Proposer(Protocol):
-    """Guesses what follows in requests; called after each step, for all of its requests at once.
+    """Source of draft tokens, called once after each step for all its requests.
 
-    It may be wrong: a wrong guess costs its row in a step, and never changes a token.
+    A rejected draft costs one row of a step and never changes the output.
 
-    num_speculative_tokens: drafts of a request at most. num_bytes: memory that it takes at most.
-    num_passes: forward passes of a model that the newest call of `propose` took. computes: whether it ever
-    has one computed, where nothing can be looked up.
+    num_speculative_tokens: maximum number of drafts per request. num_bytes: maximum memory use.
+    num_passes: forward passes of a model in the latest `propose` call.
+    computes: True if it may run a model when lookup finds no drafts.
     """
 
     num_speculative_tokens: int
@@ -59,17 +61,17 @@ class Proposer(Protocol):
 
     @property
     def computed(self) -> AbstractSet[str]:
-        """Requests whose drafts the newest call of `propose` had computed."""
+        """Ids of requests for which the latest `propose` call ran a model."""
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task, none where nothing can be guessed."""
+        """Return the drafts of each task; an empty list if there are none."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of requests that come back with all of their tokens; unknown ids are passed over."""
+        """Drop the state of requests that may resume with all their tokens; unknown ids are ignored."""
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop what is kept of requests that ended; what they wrote may be of use for others of their salt."""
+        """Drop the state of ended requests. Their answers may be kept as drafts for requests of equal salt."""
         ...

@@ -1,7 +1,7 @@
-"""Drafts of a model: a smaller one of the same vocabulary, or the target itself with its weights rounded.
+"""Drafts from a model: a smaller one with the same vocabulary, or the target with quantized weights.
 
-After speculative decoding (Leviathan et al., arXiv 2211.17192). Where drafts are verified exactly, the drafting model
-chooses with the noise that the target will choose with, so that sampled drafts agree often, too.
+After speculative decoding (Leviathan et al., arXiv 2211.17192). If drafts are verified exactly, the drafting model
+samples with the target's noise, so that sampled drafts are often accepted, too.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """A model that goes on with requests of the newest step; the worker's.
+    """The worker's drafting model, which continues requests of the latest step.
 
-    max_model_len: the longest sequence that it can go on with.
+    max_model_len: the longest sequence that it can continue, in tokens.
     """
 
     max_model_len: int
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Take up these requests; what follows is about them, by their index."""
+        """Start drafting for these requests. Later calls refer to them by their index here."""
         ...
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose a token for each of these requests by one forward pass of all of them; it counts as theirs from now.
+        """Choose and append one token for each of these requests, in one forward pass.
 
-        -1 where there is none, as the model has not caught up with the request's tokens. The second: whether something
-        can follow.
+        Returns the tokens, -1 if the model has not caught up with the request, and whether each request can continue.
         """
         ...
 
     def end(self) -> None:
-        """Forget what was chosen since `begin`."""
+        """Discard the tokens chosen since `begin`."""
         ...
 
 
 class ModelProposer:
-    """Asks a model, a pass for each draft, with all requests in it for which nothing can be looked up.
+    """Drafts with a model when lookup finds nothing: one batched forward pass per draft position.
 
-    first: who is asked before it, and costs no pass; `NoProposer` for nobody.
+    first: lookup proposer that is called first and costs no pass; `NoProposer` for none.
     """
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
@@ -81,7 +80,7 @@ class ModelProposer:
         return drafts
 
     def _choose(self, most: NDArray[np.int64]) -> list[list[int]]:
-        """Return what the model goes on with, at most so many tokens of each request."""
+        """Return the tokens that the model chooses, at most `most[i]` for request i."""
         longest = int(most.max())
         chosen = np.full((len(most), longest), -1, dtype=np.int64)
         indices = np.arange(len(most))
@@ -95,11 +94,11 @@ class ModelProposer:
         return [row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is looked up in; the model's KV goes with its blocks."""
+        """Drop the lookup state. The model's KV is released with its blocks."""
         self._first.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Hand over what can be looked up in."""
+        """Pass ended requests to the lookup proposer."""
         self._first.finish(ended)
 
 

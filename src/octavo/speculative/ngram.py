@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last time that the newest tokens stood in this request.
+"""Prompt lookup: drafts are the tokens that followed the latest earlier occurrence of a request's last tokens.
 
-After "prompt lookup decoding" (Apoorv Saxena, 2023), by an index instead of a search. A request's tokens are its own:
-nothing of one is ever guessed in another.
+After "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search. Drafts come only from the
+request's own tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask, EndedRequest
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # in the indices of all requests together
-_ENTRY_BYTES = 120  # of a dictionary that has just grown, besides what a key has of its tokens: a bound, as measured
+_MOST_TOKENS = 1 << 17  # total of all requests
+_ENTRY_BYTES = 120  # per entry of a dictionary just after it grew, without the tokens in the key; a measured bound
 
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a request's first `num_tokens` tokens ended last; the newest ones are not in it yet.
+    """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    ends: by the n-gram as one number. newest: the last prompt_lookup_max tokens as one number.
+    N-grams that end with the last token are added later, when a token follows them.
+    ends: by n-gram, encoded as one integer. newest: the last prompt_lookup_max tokens, encoded likewise.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -37,14 +38,14 @@ class _Index:
 
 
 class NgramProposer:
-    """Finds the longest suffix of a request's tokens, of prompt_lookup_min to prompt_lookup_max tokens, that stood in
-    it before, and proposes what followed the latest time.
+    """Proposer that matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
-    Each token costs prompt_lookup_max - prompt_lookup_min + 1 entries of a dictionary, and no search. Where the indices
-    of all requests have become too large, those that come later get none until others have ended.
+    It proposes the tokens after the suffix's latest earlier occurrence. Each token costs prompt_lookup_max -
+    prompt_lookup_min + 1 dictionary entries and no search. When the indices are full, further requests get no drafts
+    until indexed ones have ended.
 
-    max_tokens: that all requests can have together.
-    """  # noqa: D205
+    max_tokens: upper bound on the tokens of all requests.
+    """
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -53,7 +54,7 @@ class NgramProposer:
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        # A leading one tells n-grams of different lengths apart, which may begin with token 0.
+        # A leading 1 bit keeps n-grams of different lengths distinct if they begin with token 0.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
         self._indices = RequestIndices[_Index](min(max_tokens, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
@@ -67,7 +68,7 @@ class NgramProposer:
         self._indices.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop their indices."""
+        """Drop the indices of ended requests."""
         self.forget(request.request_id for request in ended)
 
     def _propose(self, task: DraftTask) -> list[int]:
@@ -81,17 +82,17 @@ class NgramProposer:
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # Where what followed is not as long, it is followed by itself: the text repeats.
+        # If fewer tokens follow than needed, assume that the text repeats.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]
 
     def _extend(self, index: _Index, token_ids: NDArray[np.int32]) -> int | None:
-        """Take in the tokens that came; return where the longest suffix of all of them ended the last time before."""
+        """Index new tokens. Return where the longest suffix last ended before, or None if it is new."""
         ends, newest, masks = index.ends, index.newest, self._masks
         whole, end = masks[0][0], index.num_tokens
         for token_id in token_ids[index.num_tokens :].tolist():
-            # What ended before this token is complete now: something follows it.
+            # N-grams that end before this token are usable now, as a token follows them.
             if end >= self._lengths[-1]:
                 for n, (mask, leading) in zip(self._lengths, masks, strict=True):
                     if n <= end:

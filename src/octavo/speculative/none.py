@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class NoProposer:
-    """Guesses nothing."""
+    """Proposer without drafts, used when speculation is off."""
 
     num_speculative_tokens = 0
     num_bytes = 0
@@ -22,7 +22,7 @@ class NoProposer:
         return [[] for _ in tasks]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
-"""Predicted outputs: what the client of a request expects as its answer is drafted in it (OpenAI's `prediction`).
+"""Predicted outputs: drafts from the answer that the client expects (OpenAI's `prediction`).
 
-A prediction is its request's own: it is no other's draft, and nothing is kept of it.
+A prediction is used for its own request only and is not kept.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # tokens that have to match
-MAX_MATCH = 32  # tokens of a match that count
-DRAFTS_PER_TOKEN = 2  # of a match
+NGRAM = 3  # minimum match length, in tokens
+MAX_MATCH = 32  # maximum match length, in tokens
+DRAFTS_PER_TOKEN = 2  # drafts per matching token
 
 
 class PredictionProposer:
-    """Takes what is predicted where it is at least as much as another proposer finds, which is asked in any case.
+    """Wraps a proposer; uses the prediction instead if it yields at least as many drafts.
 
-    A draft adds at most one token to a step, so as many drafts that were predicted are at least as good.
+    Each draft adds at most one token to a step, so an equal number is as good. The wrapped proposer is always called.
     """
 
     num_passes, computed, computes = 0, frozenset[str](), False
@@ -46,19 +46,19 @@ class PredictionProposer:
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Predictions come back with their requests."""
+        """Forward to the wrapped proposer; predictions are part of the task."""
         self._proposer.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Predictions go with their requests."""
+        """Forward to the wrapped proposer; no prediction is kept."""
         self._proposer.finish(ended)
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
-    """Return what follows in the prediction behind the newest tokens of the answer, at most so many tokens.
+    """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    As long as the answer is the beginning of the prediction, that is what comes next in it. Else it is what stands
-    behind the longest match and, of those as long, behind the one whose place is most like that in the answer.
+    If the answer is a prefix of the prediction, these are the next tokens. Otherwise they follow the longest match of
+    the answer's last tokens; of equally long matches, the one whose position is closest to that in the answer.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):
@@ -73,11 +73,11 @@ def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most
 def _longest_matches(
     predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return where the answer's newest tokens ended in the prediction, and how many match there.
+    """Return the end positions of the longest matches of the answer's last tokens, and their length in tokens.
 
-    One match is followed no further than most drafts need.
+    A single match is extended only as far as `most` drafts require.
     """
-    num_places = len(predicted) - NGRAM  # something has to follow
+    num_places = len(predicted) - NGRAM  # at least one token must follow
     if len(answer) < NGRAM or num_places <= 0:
         return np.empty(0, dtype=np.int64), 0
     matches = np.ones(num_places, dtype=bool)

@@ -1,4 +1,4 @@
-"""Indices of the tokens of running requests, bounded together."""
+"""Token indices of running requests, with a common size limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One index for each running request; all of them together have room for at most max_tokens tokens."""
+    """One token index per running request. Their total capacity is at most max_tokens tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -23,12 +23,12 @@ class RequestIndices(Generic[IndexT]):
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def room(self, request_id: str) -> int:
-        """Return the largest number of tokens that the index of this request may have now."""
+        """Return the largest capacity, in tokens, that the index of this request may have now."""
         own = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + own
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Set the index of a request, which has room for num_tokens tokens: at most `room()`."""
+        """Set or replace the index of a request. num_tokens: its capacity, at most `room()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens

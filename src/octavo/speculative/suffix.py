@@ -1,15 +1,13 @@
-"""Suffix decoding: what followed the newest tokens before, in this request or in answers to the same tenant.
+"""Suffix decoding: drafts from the request's own tokens, and from earlier answers with the same cache salt.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Whose text may be a draft is decided by the cache salt, as it is
-for blocks of the prefix cache, since drafts that come true show in an answer's speed as hits do there:
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer faster, which is observable like
+a prefix hit. So the cache salt isolates drafts as it isolates prefix-cache blocks:
 
-- An answer is drafted only in requests of an equal salt; those without a salt share with one another. The server gives
-  each tenant salts of its own, unless its key shares the prefix cache.
-- A request whose salt nobody else has shares with nobody: its answer is kept and is no one's draft, and it gets drafts
-  from its own tokens alone.
-- Prompts are as private. The last MAX_MATCH tokens of one are kept, under the same salt: the beginning of an answer is
-  recognised by them.
-- While a request runs, or waits after a preemption, its text is a draft for itself alone.
+- An answer is a draft only for requests of equal salt; requests without a salt share with one another. The server gives
+  each tenant its own salts, unless its key shares the prefix cache.
+- A request with a unique salt gets drafts from its own tokens only. Its answer is kept but never used.
+- The last MAX_MATCH tokens of a prompt are kept under the same salt, to match the beginning of an answer.
+- While a request runs, or waits after a preemption, its tokens are drafts for itself only.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # of all running requests together
-_LEAST_ROOM = 256  # tokens that an index has room for beside those that are there
+_MOST_TOKENS = 1 << 17  # total of all running requests
+_LEAST_ROOM = 256  # minimum spare capacity of a new index, in tokens
 
 
 class SuffixProposer:
-    """Drafts the better of what followed in the request itself and in answers given before, by the paper's score.
+    """Proposer that takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
 
-    Each running request has an index of its own tokens, which grows by half. Where those of all requests have become
-    too large, it keeps the newest tokens, and a request that starts then has none until others have ended.
+    Each running request has an index of its own tokens, whose capacity grows by half. When all indices together reach
+    the limit, an index keeps its newest tokens only, and a new request gets no index until indexed ones have ended.
     """
 
     num_passes, computed, computes = 0, frozenset[str](), False
@@ -47,7 +45,7 @@ class SuffixProposer:
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
         self._indices = RequestIndices[SuffixIndex](min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
-        # Made when the first request ends: what is planned for it is not yet taken while memory is planned.
+        # Allocated when the first request ends, so that memory planning does not count it twice.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
         self._max_answers = config.suffix_decoding_max_cached_requests
@@ -63,7 +61,7 @@ class SuffixProposer:
         self._indices.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Keep the answers, and drop the requests' own indices."""
+        """Keep the answers and drop the indices of ended requests."""
         self.forget(request.request_id for request in ended)
         if not self._max_answers:
             return
@@ -91,7 +89,7 @@ class SuffixProposer:
         return draft
 
     def _extended(self, task: DraftTask) -> SuffixIndex | None:
-        """Return the index of a request with all of its tokens, as far as there is room for them."""
+        """Update the index of a request and return it; None if there is no room. May replace it by a larger one."""
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:

@@ -1,9 +1,8 @@
-"""Texts of tokens, and where in them the newest tokens of another text stood: what followed there is a draft.
+"""Index of token texts that finds earlier occurrences of a suffix and drafts the tokens after them.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975): of several continuations the most frequent, and a longer match
-drafts more. In place of a suffix tree there is an index of n-grams over a ring of tokens: a bound of bytes that holds
-whatever the texts are, and the oldest tokens are overwritten. A hit is compared token by token, so that no hash can
-draft what nobody wrote.
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975): the most frequent continuation wins, and a longer match drafts
+more. Instead of a suffix tree it uses an n-gram index over a ring buffer of tokens. Its size in bytes is fixed, and
+the oldest tokens are overwritten. Hits are compared token by token, so a hash collision never yields a draft.
 """
 
 from __future__ import annotations
@@ -14,29 +13,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    Hit = tuple[int, int]  # the position behind a match, and how many tokens match
+    Hit = tuple[int, int]  # the position after a match, and its length in tokens
 
-NGRAM = 3  # tokens that have to match
-MAX_MATCH = 32  # tokens of a match that count
+NGRAM = 3  # minimum match length, in tokens
+MAX_MATCH = 32  # maximum match length, in tokens
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest ones, which are counted
-_MAX_STEPS = 64  # hits and n-grams of the same hash
-_MAX_LENGTHS = 2  # of matches, from the longest on, whose drafts are compared
+_MAX_HITS = 6  # the newest hits, among which continuations are counted
+_MAX_STEPS = 64  # limit on chain entries visited, collisions included
+_MAX_LENGTHS = 2  # number of match lengths compared, the longest first
 
 
 class SuffixIndex:
-    """The newest `capacity` tokens of texts that each have an owner.
+    """Ring buffer of the newest `capacity` tokens, in texts that each have an owner.
 
-    Positions count all tokens that were ever written. A hash of an owner and NGRAM tokens leads to where these stood
-    last, and each such place to the one before it.
+    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with that
+    hash; each position links to the previous one.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(capacity, MIN_CAPACITY)
-        self.num_tokens = 0  # ever written, ends of texts included
+        self.num_tokens = 0  # ever written, including text boundaries
         self._oldest = 0
         self._tokens = array("i", [_BOUNDARY]) * self.capacity
         self._owners = array("i", [0]) * self.capacity
@@ -45,17 +44,17 @@ class SuffixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, which are all allocated at once."""
+        """Size of the arrays in bytes; they are allocated on construction."""
         arrays = (self._tokens, self._owners, self._previous, self._heads)
         return sum(len(each) * each.itemsize for each in arrays)
 
     @property
     def oldest(self) -> int:
-        """The first position that is still there."""
+        """The first position that is still kept."""
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text, whose owner never changes."""
+        """Append tokens to the newest text. owner: must be the same for a whole text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens
@@ -77,24 +76,24 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text: no match and no draft reaches from it into the next one."""
+        """End the newest text. No match or draft crosses the boundary."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
     def drop(self, position: int) -> None:
-        """Forget what stands before a position."""
+        """Discard all tokens before a position."""
         self._oldest = max(self._oldest, position)
 
     def propose(
         self, suffix: array[int], most: int, *, owner: int = 0, factor: float = 1.0, min_probability: float = 0.0
     ) -> tuple[list[int], float]:
-        """Return what followed the suffix in the owner's texts, and how many tokens of it are expected to come true.
+        """Return the best continuation of the suffix in the owner's texts, and its score: the expected accepted tokens.
 
-        At most factor times as many tokens as match. At each place the token that most hits went on with, the newest of
-        them where several did as often; its probability is their share of all hits, times that of the token before it,
-        and there is none below min_probability. Drafts of longer and of shorter matches are compared by the sum of
-        these (section 4 of the paper).
-        Where the newest text is not closed, the suffix is its end, and what repeats there goes on repeating.
+        A draft has at most `most` tokens, and at most factor times the match length. Each draft token is the most
+        frequent one among the hits that agree so far, the newest on a tie. Its probability is their share, times the
+        previous token's probability; the draft ends below min_probability. The score is the sum of probabilities, and
+        decides between match lengths (section 4 of the paper).
+        If the newest text is not closed, the suffix must be its end; a repetition there is continued.
         """
         hits = self._find(suffix, owner)
         best: list[int] = []
@@ -114,7 +113,7 @@ class SuffixIndex:
         return best, best_score
 
     def _find(self, suffix: array[int], owner: int) -> list[Hit]:
-        """Return where the suffix stood, the newest first."""
+        """Return the newest hits of the suffix, newest first; at most _MAX_HITS."""
         capacity, tokens, owners, previous = self.capacity, self._tokens, self._owners, self._previous
         suffix = suffix[-min(MAX_MATCH, capacity) :]
         length = len(suffix)
@@ -131,7 +130,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # As numbers they differ in the last token that is not the same: those behind it match.
+                # The highest differing bit is in the last token that differs; all tokens after it match.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:
@@ -142,7 +141,7 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Return what stands from each position on; what ends with the newest token repeats."""
+        """Return `length` tokens from each position; a run that reaches the newest token is repeated."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):
@@ -155,7 +154,7 @@ class SuffixIndex:
 
 
 def _most_frequent(runs: list[list[int]], num_tokens: int, min_probability: float) -> tuple[list[int], float]:
-    """Return what most runs of tokens have in each place, of those that had as much before; and its score."""
+    """Return the most frequent token at each depth, among runs that agree with the draft so far, and the score."""
     draft: list[int] = []
     score, probability = 0.0, 1.0
     for depth in range(num_tokens):
