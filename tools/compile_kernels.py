@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ def rows(name: str) -> Callable[[], None]:
     return call
 
 
-def decode_inputs(*, windows: bool) -> Callable[[], None]:
+def decode_inputs() -> Callable[[], None]:
     """Return a call that fills the inputs of a graph of decode steps."""
 
     def call() -> None:
@@ -180,8 +180,6 @@ def decode_inputs(*, windows: bool) -> Callable[[], None]:
             slot_mapping=torch.zeros(3, dtype=torch.int64),
             block_size=16,
         )
-        if windows:
-            batch = replace(batch, windowed=batch)
         DecodeInputs(batch, DecodePlan({1: (4,)}, 64, 0)).fill((1, 4), torch.zeros(3, dtype=torch.int64), batch)
 
     return call
@@ -233,8 +231,7 @@ CASES: dict[str, Callable[[], None]] = {
     "take_rows": rows("take_rows"),
     "rejection_sample": rows("rejection_sample"),
     "sample": rows("sample"),
-    "decode_inputs": decode_inputs(windows=False),
-    "decode_inputs with windows": decode_inputs(windows=True),
+    "decode_inputs": decode_inputs(),
 }
 
 

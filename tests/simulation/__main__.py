@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulation.campaign import RunFile, run_one, run_seed
-from simulation.world import FEATURES, Totals, WorldConfig, draw_async, draw_config, draw_stored, draw_windowed
+from simulation.world import (
+    FEATURES,
+    Totals,
+    WorldConfig,
+    draw_async,
+    draw_config,
+    draw_stored,
+    draw_two_windows,
+    draw_windowed,
+)
 
 if TYPE_CHECKING:
     from simulation.campaign import Draw
@@ -24,6 +33,7 @@ DRAWS: dict[str, Draw] = {
     "all": draw_config,
     "windows": draw_windowed,
     "window stores": draw_stored,
+    "two windows": draw_two_windows,
     "async": draw_async,
 }
 

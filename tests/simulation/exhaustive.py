@@ -96,7 +96,7 @@ def add(world: World, name: str, prompt: list[int], max_tokens: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     world.scheduler.add_request(Request(name, prompt, params, priority=len(prompt) % 2, tenant=name))
     world.worker.identities[name] = 0
-    world.tracked[name] = Tracked(Oracle(prompt, 0, world.config.kind), max_tokens)
+    world.tracked[name] = Tracked(Oracle(prompt, 0, world.config.kinds), max_tokens)
 
 
 def run_all(

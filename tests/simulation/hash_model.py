@@ -4,8 +4,8 @@ The content of slot i hashes the content of slot i - 1, read through the block t
 of the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
 sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
 
-With a second KV group each slot has a second content, in a block of that group. The first content also hashes the second
-ones of the slots that the group's kind says its row reads, through the group's block table when it is computed.
+With further KV groups each slot has a content in a block of each group. The first content also hashes those of the slots
+that the group's kind says its row reads, through the group's block table when it is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from octavo.data.model_output import ModelOutput
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import SchedulerOutput
@@ -33,41 +34,41 @@ def slot_content(previous: int, token: int, position: int, identity: int) -> int
 
 
 def read_content(contents: list[int], position: int) -> int:
-    """Mix what the row at a position reads in the second group: its own content last."""
+    """Mix what the row at a position reads in a further group: its own content last."""
     return hash((position, *contents)) & _MASK
 
 
 class Oracle:
-    """The tokens a request has to get, whatever the schedule. kind: of the second KV group; None without one."""
+    """The tokens a request has to get, whatever the schedule. kinds: of the KV groups after the first."""
 
-    def __init__(self, prompt: list[int], identity: int, kind: KVGroupKind | None = None) -> None:
+    def __init__(self, prompt: list[int], identity: int, kinds: Sequence[KVGroupKind] = ()) -> None:
         self.identity = identity
-        self.kind = kind
+        self.kinds = kinds
         self._content = 0
         self._sum = 0
         self.length = 0
         self.contents: list[int] = []
-        self.second_contents: list[int] = []
+        self.more_contents: list[list[int]] = [[] for _ in kinds]
         for token in prompt:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        self._content = self._next_content(self._content, token, self.length, self.second_contents)
+        self._content = self._next_content(self._content, token, self.length, self.more_contents)
         self._sum += self._content * _WEIGHTS[self.length]
         self.length += 1
         self.contents.append(self._content)
 
-    def _next_content(self, content: int, token: int, position: int, second_contents: list[int]) -> int:
-        """Return the content of the next slot, and append its second one."""
-        if self.kind is not None:
-            second_contents.append(slot_content(content, token, position, ~self.identity))
-            content ^= read_content(second_contents[self.kind.first_position(position) :], position)
+    def _next_content(self, content: int, token: int, position: int, more_contents: list[list[int]]) -> int:
+        """Return the content of the next slot, and append those of further groups."""
+        for index, (kind, contents) in enumerate(zip(self.kinds, more_contents, strict=True)):
+            contents.append(slot_content(content, token, position, ~self.identity - index))
+            content ^= read_content(contents[kind.first_position(position) :], position)
         return slot_content(content, token, position, self.identity)
 
     def block_contents(self, size: int) -> list[list[int]]:
-        """Return what a store has of each full block: first contents, then second ones."""
-        starts = range(0, self.length // size * size, size)
-        return [self.contents[i : i + size] + self.second_contents[i : i + size] for i in starts]
+        """Return what a store has of each full block: the contents of each group, in their order."""
+        starts, groups = range(0, self.length // size * size, size), (self.contents, *self.more_contents)
+        return [[content for contents in groups for content in contents[i : i + size]] for i in starts]
 
     def next_token(self) -> int:
         """Return the token that follows."""
@@ -80,14 +81,14 @@ class Oracle:
     def guess(self, count: int, error_rate: float, rng: random.Random) -> list[int]:
         """Return the next tokens as a draft model would: each wrong with probability `error_rate`."""
         content, total, length = self._content, self._sum, self.length
-        second_contents = self.second_contents[:]
+        more_contents = [contents[:] for contents in self.more_contents]
         tokens = []
         for _ in range(count):
             token = total % VOCAB_SIZE
             if rng.random() < error_rate:
                 token ^= 1
             tokens.append(token)
-            content = self._next_content(content, token, length, second_contents)
+            content = self._next_content(content, token, length, more_contents)
             total += content * _WEIGHTS[length]
             length += 1
         return tokens
@@ -106,14 +107,15 @@ class Row:
 class HashWorker:
     """Keeps blocks, tables and tokens exactly as told by the scheduler's outputs.
 
-    memory, host: contents by KV group, block and slot, on the device and in host memory. kind: of the second group.
+    memory, host: contents by KV group, block and slot, on the device and in host memory.
+    kinds: of the groups after the first.
     """
 
     def __init__(
-        self, num_blocks: list[int], block_size: int, num_host_blocks: int, kind: KVGroupKind | None = None
+        self, num_blocks: list[int], block_size: int, num_host_blocks: int, kinds: Sequence[KVGroupKind] = ()
     ) -> None:
         self.block_size = block_size
-        self.kind = kind
+        self.kinds = kinds
         self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]
         self.host = [[[POISON] * block_size for _ in range(num_host_blocks)] for _ in num_blocks]
         self.rows: dict[str, Row] = {}
@@ -167,8 +169,8 @@ class HashWorker:
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
         for position in range(start, start + count):
-            if self.kind is not None:
-                content ^= self._read(row, content, tokens[position], position)
+            for index, kind in enumerate(self.kinds):
+                content ^= self._read(row, index, kind, content, tokens[position], position)
             content = slot_content(content, tokens[position], position, identity)
             blocks[table[position // size]][position % size] = content
         num_known = len(row.tokens)
@@ -186,15 +188,12 @@ class HashWorker:
             sampled.append(total % VOCAB_SIZE)
         return sampled
 
-    def _read(self, row: Row, content: int, token: int, position: int) -> int:
-        """Write a slot's second content; mix those that its row reads, through the second group's table."""
-        size, blocks, table = self.block_size, self.memory[1], row.tables[1]
+    def _read(self, row: Row, index: int, kind: KVGroupKind, content: int, token: int, position: int) -> int:
+        """Write a slot's content in a further group; mix those that its row reads, through the group's table."""
+        size, blocks, table = self.block_size, self.memory[index + 1], row.tables[index + 1]
         if table[position // size] < 0:
             raise IndexError(f"position {position} has no block in {table}")
-        blocks[table[position // size]][position % size] = slot_content(content, token, position, ~row.identity)
-        kind = self.kind
-        if kind is None:
-            raise TypeError("there is no second group")
+        blocks[table[position // size]][position % size] = slot_content(content, token, position, ~row.identity - index)
         read = range(kind.first_position(position), position + 1)
         return read_content([blocks[table[i // size]][i % size] for i in read], position)
 

@@ -157,7 +157,7 @@ class SimulatedStore:
     def publish(self, keys: Sequence[bytes], contents: list[list[int]]) -> None:
         """Take in what another engine saved, block by block, of some the first group only."""
         for key, block in zip(keys, contents, strict=True):
-            if self.worker.kind is not None and self.rng.random() < 0.3:
+            if self.worker.kinds and self.rng.random() < 0.3:
                 name = key_of_first_group(key)
                 self.records[name] = Record.of(name, block[: self.worker.block_size])
             else:
@@ -190,7 +190,7 @@ class SimulatedStore:
         """Return how many of a sequence's blocks from the `first` on are there, as far as one can go on behind them."""
         worker, is_whole = self.worker, list[bool]()
         for key in keys:
-            if key not in self.records and not (worker.kind is not None and key_of_first_group(key) in self.records):
+            if key not in self.records and not (worker.kinds and key_of_first_group(key) in self.records):
                 break
             is_whole.append(key in self.records)
         if False not in is_whole:
@@ -198,7 +198,7 @@ class SimulatedStore:
         if self.faulty and self.rng.random() < 0.2:
             self._count("a store that takes blocks of the first group for whole ones")
             return len(is_whole)
-        return num_usable(is_whole, first, num_tokens, worker.block_size, [worker.kind] if worker.kind else [])
+        return num_usable(is_whole, first, num_tokens, worker.block_size, worker.kinds)
 
     def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
         """Offer what a donor computes; what goes through the store is waited for."""
@@ -336,7 +336,8 @@ class SimulatedStore:
         for index, key in enumerate(moving.order.keys):
             records = self.records if moving.records is None else moving.records
             places = self._places(moving.order, index)
-            name = self._name(key, records, needs_all=places[-1][0] is not None)
+            needs_all = any(block is not None for block, _ in places[self.worker.block_size :])
+            name = self._name(key, records, needs_all=needs_all)
             record, length = records.get(name), len(places) if name == key else self.worker.block_size
             if record is not None:
                 for (block, slot), content in zip(places, record.contents, strict=False):  # it may be cut short
@@ -354,7 +355,7 @@ class SimulatedStore:
         return len(moving.order.keys) if is_whole else 0
 
     def _name(self, key: bytes, records: dict[bytes, Record], *, needs_all: bool) -> bytes:
-        """Return under which key a block is looked for: with the first group only if no row reads the other."""
+        """Return the key of a block's record: that of the first group only if no row reads the other groups."""
         if needs_all or key in records:
             return key
         return key_of_first_group(key)
@@ -369,7 +370,7 @@ class SimulatedStore:
     def _spoil(self) -> None:
         """Do something to one of the records that are stored."""
         key = self.rng.choice(list(self.records))
-        faults = (*RECORD_FAULTS, _HALVED) if self.worker.kind is not None else RECORD_FAULTS
+        faults = (*RECORD_FAULTS, _HALVED) if self.worker.kinds else RECORD_FAULTS
         record, fault = self.records[key], self.rng.choice(faults)
         self._count(f"a record that is {fault}")
         other = self.rng.choice(list(self.records.values()))

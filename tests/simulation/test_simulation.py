@@ -21,6 +21,7 @@ from simulation.world import (
     draw_async,
     draw_config,
     draw_stored,
+    draw_two_windows,
     draw_windowed,
     run_world,
 )
@@ -56,6 +57,17 @@ def test_no_world_of_a_model_with_windows_has_a_wrong_token_or_a_leak(seed):
     assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
     assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
     assert not is_stored or min(totals.parts_saved, totals.parts_loaded, totals.dropped_saves) > 0
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_world_of_a_model_with_two_windows_has_a_wrong_token_or_a_leak(seed):
+    run = run_seed(f"two windows {seed}", 2500, 1, RunFile(None), draw_two_windows)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
+    assert min(totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
 
 
 @pytest.mark.sweep(8)

@@ -62,6 +62,7 @@ class WorldConfig:
     block_size: int = 4
     num_host_blocks: int = 8
     window: int = 0
+    second_window: int = 0
     num_spare_window_blocks: int = 0
     kind_name: str = "sliding_window"
     policy: str = "fcfs"
@@ -118,9 +119,9 @@ class WorldConfig:
     attention_cost_tokens: float | None = None
 
     @property
-    def kind(self) -> KVGroupKind | None:
-        """The kind of the second KV group; None without one."""
-        return kind_named(self.kind_name)(self.window) if self.window else None
+    def kinds(self) -> tuple[KVGroupKind, ...]:
+        """The kinds of the KV groups after the first."""
+        return tuple(kind_named(self.kind_name)(window) for window in (self.window, self.second_window) if window)
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -198,6 +199,13 @@ def draw_windowed(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     """Draw one whose model has windows."""
     config = draw_config(rng, num_steps)
     return config if config.window else replace(config, window=draw_window(rng, config.block_size))
+
+
+def draw_two_windows(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration of a model whose layers have two different windows."""
+    config = rng.choice([draw_windowed, draw_stored])(rng, num_steps)
+    second_window = draw_window(rng, config.block_size)
+    return replace(config, second_window=second_window + (second_window == config.window))
 
 
 def draw_stored(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -327,7 +335,7 @@ class World:
             [config.num_blocks, *(group.num_blocks for group in self.bounded_groups)],
             config.block_size,
             config.num_host_blocks,
-            config.kind,
+            config.kinds,
         )
         # Keys that collide are no keys: what a store has under one is not compared token by token.
         rate = config.remote_rate if config.hash_bits is None else 0.0
@@ -353,12 +361,12 @@ class World:
 
     @property
     def bounded_groups(self) -> list[KVGroupSpec]:
-        """The second KV group: at least as many blocks as a single request needs, and no more than the first has."""
-        config, size, kind = self.config, self.config.block_size, self.config.kind
-        if kind is None:
-            return []
-        num_held = num_blocks_read(kind, size) + -(-(config.max_num_batched_tokens - 1) // size)
-        return [KVGroupSpec(kind, min(config.num_blocks, num_held + config.num_spare_window_blocks))]
+        """The further KV groups: at least as many blocks as a single request needs, and no more than the first has."""
+        config, size = self.config, self.config.block_size
+        num_more = -(-(config.max_num_batched_tokens - 1) // size) + config.num_spare_window_blocks
+        return [
+            KVGroupSpec(kind, min(config.num_blocks, num_blocks_read(kind, size) + num_more)) for kind in config.kinds
+        ]
 
     def _make_scheduler(self) -> Scheduler:
         c = self.config
@@ -444,12 +452,9 @@ class World:
         return max(end for end in ends if self._has_all_seen(end, has_part))
 
     def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
-        """Whether the row behind so many tokens would find all that it sees."""
-        kind = self.config.kind
-        if kind is None:
-            return True
-        seen = range(kind.first_position(num_tokens), num_tokens)
-        return all(has_part[position // self.config.block_size] for position in seen)
+        """Return whether the row after so many tokens would find all parts that it reads."""
+        first = min((kind.first_position(num_tokens) for kind in self.config.kinds), default=num_tokens)
+        return all(has_part[position // self.config.block_size] for position in range(first, num_tokens))
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -801,7 +806,7 @@ class World:
             max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
-        oracle, size = Oracle(prompt, identity, config.kind), config.block_size
+        oracle, size = Oracle(prompt, identity, config.kinds), config.block_size
         stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
         scored = 1 if rng.random() < config.scored_rate else None
         awaits = config.async_scheduling and self.async_rng.random() < config.awaiting_rate
@@ -827,10 +832,10 @@ class World:
         self.worker.identities[name] = identity
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kind).block_contents(size))
+            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kinds).block_contents(size))
         if request.expects_kv and self.store.rate:
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            computed = Oracle(prompt, identity, config.kind).block_contents(size)
+            computed = Oracle(prompt, identity, config.kinds).block_contents(size)
             self.store.hand_over(name, request.block_hashes[:], computed)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
@@ -926,7 +931,8 @@ class World:
         match event:
             case events.PrefixCacheQueried():
                 totals.hits += event.num_hit_tokens > 0
-                is_long = event.num_hit_tokens >= self.config.window + self.config.block_size
+                longest = max(self.config.window, self.config.second_window)
+                is_long = event.num_hit_tokens >= longest + self.config.block_size
                 totals.window_hits += is_long and self.config.window > 0
                 if event.num_hit_tokens:
                     self.tracked[event.request_id].features.add("prefix")

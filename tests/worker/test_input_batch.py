@@ -189,7 +189,7 @@ def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
     scheduled = make_output(new, counts={"a": 2, "b": 2})
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
-    of_all, near = attention.seen_within(None), attention.seen_within(9)
+    of_all, near = attention.of_group(0), attention.of_group(1)
     assert of_all is attention
     assert near.positions is attention.positions
     assert of_all.slot_mapping.tolist() == [0, 1, 24, 25]
@@ -199,8 +199,28 @@ def test_layers_with_a_window_have_tables_and_slots_of_their_own(windowed):
     of_outputs = attention.outputs.attention
     assert attention.outputs.rows.tolist() == [3]
     assert (of_outputs.slot_mapping.tolist(), of_outputs.block_tables.tolist()) == ([25], [[3, 5, 6]])
-    near = of_outputs.seen_within(9)
+    near = of_outputs.of_group(1)
     assert (near.slot_mapping.tolist(), near.block_tables.tolist()) == ([29], [[-1, 2, 7]])
+
+
+def test_each_of_four_groups_has_its_own_tables_and_slots():
+    batch = InputBatch(max_num_seqs=2, max_model_len=64, block_size=4, num_groups=4)
+    new = [
+        new_data("a", [10, 11, 12, 13, 14], [3, 5], more_block_ids=([2, 7], [8, 1], [-1, 9])),
+        new_data("b", [20, 21], [6], more_block_ids=([4], [3], [2])),
+    ]
+    scheduled = make_output(new, counts={"a": 5, "b": 1})
+    batch.update(scheduled)
+    attention = batch.prepare_inputs(scheduled).attention
+    wanted, groups = attention.outputs.attention, range(4)
+    assert [attention.of_group(group).block_tables.tolist() for group in groups] == [
+        [[3, 5], [6, 0]], [[2, 7], [4, 0]], [[8, 1], [3, 0]], [[-1, 9], [2, 0]],
+    ]  # fmt: skip
+    assert [attention.of_group(group).slot_mapping.tolist()[-2:] for group in groups] == [
+        [20, 24], [28, 16], [4, 12], [36, 8],
+    ]  # fmt: skip
+    assert [wanted.of_group(group).slot_mapping.tolist() for group in groups] == [[20], [28], [4], [36]]
+    assert all(attention.of_group(group).positions is attention.positions for group in groups)
 
 
 def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
@@ -211,7 +231,7 @@ def test_window_blocks_may_come_in_other_steps_than_blocks(windowed):
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
     assert attention.slot_mapping.tolist() == [11, 36]
-    assert attention.windowed.slot_mapping.tolist() == [7, 20]
+    assert attention.of_group(1).slot_mapping.tolist() == [7, 20]
     batch.update(make_output([new_data("a", [9, 8], [4], more_block_ids=([6],))], finished=["a"]))
     row = batch.requests["a"].row
     assert batch.num_blocks[:, row].tolist() == [1, 1]
@@ -232,8 +252,8 @@ def test_without_windows_there_is_one_table(batch):
     scheduled = make_output([new_data("a", [10, 11, 12, 13, 14], [3, 5])], counts={"a": 5})
     batch.update(scheduled)
     attention = batch.prepare_inputs(scheduled).attention
-    assert attention.windowed is attention.outputs.attention.windowed is None
-    assert attention.seen_within(9) is attention
+    assert attention.more_groups == attention.outputs.attention.more_groups == ()
+    assert attention.of_group(1) is attention
 
 
 def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
@@ -245,10 +265,10 @@ def test_guesses_stand_behind_the_blocks_of_their_request(windowed):
     guesses = np.array([3]), np.array([2]), np.array([0, 1])
     _, attention, _ = batch.gather(rows, *guesses, num_groups=2)
     assert attention.slot_mapping.tolist() == [11, 36]
-    assert attention.windowed.slot_mapping.tolist() == [7, 240]
+    assert attention.of_group(1).slot_mapping.tolist() == [7, 240]
     _, attention, _ = batch.gather(rows, *guesses, num_groups=1)
     assert attention.slot_mapping.tolist() == [11, 36]
-    assert attention.windowed is attention.outputs.attention.windowed is None
+    assert attention.more_groups == attention.outputs.attention.more_groups == ()
     _, attention, _ = batch.gather(rows, np.array([8]), np.array([1]), np.array([0, 1]), num_groups=1)
     assert attention.slot_mapping.tolist() == [200]
 
@@ -306,8 +326,3 @@ def test_an_id_may_end_and_come_back_in_one_step(batch):
     batch.update(make_output([new_data("a", [9], [2])], finished=["a"]))
     assert batch.known_tokens(batch.requests["a"]).tolist() == [9]
     assert np.count_nonzero(batch.num_blocks) == 1
-
-
-def test_more_groups_than_kernels_read_are_refused():
-    with pytest.raises(ValueError, match="two KV groups at most, not of 3"):
-        InputBatch(max_num_seqs=4, max_model_len=64, block_size=4, num_groups=3)

@@ -271,8 +271,13 @@ class CpuKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
-        """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
+        """Run a forward pass and record it for later steps; see `octavo.kernels.recording`.
+
+        A recording has the tables of two KV groups. Steps of a model with more groups are not recorded.
+        """
         del decodes
+        if len(batch.more_groups) > 1:
+            return forward(token_ids, batch), None
         wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
         try:

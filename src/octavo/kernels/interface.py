@@ -63,19 +63,19 @@ class KeptLinear:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """What attention needs to know of a ragged batch. Tokens of one sequence stand together, in order of position.
+    """The inputs of attention for a ragged batch. Tokens of one sequence are adjacent, in order of position.
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV length of each sequence, this step's tokens included
-    block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end, or behind the window
-                                                        of all of its rows, are never read
+    block_tables int32 [num_seqs, max_blocks_per_seq]   block ids in the first KV group; entries past a sequence's end,
+                                                        or that none of its rows reads, are never used
     positions    int64 [num_tokens]     absolute position of each row
     slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
-    outputs      which rows' hidden states are wanted; None for all of them
-    windowed     the same rows, with tables and slots of layers with a window; None where those have the others'
+    outputs      the rows whose hidden states are returned; None for all of them
+    more_groups  the same rows with the tables and slots of KV groups 1, 2, ...; empty for a cache of one group
 
-    What pads a graph stands behind the others: sequences of length 0, of one row or none, and where `has_rows_behind`
-    rows of no sequence. Their slots are -1: nothing is read or written for them, and attention gives zeros.
+    The padding of a graph comes last: sequences of length 0, of one row or none, and if `has_rows_behind` rows of no
+    sequence. Their slots are -1: nothing is read or written for them, and attention returns zeros.
     """
 
     query_start: Tensor
@@ -85,12 +85,12 @@ class AttentionBatch:
     slot_mapping: Tensor
     block_size: int
     outputs: OutputRows | None = None
-    windowed: AttentionBatch | None = None
+    more_groups: tuple[AttentionBatch, ...] = ()
     has_rows_behind: bool = False
 
-    def seen_within(self, window: int | None) -> AttentionBatch:
-        """Return the batch with tables and slots of layers with this window, or without one."""
-        return self if window is None or self.windowed is None else self.windowed
+    def of_group(self, index: int) -> AttentionBatch:
+        """Return the batch with a KV group's tables and slots; those of the first group if the cache has no other."""
+        return self.more_groups[index - 1] if index and self.more_groups else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch, told which its rows are: all of them are wanted. Its arrays and theirs can be told apart."""
+    """Return the batch with all of its rows as outputs. The batch of the outputs has arrays of its own."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -173,26 +173,29 @@ def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
 def _copy(batch: AttentionBatch) -> AttentionBatch:
     names = ("query_start", "seq_lens", "block_tables", "positions", "slot_mapping")
     copies = {name: getattr(batch, name).clone() for name in names}
-    windowed = None if batch.windowed is None else _copy(batch.windowed)
-    return replace(batch, outputs=None, windowed=windowed, **copies)
+    return replace(batch, outputs=None, more_groups=tuple(map(_copy, batch.more_groups)), **copies)
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
     """Return the arguments that csrc/program.h calls StepArgs."""
-    attention = outputs.attention
-    plain, wanted = _arrays(batch), _arrays(attention)
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
-        (plain, plain if batch.windowed is None else _arrays(batch.windowed)),
+        _arrays_of_groups(batch),
         outputs.rows.data_ptr(),
         outputs.rows.shape[0],
-        (wanted, wanted if attention.windowed is None else _arrays(attention.windowed)),
+        _arrays_of_groups(outputs.attention),
     )
 
 
+def _arrays_of_groups(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the arguments that csrc/program.h calls RowsArgs: the arrays of the first KV group and of the second."""
+    first = _arrays(batch)
+    return first, _arrays(batch.more_groups[0]) if batch.more_groups else first
+
+
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
-    """Return the arguments that csrc/program.h calls BatchArgs; two of them, plain and windowed, are its RowsArgs."""
+    """Return the arguments that csrc/program.h calls BatchArgs."""
     return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),

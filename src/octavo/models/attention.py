@@ -149,7 +149,6 @@ class Attention:
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
         config, kernels = self.config, self.kernels
-        batch = batch.seen_within(config.window)
         qkv = kernels.linear(hidden, self.qkv)
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
@@ -170,6 +169,6 @@ class Attention:
 
     def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        config, batch = self.config, batch.seen_within(self.config.window)
+        config = self.config
         attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

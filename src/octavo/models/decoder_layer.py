@@ -99,18 +99,22 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """The parts of a layer, and what stands behind each of them.
+    """The sublayers of a layer, and the norms after each of them.
 
-    behind: the norm before what comes after the layer, or None.
+    kv_group: index of the layer's KV group.
+    next_norm: the norm of the next layer's input, or the final one; None for no norm.
     """
 
-    __slots__ = ("after_attention", "after_mlp", "attention", "mlp")
+    __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
 
-    def __init__(self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, behind: Norm | None) -> None:
+    def __init__(
+        self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, kv_group: int, next_norm: Norm | None
+    ) -> None:
+        self.kv_group = kv_group
         self.attention = Attention(context, config.attention, tensors.attention)
         self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, config.residual_scale)
         self.mlp = config.mlp.build(context, tensors.mlp)
-        self.after_mlp = ResidualNorm(context, tensors.after_mlp, behind, config.residual_scale)
+        self.after_mlp = ResidualNorm(context, tensors.after_mlp, next_norm, config.residual_scale)
 
 
 class ResidualNorm:

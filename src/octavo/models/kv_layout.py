@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,7 @@ class LayerGroup:
 class KVLayout:
     """The KV cache of a model: what each layer keeps, and in which KV group.
 
-    A block of a group is one piece of memory, in which its layers stand in their order.
+    A block of a group is one piece of memory: the parts of its layers, in their order.
     """
 
     layers: tuple[KVShape, ...]
@@ -83,18 +82,20 @@ class KVLayout:
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then the others.
 
-        Layers with different sliding windows are one group with the largest window: what that one reads includes what
-        the others read. A layer that reads another one's keys and values is in no group.
+        Layers with different sliding windows are different groups. A layer that reads another one's keys and values
+        adds nothing to a group.
         """
-        groups: dict[object, tuple[KVGroupKind, tuple[int, ...]]] = {FullAttention.name: (FullAttention(), ())}
+        groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, shape in enumerate(self.layers):
-            if shape.shared_layer is not None:
-                continue
-            kind = shape.kind
-            key = kind.name if isinstance(kind, FullAttention | SlidingWindow) else kind
-            known, numbers = groups.get(key, (kind, ()))
-            groups[key] = max(known, kind, key=_reach), (*numbers, index)
-        return tuple(LayerGroup(kind, numbers) for kind, numbers in groups.values())
+            if shape.shared_layer is None:
+                groups.setdefault(shape.kind, []).append(index)
+        return tuple(LayerGroup(kind, tuple(numbers)) for kind, numbers in groups.items())
+
+    @property
+    def group_indices(self) -> tuple[int, ...]:
+        """For each layer the index of its KV group."""
+        kinds = [group.kind for group in self.kv_groups]
+        return tuple(kinds.index(shape.kind) for shape in self.layers)
 
     @property
     def window(self) -> int | None:
@@ -119,7 +120,3 @@ class KVLayout:
     def bytes_behind_window(self, dtype: str) -> int:
         """Bytes that one token keeps once it has fallen behind the window."""
         return self.block_bytes(1, dtype)[0]
-
-
-def _reach(kind: KVGroupKind) -> float:
-    return math.inf if kind.most_positions is None else kind.most_positions

@@ -113,16 +113,16 @@ class CausalLM:
         tensors = context.architecture.tensors()
         self.embed_tokens = context.linear(tensors.embedding)
         self.first_norm = context.optional_norm(tensors.layers[0].before_attention)
-        # The norm that stands behind a layer: the one before the next, if that has one, or the final one.
-        behind = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
-        layers = zip(context.architecture.layers, tensors.layers, behind, strict=True)
+        next_norms = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
+        kv_groups = context.architecture.kv_layout.group_indices
+        layers = zip(context.architecture.layers, tensors.layers, kv_groups, next_norms, strict=True)
         self.layers = [DecoderLayer(context, *layer) for layer in layers]
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
-        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]; writes their KV into the cache.
+        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]. Writes their KV into the cache.
 
-        Rows that are no outputs (`AttentionBatch.outputs`) end behind the last layer's keys and values.
+        Rows that are not in `AttentionBatch.outputs` are dropped after the last layer's keys and values are written.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)
@@ -131,13 +131,13 @@ class CausalLM:
             hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             k_cache, v_cache = kv_cache.layer(index)
-            q = layer.attention.write_kv(hidden, batch, k_cache, v_cache)
+            q = layer.attention.write_kv(hidden, batch.of_group(layer.kv_group), k_cache, v_cache)
             if layer is self.layers[-1] and batch.outputs is not None:
                 rows, batch = batch.outputs.rows, batch.outputs.attention
                 q, residual = kernels.take_rows(q, rows), kernels.take_rows(residual, rows)
                 if not len(rows):
                     return residual
-            hidden = layer.attention.attend(q, batch, k_cache, v_cache)
+            hidden = layer.attention.attend(q, batch.of_group(layer.kv_group), k_cache, v_cache)
             hidden = layer.after_attention.forward(hidden, residual)
             hidden = layer.mlp.forward(hidden, batch)
             hidden = layer.after_mlp.forward(hidden, residual)

@@ -108,8 +108,6 @@ class InputBatch:
         num_scratch_blocks: int = 0,
         num_groups: int = 1,
     ) -> None:
-        if num_groups > 2:
-            raise ValueError(f"attention kernels read the blocks of two KV groups at most, not of {num_groups}")
         copies = copies or SharedMemory()
         self.block_size = block_size
         self._tensors = copies.to_device_together
@@ -368,7 +366,7 @@ class InputBatch:
         width: int,
         num_groups: int,
     ) -> list[NDArray[np.generic]]:
-        """Return the arrays that `_attention` takes, of tokens of rows whose tables are cut to `width` blocks."""
+        """Return the arrays for `_attention`: three for all groups, then tables, cut to `width`, and slots of each."""
         indices, offsets = positions // self.block_size, positions % self.block_size
         arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
         for tables in self.block_tables[:num_groups]:
@@ -377,13 +375,13 @@ class InputBatch:
         return arrays
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
-        """Return the batch of the next ones of the tensors. Kernels read the second group as that of the windows."""
-        query_start, seq_lens, positions, block_tables, slot_mapping = islice(tensors, 5)
-        attention = AttentionBatch(query_start, seq_lens, block_tables, positions, slot_mapping, self.block_size)
-        if num_groups == 1:
-            return attention
-        block_tables, slot_mapping = islice(tensors, 2)
-        return replace(attention, windowed=replace(attention, block_tables=block_tables, slot_mapping=slot_mapping))
+        """Return the batch of the next tensors, which are in the order of `_attention_arrays`."""
+        query_start, seq_lens, positions = islice(tensors, 3)
+        first, *others = (
+            AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
+            for _ in range(num_groups)
+        )
+        return replace(first, more_groups=tuple(others)) if others else first
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:

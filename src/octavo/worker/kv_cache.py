@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout, KVShape
 
-# Of the bytes that stores keep of a block: one of another version is not found.
-LAYOUT_VERSION, LAYOUT_VERSION_OF_GROUPS = 1, 2
+# Version of the bytes of a stored block, for a cache of one KV group; each further group adds 1. Stores do not find
+# blocks of another version.
+LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)

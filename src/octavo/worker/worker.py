@@ -24,7 +24,7 @@ from octavo.worker.decode_plan import make_decode_plan
 from octavo.worker.device import machine_name, resolve_device, use_device
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.fingerprint import check_tables, take_fingerprint
-from octavo.worker.kv_cache import LAYOUT_VERSION, LAYOUT_VERSION_OF_GROUPS, PagedKVCache
+from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.kv_transfers import KVTransferThreads
 from octavo.worker.memory import (
@@ -207,7 +207,7 @@ class Worker:
             num_host_blocks=num_host_blocks,
             draft_block_bytes=0 if draft is None else draft.bytes_per_block,
             kv_cache_bytes=sum((group.spec.num_blocks + num_scratch_blocks) * group.block_bytes for group in groups),
-            kv_layout_version=LAYOUT_VERSION if len(groups) == 1 else LAYOUT_VERSION_OF_GROUPS,
+            kv_layout_version=LAYOUT_VERSION + len(groups) - 1,
             num_warm_up_tokens=min(WARM_UP_TOKENS, most_tokens, self.max_model_len, num_tokens),
             draft_summary=None if draft is None else draft.summary(size.num_blocks),
         )

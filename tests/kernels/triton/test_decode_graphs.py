@@ -73,8 +73,8 @@ class Model:
         order = torch.randperm(NUM_BLOCKS, generator=generator, device="cpu")[: len(lengths) * width]
         batch = self._batch(lens, order.view(len(lengths), width), counts)
         if self.has_windows:
-            windowed = self._batch(lens, order.flip(0).view(len(lengths), width), counts)
-            batch = replace(batch, windowed=windowed)
+            second = self._batch(lens, order.flip(0).view(len(lengths), width), counts)
+            batch = replace(batch, more_groups=(second,))
         if outputs is not None:
             kept = [int(row in outputs) for row in (counts.cumsum(0) - 1).tolist()]
             rows = torch.tensor(outputs, device=self.device)
@@ -244,7 +244,8 @@ def made_step(generator, counts, width):
         some(num_seqs, width),
     )
     batch = AttentionBatch(start, some(num_seqs), tables, positions, slots, BLOCK_SIZE)
-    return ids, replace(batch, windowed=replace(batch, block_tables=tables + 1, slot_mapping=slots + 1))
+    more_groups = (replace(batch, block_tables=tables + group, slot_mapping=slots + group) for group in (1, 2))
+    return ids, replace(batch, more_groups=tuple(more_groups))
 
 
 def assert_copied(module, generator):
@@ -260,10 +261,11 @@ def assert_copied(module, generator):
     assert own.positions.tolist() == [*batch.positions.tolist(), 0, 0, 0, 0]
     assert own.query_start.tolist() == [0, 1, 4, 5, 6]
     assert own.seq_lens.tolist() == [*batch.seq_lens.tolist(), 0, 0]
-    for each, given, more in ((own, batch, 0), (own.windowed, batch.windowed, 1)):
+    for group in range(3):
+        each, given = own.of_group(group), batch.of_group(group)
         assert each.slot_mapping.tolist() == [*given.slot_mapping.tolist(), -1, -1, -1, -1]
         assert torch.equal(each.block_tables[:2, :11], given.block_tables)
-        assert torch.equal(each.block_tables[2:], before[2:] + more)  # of sequences of no length, never read
+        assert torch.equal(each.block_tables[2:], before[2:] + group)  # of sequences of no length, never read
 
 
 def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
@@ -277,10 +279,10 @@ def test_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
         ("index.to(tl.int64) * own_width", "index.to(tl.int64) * width"),
         ("column = tl.program_id(1) * BLOCK + ", "column = "),
         ("tl.load(slots_ptr + index, mask=is_row, other=-1)", "tl.load(slots_ptr + index, mask=is_row, other=0)"),
-        ("(window_slots_ptr + index, mask=is_row, other=-1)", "(window_slots_ptr + index, mask=is_row, other=0)"),
+        ("token_ids, given.positions, given.slot_mapping,", "token_ids, given.positions, batch.slot_mapping,"),
         ("num_rows + index + 1 - num_seqs", "num_rows + index - num_seqs"),
         ("tl.load(query_start_ptr + index + 1,", "tl.load(query_start_ptr + index,"),
-        ("tl.load(window_tables_ptr + source", "tl.load(tables_ptr + source"),
+        ("given.seq_lens, given.block_tables,", "given.seq_lens, batch.block_tables,"),
     ],
 )
 def test_inputs_that_are_wrong_are_found(kernels, generator, tmp_path, old, new):

@@ -148,46 +148,46 @@ class DecodeInputs:
             slot_mapping=torch.full((most_rows,), -1, dtype=torch.int64, device=device),
             block_size=batch.block_size,
         )
-        if batch.windowed is not None:
-            tables, slots = torch.zeros_like(self._batch.block_tables), self._batch.slot_mapping.clone()
-            windowed = replace(self._batch, block_tables=tables, slot_mapping=slots)
-            self._batch = replace(self._batch, windowed=windowed)
+        first = self._batch
+        more_groups = (
+            replace(first, block_tables=first.block_tables.clone(), slot_mapping=first.slot_mapping.clone())
+            for _ in batch.more_groups
+        )
+        self._batch = replace(first, more_groups=tuple(more_groups))
 
     @property
     def num_bytes(self) -> int:
         """What they take."""
-        own, windowed = self._batch, self._batch.windowed
-        tensors = [self._token_ids, own.query_start, own.seq_lens, own.block_tables, own.positions, own.slot_mapping]
-        if windowed is not None:
-            tensors += [windowed.block_tables, windowed.slot_mapping]
+        own = self._batch
+        tensors = [self._token_ids, own.query_start, own.seq_lens, own.positions]
+        for group in (own, *own.more_groups):
+            tensors += [group.block_tables, group.slot_mapping]
         return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: Size) -> tuple[Tensor, AttentionBatch]:
         """Return the token ids and the batch of a graph."""
         num_rows, num_seqs = size
-        batch, has_rows_behind = self._batch, num_rows > 1
-        windowed = None if batch.windowed is None else replace(batch.windowed, has_rows_behind=has_rows_behind)
-        batch = replace(batch, windowed=windowed, has_rows_behind=has_rows_behind)
-        return self._token_ids[: num_rows * num_seqs], _first_of(batch, num_seqs, num_rows * num_seqs)
+        batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_rows_behind=num_rows > 1)
+        return self._token_ids[: num_rows * num_seqs], batch
 
     def fill(self, size: Size, token_ids: Tensor, batch: AttentionBatch) -> None:
         """Copy a step, and pad it up to a size."""
-        (num_rows, num_seqs), own = size, self._batch
-        windowed, own_windowed = batch.windowed or batch, own.windowed or own
+        num_rows, num_seqs = size
         width = batch.block_tables.shape[1]
-        assert all(each.is_contiguous() for each in (token_ids, batch.block_tables, windowed.block_tables))
-        _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
-            token_ids, batch.positions, batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables,
-            windowed.slot_mapping, windowed.block_tables,
-            self._token_ids, own.positions, own.slot_mapping, own.query_start, own.seq_lens, own.block_tables,
-            own_windowed.slot_mapping, own_windowed.block_tables,
-            token_ids.shape[0], batch.seq_lens.shape[0], num_rows * num_seqs, num_seqs, width, self.table_width,
-            HAS_WINDOWS=own.windowed is not None, BLOCK=_BLOCK,
-        )  # fmt: skip
+        assert token_ids.is_contiguous()
+        groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
+        for given, own in groups:  # the other arrays are copied once more for each: that costs less than its launch
+            assert given.block_tables.is_contiguous()
+            _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
+                token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
+                self._token_ids, own.positions, own.slot_mapping, own.query_start, own.seq_lens, own.block_tables,
+                token_ids.shape[0], given.seq_lens.shape[0], num_rows * num_seqs, num_seqs, width, self.table_width,
+                BLOCK=_BLOCK,
+            )  # fmt: skip
 
 
-def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int) -> AttentionBatch:
-    """Return a batch of its first sequences and rows."""
+def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_rows_behind: bool = False) -> AttentionBatch:
+    """Return the first sequences and rows of a batch."""
     return AttentionBatch(
         query_start=batch.query_start[: num_seqs + 1],
         seq_lens=batch.seq_lens[:num_seqs],
@@ -195,20 +195,20 @@ def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int) -> AttentionB
         positions=batch.positions[:num_rows],
         slot_mapping=batch.slot_mapping[:num_rows],
         block_size=batch.block_size,
-        windowed=None if batch.windowed is None else _first_of(batch.windowed, num_seqs, num_rows),
-        has_rows_behind=batch.has_rows_behind,
+        more_groups=tuple(
+            _first_of(each, num_seqs, num_rows, has_rows_behind=has_rows_behind) for each in batch.more_groups
+        ),
+        has_rows_behind=has_rows_behind,
     )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_seqs", "own_num_rows", "own_num_seqs", "width", "own_width"])
 def _fill_inputs(
     token_ids_ptr, positions_ptr, slots_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
-    window_slots_ptr, window_tables_ptr,
     own_token_ids_ptr, own_positions_ptr, own_slots_ptr, own_query_start_ptr, own_seq_lens_ptr, own_tables_ptr,
-    own_window_slots_ptr, own_window_tables_ptr,
-    num_rows, num_seqs, own_num_rows, own_num_seqs, width, own_width, HAS_WINDOWS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_seqs, own_num_rows, own_num_seqs, width, own_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy a row, or make it one that does nothing, and likewise the sequence of the same number."""
+    """Copy the row of the program's number, and the sequence of that number; write padding if there is none."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:
@@ -216,8 +216,6 @@ def _fill_inputs(
         tl.store(own_token_ids_ptr + index, tl.load(token_ids_ptr + index, mask=is_row, other=0))
         tl.store(own_positions_ptr + index, tl.load(positions_ptr + index, mask=is_row, other=0))
         tl.store(own_slots_ptr + index, tl.load(slots_ptr + index, mask=is_row, other=-1))
-        if HAS_WINDOWS:
-            tl.store(own_window_slots_ptr + index, tl.load(window_slots_ptr + index, mask=is_row, other=-1))
         is_own = index < own_num_seqs
         end = tl.load(query_start_ptr + index + 1, mask=is_sequence, other=0)
         behind = tl.minimum(num_rows + index + 1 - num_seqs, own_num_rows)
@@ -228,6 +226,3 @@ def _fill_inputs(
     is_block = is_sequence & (column < width)
     source, place = index.to(tl.int64) * width + column, index.to(tl.int64) * own_width + column
     tl.store(own_tables_ptr + place, tl.load(tables_ptr + source, mask=is_block, other=0), mask=is_block)
-    if HAS_WINDOWS:
-        tables = tl.load(window_tables_ptr + source, mask=is_block, other=0)
-        tl.store(own_window_tables_ptr + place, tables, mask=is_block)

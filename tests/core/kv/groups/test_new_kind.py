@@ -37,19 +37,15 @@ def test_simulated_worlds_with_a_new_kind_give_the_right_tokens(draw):
 def test_a_worker_that_reads_before_the_chunk_is_noticed(monkeypatch):
     read = HashWorker._read
 
-    def too_far(self, row, content, token, position):
-        self.kind = SlidingWindow(self.kind.window)
-        try:
-            return read(self, row, content, token, position)
-        finally:
-            self.kind = ChunkedAttention(self.kind.window)
+    def too_far(self, row, index, kind, content, token, position):
+        return read(self, row, index, SlidingWindow(kind.window), content, token, position)
 
     monkeypatch.setattr(HashWorker, "_read", too_far)
     with pytest.raises(SimulationError):
         run_all(draw_windowed)
 
 
-def test_layers_of_three_kinds_have_three_groups():
+def test_layers_of_each_kind_have_a_group():
     @dataclass(frozen=True, slots=True)
     class ChunkedShape(KVShape):
         @property
@@ -59,10 +55,12 @@ def test_layers_of_three_kinds_have_three_groups():
     layout = KVLayout((KVShape(1, 8, window=5), ChunkedShape(2, 8), KVShape(1, 8), KVShape(1, 8, window=7)))
     assert layout.kv_groups == (
         LayerGroup(FullAttention(), (2,)),
-        LayerGroup(SlidingWindow(7), (0, 3)),
+        LayerGroup(SlidingWindow(5), (0,)),
         LayerGroup(ChunkedAttention(12), (1,)),
+        LayerGroup(SlidingWindow(7), (3,)),
     )
-    assert layout.block_bytes(4, "float32") == (256, 512, 512)
+    assert layout.block_bytes(4, "float32") == (256, 256, 512, 256)
+    assert layout.group_indices == (1, 2, 0, 3)
 
 
 def test_a_journal_names_a_new_kind():
