@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 from answer_reading import read_answer
+from call_grammars import Grammars
 from fakes import FakeChatTemplate
 
 from octavo import assets
@@ -16,7 +17,10 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.call_parser import HELD_CHARS, ToolParser
+from octavo.server.answers.named_calls import SolarFormat
 from octavo.server.answers.parts import Part
+from octavo.server.answers.tool_formats import HermesFormat
 from octavo.server.answers.tools import NO_TOOLS, Toolbox, read_chat_tools
 
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -93,3 +97,21 @@ def test_what_a_prompt_ends_with_says_how_an_answer_begins(
     assert (structure.starts_after, structure.free_from) == (starts_after, free_from)
     tokens = inputs.tokenizer.encode(f"<think>a</think>b{EOS}", add_special_tokens=False)
     assert read_answer(inputs.tokenizer, form, [5], [tokens], "stop") == parts
+
+
+def test_a_form_is_read_as_a_stream_unless_it_is_whole() -> None:
+    toolbox = read_chat_tools([NOW], None, None, HermesFormat())
+    streamed, whole = AnswerForm(toolbox).parser(), AnswerForm(toolbox, is_whole=True).parser()
+    assert isinstance(streamed, ToolParser)
+    assert isinstance(whole, ToolParser)
+    assert (streamed.num_held_chars, whole.num_held_chars) == (HELD_CHARS, None)
+
+
+@pytest.mark.parametrize("wanted", [{"json_object": True}, {"json": {"type": "object"}}])
+def test_content_between_marks_may_be_any_json_object(wanted: dict[str, Any]) -> None:
+    grammars = Grammars("plain", [*SolarFormat.markers])
+    form = AnswerForm(frame=SolarFormat(grammars.spell))
+    params = form.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**wanted)))
+    assert params.structured_outputs is not None
+    assert grammars.accepts(params.structured_outputs, '<|content|>{"a": 1}<|end|>')
+    assert not grammars.accepts(params.structured_outputs, "<|content|>[1]<|end|>")

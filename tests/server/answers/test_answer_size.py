@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,9 @@ from fakes import FakeExecutor
 from running import run_server
 
 from octavo.engine.output_processor import OutputProcessor
+from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.server import bodies
+from octavo.server.answers.answer_size import num_entries
 from octavo.server.api.anthropic import messages
 from octavo.server.api.openai import chat, completions, embeddings, responses
 from octavo.server.api.openai.embeddings import EmbeddingReply
@@ -92,6 +95,19 @@ def test_large_work_leaves_the_event_loop_alone(
         assert threads, f"{name} was not called"
         # Of a stream only the large pieces go elsewhere, and the first one of each prompt is the large one.
         assert LOOP not in threads or (body.get("stream") and threads - {LOOP}), name
+
+
+@pytest.mark.parametrize(
+    ("with_prompt", "expected"), [(True, 2 * (2 + 2 * 2) + (3 + 3 * 2) + 1 + 2), (False, (3 + 3 * 2) + 1 + 2)]
+)
+def test_the_size_of_an_answer_counts_tokens_log_probabilities_and_numbers(with_prompt: bool, expected: int) -> None:
+    pair: Any = {1: None, 2: None}
+    whole = CompletionOutput(0, "", [1, 2, 3], logprobs=[pair] * 3)
+    bare = CompletionOutput(1, "", [1], logprobs=[])
+    output = RequestOutput("r", None, [1, 2], [whole, bare], finished=True)
+    output = replace(output, prompt_logprobs=[None, pair], pooled=b"\0" * 128)
+    assert num_entries(output, [whole, bare], with_prompt=with_prompt) == expected
+    assert num_entries(replace(output, prompt_logprobs=[None]), [bare], with_prompt=True) == 2 + 1 + 2
 
 
 def test_small_work_stays_where_it_is(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:

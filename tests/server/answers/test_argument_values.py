@@ -10,7 +10,7 @@ from call_grammars import Grammars
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server.answers.argument_values import json_of, known_keys, takes_others, types_of
+from octavo.server.answers.argument_values import json_of, known_keys, takes_others, types_of, value_text
 from octavo.server.answers.gemma_calls import GemmaFormat
 from octavo.server.answers.nested_calls import MiniMaxM3Format
 from octavo.server.answers.python_calls import LFM2Format, PythonicFormat
@@ -166,3 +166,9 @@ def test_grammars_of_calls_close_objects_with_properties(family: Any) -> None:
         structure = StructuredOutputsParams(grammar=form.forced([function], only_one=True))
         assert grammars.accepts(structure, form.write([("now", {})]))
         assert grammars.accepts(structure, form.write([("now", {"a": 1})])) is is_open, fields
+
+
+@pytest.mark.parametrize(("text", "written"), [("ä", '"ä"'), ("12", "12"), ("true", '"true"'), ("[ü", '"[ü"')])
+def test_text_of_an_argument_that_may_be_a_string_is_written_as_it_is(text: str, written: str) -> None:
+    schema = {"type": ["string", "integer"]}
+    assert value_text(text, schema, schema) == written

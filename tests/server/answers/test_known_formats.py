@@ -14,16 +14,18 @@ from fakes import FakeChatTemplate, FakeExecutor
 from running import run_server
 
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers import template_probe
 from octavo.server.answers.gemma_calls import GemmaFormat
+from octavo.server.answers.generic_calls import GenericFormat
 from octavo.server.answers.harmony import HarmonyFormat
-from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.known_formats import FORMATS, find_tool_format
 from octavo.server.answers.object_calls import GigaChat3Format
 from octavo.server.answers.parts import Part, joined
-from octavo.server.answers.python_calls import PythonicFormat
+from octavo.server.answers.python_calls import LFM2Format, PythonicFormat
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function
-from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tool_formats import HermesFormat, LlamaFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -464,3 +466,51 @@ def test_grammars_leave_code_that_names_a_tool_alone() -> None:
         assert grammars.accepts(nothing, good), good
     for wrong in ("I look: [now(a=1)]", "I look: [now(), get_weather(city=2)]", "I look: [get_weather(days=2)]"):
         assert not grammars.accepts(nothing, wrong), wrong
+
+
+PROBE = json.dumps(template_probe.ARGUMENTS)
+CITY = template_probe.ARGUMENTS["city"]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (f'<tool_call>{{"arguments": {PROBE}, "name": "{template_probe.NAME}"}}</tool_call>', HermesFormat),
+        (f'<tool_call>{{"arguments": {{"town": "{CITY}"}}, "name": "{template_probe.NAME}"}}</tool_call>', None),
+        (f'{{"arguments": {PROBE}, "name": "{template_probe.NAME}"}}', LlamaFormat),
+    ],
+)
+def test_a_template_that_writes_calls_in_a_way_of_its_own(written: str, expected: type[ToolFormat] | None) -> None:
+    """The format is the one that reads the call with its arguments, and whose marks the text has."""
+    found = find_tool_format("auto", [written], written, lambda _: None)
+    assert type(found) is (expected or GenericFormat)
+
+
+def test_grammars_write_truth_values_as_python_does() -> None:
+    function = Function("f", {"properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    for family in (LFM2Format, PythonicFormat):
+        grammars = Grammars("plain", [*family.markers])
+        forced = StructuredOutputsParams(grammar=family(grammars.spell).forced([function], only_one=True))
+        assert grammars.accepts(forced, family().write([("f", {"a": True})]))
+        assert not grammars.accepts(forced, family().write([("f", {"a": True})]).replace("True", "true"))
+
+
+def test_a_list_within_text_may_have_all_optional_arguments() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    grammars = Grammars("plain", [*PythonicFormat.markers])
+    form = PythonicFormat(grammars.spell)
+    optional = StructuredOutputsParams(
+        grammar=form.optional([Function("f", {"properties": properties})], only_one=True)
+    )
+    for call in ("[f(a=1, b=2)]", "[f(a=1)]", "[f(b=2)]", "[f()]"):
+        assert grammars.accepts(optional, f"It is {call}"), call
+    assert not grammars.accepts(optional, "It is [f(b=2, a=1)]")
+
+
+def test_grammars_of_tags_name_the_arguments_of_an_open_schema() -> None:
+    schema = {"properties": {"a": {"type": "string"}}, "additionalProperties": True}
+    grammars = Grammars("plain", [*Qwen3CoderFormat.markers])
+    form = Qwen3CoderFormat(grammars.spell)
+    forced = StructuredOutputsParams(grammar=form.forced([Function("f", schema)], only_one=True))
+    assert grammars.accepts(forced, form.write([("f", {"a": "x"})]))
+    assert not grammars.accepts(forced, form.write([("f", {"a": "x", "b": "y"})]))

@@ -108,3 +108,19 @@ def test_the_grammar_keeps_to_nested_schemas(kind: str) -> None:
     assert grammars.accepts(forced, form().write([("save", good)]))
     for wrong in ({"text": ""}, {"list": ["a"]}, {"places": [{"town": "x"}]}, {"code": "3"}, {"other": 1}):
         assert not grammars.accepts(forced, form().write([("save", wrong)])), wrong
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": ["object", "null"], "properties": {"a": {"type": "string"}}}, [{"a": "x"}, None]),
+        ({"type": "object"}, [{"b": "y"}, {}]),
+    ],
+)
+def test_the_grammar_lets_every_type_of_a_value_pass(schema: dict[str, Any], values: list[Any]) -> None:
+    form = MiniMaxM3Format
+    grammars = Grammars("plain", [*form.markers])
+    function = Function("save", {"type": "object", "properties": {"value": schema}, "required": ["value"]})
+    forced = StructuredOutputsParams(grammar=form(grammars.spell).forced([function], only_one=True))
+    for value in values:
+        assert grammars.accepts(forced, form().write([("save", {"value": value})])), value

@@ -287,6 +287,17 @@ def test_a_tool_of_another_type_is_named_in_the_refusal(running: Running, path: 
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}}, "tool_choice"),
         (
+            {
+                "tools": [NOW],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "custom", "function": {"name": "now"}}],
+                },
+            },
+            "tool_choice",
+        ),
+        (
             {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
             "tool_choice",
         ),

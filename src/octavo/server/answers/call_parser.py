@@ -393,7 +393,8 @@ class ToolParser:
                 self._position += 1
             elif char and (depth or char not in _BEHIND_VALUE):
                 run = _PLAIN.match(self._text, self._position)
-                self._position = self._position + 1 if run is None else run.end()
+                assert run is not None
+                self._position = run.end()
                 continue  # a number may go on in the next piece
             elif depth:
                 raise MalformedError

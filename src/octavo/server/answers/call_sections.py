@@ -113,10 +113,13 @@ class SectionParser(ToolParser):
         self._openers = (form.opener, *form.strays, *form.frames)
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
-        self._call_opens, self._between, self._closes = form.call_opens, form.between.strip(), form.closes
+        self._call_opens, self._between = form.call_opens, form.between.strip()
+        # Models put blanks between the end of a list and the mark after it.
+        is_list_end = form.closes.lstrip().startswith("]")
+        self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens  # of calls without marks of their own
-        self._ends = ending(form.closes, form.opener, *form.strays)
+        self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)

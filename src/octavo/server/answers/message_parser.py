@@ -69,8 +69,10 @@ class MessageParser(ToolParser):
             seen = self._text[self._position :]
             if any(seen.startswith(each) for each in self.begins):
                 return True
-            if self._is_over or not any(each.startswith(seen) for each in self.begins):
-                if self._is_cut and any(each.startswith(seen) for each in self.begins):
+            if not any(each.startswith(seen) for each in self.begins):
+                return False
+            if self._is_over:
+                if self._is_cut:
                     self._position = len(self._text)
                     self._drop()
                 return False

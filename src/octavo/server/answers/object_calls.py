@@ -47,7 +47,7 @@ class ObjectParser(SectionParser):
         super().__init__(form, functions, only_one=only_one)
         self.name_key, self.arguments_keys = form.name_key, (form.arguments_key,)
         further = f"{form.between.strip()} {{"
-        self._ends = ending(form.closes, form.opener, *form.strays, further, is_wrapped=True)
+        self._ends = ending(self._closes, form.opener, *form.strays, further, is_wrapped=True)
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -170,7 +170,7 @@ class ApertusFormat(SectionFormat):
 class _KeyedParser(SectionParser):
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
-        self._ends = ending(form.closes, form.opener, ", {", is_wrapped=True)
+        self._ends = ending(self._closes, form.opener, ", {", is_wrapped=True)
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()

@@ -25,11 +25,12 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Reads calls in tags. A call ends with its own closing tag or its section's; otherwise it is text."""
 
+    _given: set[str]  # the names of the arguments that the call has so far
+
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form, self.is_padded = form, form.is_padded
         self._parameters = {each.name: each.parameters for each in functions}
-        self._given: set[str] = set()
 
     def _call_steps(self, call: Call) -> Wait[None]:
         form = self._form
