@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from mooncake_master import needs_mooncake
 
 from octavo.assets import BUILT_IN_DRAFT
 from octavo.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
@@ -111,30 +112,39 @@ def test_bytes_computed_with_a_store_are_the_peak_measured(tmp_path):
     assert computed - 0.5 * of_store < measured < computed + 20e6, (measured / 1e6, computed / 1e6, of_store / 1e6)
 
 
+def make_engine(**options):
+    """Return an engine of the built-in model, with stores of KV as `KVTransferConfig` states them."""
+    return LLMEngine(
+        ModelConfig(dtype="float32"),
+        SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
+        cache_config=CacheConfig(block_size=4),
+        speculative_config=SpeculativeConfig(method="none"),
+        kv_transfer_config=KVTransferConfig(**options),
+    )
+
+
 def test_what_stores_take_is_in_the_plan(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
-
-    def make(**options):
-        engine = LLMEngine(
-            ModelConfig(dtype="float32"),
-            SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
-            cache_config=CacheConfig(block_size=4),
-            speculative_config=SpeculativeConfig(method="none"),
-            kv_transfer_config=KVTransferConfig(**options),
-        )
-        return engine.core.executor.worker.kv_cache
-
-    without, with_disk = make(), make(disk_dir=tmp_path, num_threads=3)
+    without, with_disk = (
+        make_engine(**options).core.executor.worker.kv_cache
+        for options in ({}, {"disk_dir": tmp_path, "num_threads": 3})
+    )
     staging = staging_bytes(without.block_bytes, 3)
     assert 4 * (8 << 20) - staging < 4 * without.block_bytes
     fewer = (without.num_blocks - with_disk.num_blocks) * without.block_bytes
     assert abs(fewer - staging / 2) <= without.block_bytes, "the cache takes half of what is free"
+
+
+@needs_mooncake
+def test_what_the_client_of_mooncake_takes_is_in_the_plan(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
+    block = make_engine().core.executor.worker.kv_cache.block_bytes
     lent = KVTransferConfig(mooncake="127.0.0.1:9", mooncake_segment_bytes=1 << 30)
-    of_client = host_bytes(lent, without.block_bytes)
-    assert abs(of_client - (1 << 30) - PROCESS_BYTES - 4 * AREA_BYTES) < 4 * (without.block_bytes + 128)
-    taken = of_client + staging_bytes(without.block_bytes, 2)
+    of_client = host_bytes(lent, block)
+    assert abs(of_client - (1 << 30) - PROCESS_BYTES - 4 * AREA_BYTES) < 4 * (block + 128)
+    taken = of_client + staging_bytes(block, 2)
     with pytest.raises(ConfigError, match=f"is 0 and stores of KV take {taken:,}, but only 104,857,600 bytes"):
-        make(mooncake=lent.mooncake)
+        make_engine(mooncake=lent.mooncake)
 
 
 def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, monkeypatch):

@@ -377,11 +377,11 @@ class InputBatch:
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
         """Return the batch of the next tensors, which are in the order of `_attention_arrays`."""
         query_start, seq_lens, positions = islice(tensors, 3)
-        first, *others = (
-            AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
-            for _ in range(num_groups)
-        )
-        return replace(first, more_groups=tuple(others)) if others else first
+        batch = AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
+        if num_groups == 1:
+            return batch
+        others = (replace(batch, block_tables=next(tensors), slot_mapping=next(tensors)) for _ in range(1, num_groups))
+        return replace(batch, more_groups=tuple(others))
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -185,11 +185,34 @@ def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
         "<parameter=pa<th>\nx\n</parameter>\n",
         "<parameter=path\nx>\n/tmp/a\n</parameter>\n",
         "<parameter=path>\nx\n</parameter>\n<parameter=path>\ny\n</parameter>\n",
+        "<parameter=path>\n\n</function>\n</tool_call>\n\n",  # the first end may be text of the value
+        "<parameter=path>\nx\n</function>\n</tool_call>\n",
     ],
 )
 def test_a_slip_with_two_readings_stays_text(body: str) -> None:
     content, calls = told(read(Qwen3CoderFormat(), qwen("read", body)))
     assert (content, calls) == (qwen("read", body), [])
+
+
+@pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])
+def test_an_answer_that_ends_within_a_closing_tag_gives_no_shorter_value(cut: str) -> None:
+    """The end of a call within the value is text of it if the closing tag had begun after that."""
+    text = qwen("read", "<parameter=path>\n\n") + "\n" + cut
+    assert told(read(Qwen3CoderFormat(), text)) == (text, [])
+    for rest in ("", "\n", "\n</b>"):
+        assert told(read(Qwen3CoderFormat(), qwen("read", "<parameter=path>\nx\n") + rest))[1] == [
+            ("read", {"path": "x"})
+        ]
+
+
+def test_a_call_without_arguments_needs_its_own_closing_mark() -> None:
+    """The end of the section alone may belong to a sentence about the marks."""
+    whole = Hy3Format().write([("read", {})])
+    assert told(read(Hy3Format(), whole)) == ("", [("read", {})])
+    text = whole.replace("</tool_call:opensource>", "")
+    assert told(read(Hy3Format(), text)) == (text, [])
+    with_path = Hy3Format().write([("read", {"path": "a"})]).replace("</tool_call:opensource>", "")
+    assert told(read(Hy3Format(), with_path)) == ("", [("read", {"path": "a"})])
 
 
 # Arguments as they are written, and what they are.

@@ -23,7 +23,10 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Reads calls in tags. A call ends with its own closing tag or its section's; otherwise it is text."""
+    """Reads calls in tags. A call ends with its own closing tag or, after an argument, with its section's.
+
+    Otherwise it is text.
+    """
 
     _given: set[str]  # the names of the arguments that the call has so far
 
@@ -60,7 +63,7 @@ class TaggedParser(ValueParser):
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self) -> Wait[bool]:
-        """Skip the mark that closes a call. Returns whether it came, or the end of the section."""
+        """Skip the mark that closes a call. Returns whether it came, or the end of the section after arguments."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
@@ -68,7 +71,8 @@ class TaggedParser(ValueParser):
             for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
-        return (yield from self._sees(self._closes))
+        # without arguments and without a closing mark it may be a sentence about the marks
+        return (bool(self._given) or not closes) and (yield from self._sees(self._closes))
 
     def _sees(self, *marks: str) -> Wait[bool]:
         """Whether one of these marks comes."""

@@ -217,7 +217,11 @@ class TagEnd:
         ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
         if ends is None:
             return None
-        return False if ends else self._broken_off(text, place)
+        if ends:
+            return False
+        if self._breaks[0] in text[place + 1 : self._next_call(text, place)]:
+            raise MalformedError  # two ends of one call: the first may be text of the value
+        return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         """Return the end that the beginning of another argument makes, if the format writes it at this place."""
@@ -282,11 +286,14 @@ class TagEnd:
         return ("mark" if is_over else None) if begun else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a whole closing tag ends the value before the next call begins; None if that is not known."""
-        ends = ("\n" if self._is_padded else "") + self._start
+        """Return whether a closing tag ends the value before the next call begins; None if that is not known.
+
+        The tag is whole, or the answer ends within it.
+        """
+        pad = "\n" if self._is_padded else ""
+        ends = pad + self._start
         place = max(place, self._ahead_at)
-        places = [found for each in self._openers if (found := text.find(each, place)) >= 0]
-        limit = min(places, default=len(text))
+        limit = self._next_call(text, place)
         while (place := text.find(ends, place, limit)) >= 0:
             closer = self._closer.match(text, place + len(ends) - len(self._start))
             follows = self._follow(text, closer.end() if closer else place + len(ends), is_over=is_over)
@@ -295,7 +302,13 @@ class TagEnd:
                 return None if follows is None else True
             place += 1
         self._ahead_at = max(self._ahead_at, len(text) - self._longest)
-        return False if is_over or places else None
+        if limit < len(text):
+            return False
+        return num_held_back_chars(text, ends) > len(pad) if is_over else None
+
+    def _next_call(self, text: str, place: int) -> int:
+        """Return where the next call begins after a place; the length of the text if none does."""
+        return min((found for each in self._openers if (found := text.find(each, place)) >= 0), default=len(text))
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         """Return the end of a value without a closing tag."""
