@@ -61,6 +61,6 @@ def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = Tr
 
 def verify_all(engine: LLMEngine) -> None:
     """Let every draft be guessed and verified, whether or not it pays on this machine."""
-    policy = engine.core.scheduler._draft_policy
+    policy = engine.core.scheduler._state.draft_policy
     policy.bound = lambda _num_tokens, _requests: {}
     policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]

@@ -273,7 +273,7 @@ def test_drafts_are_cut_to_what_is_given(make_core):
     core = make_core(clock=lambda: 0.0)
     request = core.add("a", 4, max_tokens=50)
     core.step()
-    core.scheduler._draft_policy.step_cost = measured((1, 1.0), (6, 3.0))
+    core.scheduler._state.draft_policy.step_cost = measured((1, 1.0), (6, 3.0))
     core.scheduler.update_draft_token_ids({"a": [5, 6, 7, 8]})
     assert request.spec_token_ids == [5, 6]
 
@@ -600,8 +600,8 @@ class Machine:
         """Step so often. fixed: so many drafts of each request, whatever the policy says."""
         scheduler = self.core.scheduler
         if fixed is not None:
-            scheduler._draft_policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]
-            scheduler._draft_policy.bound = lambda *_: {}
+            scheduler._state.draft_policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]
+            scheduler._state.draft_policy.bound = lambda *_: {}
         self.num_tokens, self.num_guessed, self.start = 0, 0, self.now
         for _ in range(num_steps):
             scheduled = scheduler.schedule()

@@ -394,7 +394,7 @@ def test_nothing_is_held_by_nobody(make_core):
 
 def test_nothing_is_kept_of_who_is_gone(make_core):
     core = make_core(num_blocks=4)
-    core.scheduler._builder._num_sent["gone"] = [1]
+    core.scheduler._state.builder._num_sent["gone"] = [1]
     assert breaches(core) == [(18, ())]
     core.add("a", 5)
     core.step()
@@ -407,7 +407,7 @@ def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
     blocks = manager.pool.take(1)
     manager.pin(7, [[blocks[0].block_id]])
     manager.pool.release(blocks)
-    core.scheduler._builder._num_sent["gone"] = [1]
+    core.scheduler._state.builder._num_sent["gone"] = [1]
     assert breaches(core) == []
     manager.unpin(7)
     assert breaches(core) == [(18, ())]

@@ -474,6 +474,6 @@ def preempted_and_computed(core):
 def test_why_the_running_go_before_the_waiting(make_core, batching, steps, cost):
     cores = [make_core(max_num_batched_tokens=64, block_size=16, num_blocks=count) for count in (200, 40)]
     for core in cores:
-        core.scheduler._batching = batching or core.scheduler._batching
+        core.scheduler._state.batching = batching or core.scheduler._state.batching
     assert steps_to_the_first_token_of_a_long_prompt(cores[0]) == steps
     assert preempted_and_computed(cores[1]) == cost

@@ -137,7 +137,7 @@ def test_counts_and_statistics(busy):
 
 def test_records_are_counted_in_every_part(busy):
     scheduler = busy.scheduler
-    assert scheduler._builder.num_records == 2
+    assert scheduler._state.builder.num_records == 2
     assert scheduler.transfers.num_records == 3  # a load, and what was offered of two
     assert scheduler.room.num_records == 1
     assert scheduler.num_kept_records == 2 + 3 + 1 + scheduler.kv_cache_manager.num_tracked_requests
@@ -195,7 +195,7 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert told(core, events.BlocksQuarantined) == [(tuple(sorted(ids)), messages[0]), ((), messages[1])]
     assert [event.time for event in core.log.of_type(events.BlocksQuarantined)] == [3.0, 3.0]
     assert pool.quarantined == set(ids)
-    core.scheduler._builder._num_sent["gone"] = [1]
+    core.scheduler._state.builder._num_sent["gone"] = [1]
     clock.now = 12.9
     assert core.scheduler.check_when_idle() == []
     clock.now = 13.0
@@ -254,7 +254,7 @@ def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core)
     clock = Clock()
     core = make_core(clock=clock)
     learned = []
-    core.scheduler._batching.learn = lambda plan, seconds: learned.append((dict(plan.num_tokens), seconds))
+    core.scheduler._state.batching.learn = lambda plan, seconds: learned.append((dict(plan.num_tokens), seconds))
     core.add("a", 3)
     clock.now = 5.0
     scheduled = core.scheduler.schedule()

@@ -263,7 +263,7 @@ def test_a_step_is_short_of_what_it_has_no_room_for_and_not_of_what_just_fits(ma
     core = make_core(max_num_batched_tokens=8)
     core.add("a", num_tokens)
     core.scheduler.schedule()
-    assert core.scheduler._in_flight.steps[0].plan.is_short is is_short
+    assert core.scheduler._state.in_flight.steps[0].plan.is_short is is_short
 
 
 @pytest.mark.parametrize(("threshold", "limit"), [(0, 25), (10, 20)])

@@ -363,7 +363,7 @@ def test_a_step_that_was_decided_ahead_begins_with_the_end_of_the_one_before(mak
     clock = {"now": 0.0}
     core = make_ahead(clock=lambda: clock["now"])
     learned = []
-    core.scheduler._batching.learn = lambda plan, seconds: learned.append((plan.num_tokens["a"], seconds))
+    core.scheduler._state.batching.learn = lambda plan, seconds: learned.append((plan.num_tokens["a"], seconds))
     core.add("a", 5)
     first, second = decided(core), decided(core)
     clock["now"] = 3.0
@@ -429,7 +429,7 @@ def test_there_is_work_as_long_as_a_step_is_in_flight(make_ahead):
     core.scheduler.abort_request("a")
     answer(core, first)
     assert not core.scheduler.may_look_ahead(), "nobody goes on"
-    core.scheduler._builder._finished_req_ids.clear()
+    core.scheduler._state.builder._finished_req_ids.clear()
     assert core.scheduler.has_work()
     answer(core, second)
     assert not core.scheduler.has_work()

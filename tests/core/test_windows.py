@@ -548,7 +548,7 @@ def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(m
     core.step()
     core.scheduler.preempt_requests(["a"])
     core.step()
-    assert core.scheduler._builder.num_records == 0
+    assert core.scheduler._state.builder.num_records == 0
     [new] = core.step().scheduled_new_reqs
     assert len(new.block_ids[1]) == 3
 

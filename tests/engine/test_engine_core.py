@@ -106,14 +106,14 @@ def test_what_an_interrupt_ends_is_told_with_the_next_step(ahead):
 def test_an_interrupt_while_the_next_step_is_decided_gives_up_the_one_that_is_computed(monkeypatch):
     engine, core, executor = make_engine(ahead=True)
     request = core.add("a", 3)
-    schedule, bound = core.scheduler.schedule, core.scheduler._draft_policy.bound
+    schedule, bound = core.scheduler.schedule, core.scheduler._state.draft_policy.bound
 
     def interrupted(*args):
         if core.scheduler.in_flight is not None:
             raise KeyboardInterrupt
         return bound(*args)
 
-    monkeypatch.setattr(core.scheduler._draft_policy, "bound", interrupted)
+    monkeypatch.setattr(core.scheduler._state.draft_policy, "bound", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert request.sequence.output_token_ids == []

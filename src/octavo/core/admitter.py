@@ -8,21 +8,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from octavo.core.policy import PromptCost, is_prefill, num_tokens_to_schedule
+from octavo.core.policy import is_prefill, num_tokens_to_schedule
 from octavo.data import events
 from octavo.data.events import WaitReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.config import SchedulerConfig
-    from octavo.core.admission import Admission
-    from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.core_state import CoreState
     from octavo.core.kv.prefix_cache import ComputedBlocks
-    from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
-    from octavo.core.policy import Policy
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
@@ -33,27 +28,9 @@ class Admitter:
     num_busy_steps: steps so far in which anybody was given tokens, as who decides them counts.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        admission: Admission,
-        kv_cache_manager: KVCacheManager,
-        transfers: KVTransfers,
-        lifecycle: RequestLifecycle,
-        prompt_cost: PromptCost,
-        emitter: EventEmitter,
-    ) -> None:
+    def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self.num_busy_steps = 0
-        self._config = config
-        self._policy = policy
-        self._admission = admission
-        self._manager = kv_cache_manager
-        self._transfers = transfers
-        self._lifecycle = lifecycle
-        self._room = lifecycle.room
-        self._prompt_cost = prompt_cost
-        self._emitter = emitter
+        self._state, self._lifecycle, self._room, self._emitter = state, lifecycle, state.room, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
@@ -63,8 +40,8 @@ class Admitter:
 
     def has_seat(self) -> bool:
         """Whether one more may run. Who waits for KV or for a block has a seat, too."""
-        num_seated = len(self._lifecycle.running) + len(self._transfers) + self._room.num_deferred
-        return num_seated < self._config.max_num_seqs
+        num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
+        return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there.
@@ -72,7 +49,7 @@ class Admitter:
         before: admit only those who are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
-        rank = self._policy.rank
+        rank = self._state.policy.rank
         while self._room.queue and reason is None:
             if before is not None and rank(self._room.queue.peek_request()) > rank(before):
                 return
@@ -91,18 +68,18 @@ class Admitter:
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
         """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
         request = self._room.queue.peek_request()
-        computed = self._transfers.hand_over_hit(request, self._manager.get_computed_blocks(request))
-        awaited = self._manager.prefix_cache.awaited_block(request, computed)
+        computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
+        awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
         if awaited is not None and self._room.may_defer(request) and self._may_wait_for(awaited[1], request):
-            self._park(partial(self._manager.prefix_cache.is_being_computed, awaited[0]), awaited[1])
+            self._park(partial(self._state.manager.prefix_cache.is_being_computed, awaited[0]), awaited[1])
             return None
-        reason = self._admission.refusal(request, computed, len(self._lifecycle.running))
+        reason = self._state.admission.refusal(request, computed, len(self._state.running))
         if reason is not None:
             return reason
         may_wait = request.expects_kv or self._room.may_defer(request)
-        num_external = self._transfers.num_external_tokens(request, computed, may_wait=may_wait)
+        num_external = self._state.transfers.num_external_tokens(request, computed, may_wait=may_wait)
         if num_external is None:
-            self._park(partial(self._transfers.is_looking_up, request), None)
+            self._park(partial(self._state.transfers.is_looking_up, request), None)
             return None
         if num_external:
             return self._start_load(request, computed, num_external, plan)
@@ -110,7 +87,12 @@ class Admitter:
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
         """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
-        admission, cost, budget, config = self._admission, self._prompt_cost, plan.budget, self._config
+        admission, cost, budget, config = (
+            self._state.admission,
+            self._state.prompt_cost,
+            plan.budget,
+            self._state.config,
+        )
         num_remaining, threshold = request.num_tokens - computed.num_tokens, config.long_prefill_token_threshold
         room, of_prompt = cost.num_tokens_within(budget, computed.num_tokens), is_prefill(request, computed.num_tokens)
         count = num_tokens_to_schedule(
@@ -122,7 +104,7 @@ class Admitter:
         )
         if count <= 0:
             return WaitReason.NO_BUDGET
-        block_ids = self._manager.allocate_slots(
+        block_ids = self._state.manager.allocate_slots(
             request, count, computed, num_reserved_tokens=admission.num_reserved_tokens(request)
         )
         if block_ids is None:
@@ -143,21 +125,21 @@ class Admitter:
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
         """Give the head of the queue its blocks and let it wait for KV from outside; return why not, or None."""
-        num_reserved = self._admission.num_reserved_tokens(request)
-        block_ids = self._manager.allocate_slots(
+        num_reserved = self._state.admission.num_reserved_tokens(request)
+        block_ids = self._state.manager.allocate_slots(
             request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
         )
         if block_ids is None:
             return WaitReason.NO_BLOCKS
         self._lifecycle.start_loading(request, computed)
-        self._transfers.start_load(request, computed, num_external)
+        self._state.transfers.start_load(request, computed, num_external)
         plan.has_admitted = True
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
         """Whether a request may wait for what another one computes: not if that one is less important than itself."""
-        rank = self._policy.rank
-        return not self._policy.ranks_are_fixed or rank(self._lifecycle.requests[owner_id]) < rank(request)
+        rank = self._state.policy.rank
+        return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 
     def _note_blocked(self, request: Request, reason: WaitReason) -> None:
         if self._blocked != (request.request_id, reason):

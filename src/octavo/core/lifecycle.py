@@ -10,7 +10,6 @@ import heapq
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from octavo.core.waiting_requests import WaitingRequests
 from octavo.data import events
 from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
@@ -18,43 +17,17 @@ from octavo.outputs import EngineCoreOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from octavo.core.admission import Admission
-    from octavo.core.event_emitter import EventEmitter
-    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.core_state import CoreState
     from octavo.core.kv.prefix_cache import ComputedBlocks
-    from octavo.core.kv_transfers import KVTransfers
-    from octavo.core.output_builder import OutputBuilder
-    from octavo.core.policy import Policy
-    from octavo.core.steps_in_flight import StepsInFlight
     from octavo.data.request import Request
 
 
 class RequestLifecycle:
-    """The only writer of status, queue and running list; every request that has not ended is in `requests`.
+    """The only writer of a request's status, of the queue, and of `requests` and `running` of `CoreState`."""
 
-    `requests` and `running` stay the same objects: others keep them to read.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        admission: Admission,
-        kv_cache_manager: KVCacheManager,
-        transfers: KVTransfers,
-        builder: OutputBuilder,
-        in_flight: StepsInFlight,
-        emitter: EventEmitter,
-    ) -> None:
-        self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
-        self.room = WaitingRequests(policy.waiting)
-        self._policy = policy
-        self._admission = admission
-        self._manager = kv_cache_manager
-        self._transfers = transfers
-        self._builder = builder
-        self._in_flight = in_flight
-        self._emitter = emitter
+    def __init__(self, state: CoreState) -> None:
+        self._state, self._emitter = state, state.emitter
+        self._requests, self._running, self._room = state.requests, state.running, state.room
         self._num_arrivals = 0
         self._deadlines: list[tuple[float, int, str]] = []
 
@@ -62,13 +35,13 @@ class RequestLifecycle:
         """Put a newcomer into the queue."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
-        self.requests[request.request_id] = request
-        self._manager.add_tables(request)
+        self._requests[request.request_id] = request
+        self._state.manager.add_tables(request)
         if request.deadline is not None:
             self._note_deadline(request, request.deadline)
-        num_ahead = len(self.room)
-        self.room.add(request)
-        self._transfers.request_added(request)
+        num_ahead = len(self._room)
+        self._room.add(request)
+        self._state.transfers.request_added(request)
         self._emitter.emit(
             events.RequestQueued,
             request.request_id,
@@ -82,8 +55,8 @@ class RequestLifecycle:
     def _note_deadline(self, request: Request, deadline: float) -> None:
         """Keep a deadline; those of requests that ended are dropped when they are the most."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
-        if len(self._deadlines) > 2 * len(self.requests) + 64:
-            alive = {each.arrival_index for each in self.requests.values()}
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            alive = {each.arrival_index for each in self._requests.values()}
             self._deadlines = [entry for entry in self._deadlines if entry[1] in alive]
             heapq.heapify(self._deadlines)
 
@@ -91,7 +64,7 @@ class RequestLifecycle:
         """Iterate over the requests whose deadline has passed; each is given once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
-            request = self.requests.get(request_id)
+            request = self._requests.get(request_id)
             if request is not None and request.arrival_index == arrival_index:
                 yield request
 
@@ -99,60 +72,65 @@ class RequestLifecycle:
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Take the head of the queue into the running."""
-        self.room.take()
+        self._room.take()
         self._run(request, computed.num_tokens)
-        self._admission.admitted(request)
+        self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
         """Let the head of the queue wait for KV from outside. It keeps its seat."""
-        self.room.take()
+        self._room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
-        self._admission.admitted(request)
+        self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
         """Let a request run on: its first `num_tokens` are there, and may be shared."""
         self._run(request, num_tokens)
-        self._manager.note_loaded(request)
-        self._manager.commit(request)
+        self._state.manager.note_loaded(request)
+        self._state.manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
         """Put a request whose KV did not arrive back into the queue, to compute everything itself."""
-        self._admission.left(request)
-        self._manager.release(request)
+        self._state.admission.left(request)
+        self._state.manager.release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-        self.room.put_back(request)
+        self._room.put_back(request)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
         """Let a request run. Its place among the running, which are served in order, is by importance or by arrival."""
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
-        if self._policy.ranks_are_fixed:
-            insort(self.running, request, key=self._policy.rank)
+        if self._state.policy.ranks_are_fixed:
+            insort(self._running, request, key=self._state.policy.rank)
         else:
-            self.running.append(request)
+            self._running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
         """Tell of an admission; what it computes and what it found counts only the first time."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
-        num_host_tokens = self._manager.num_host_tokens(computed)
+        num_host_tokens = self._state.manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
         if not resumed:
             request.admitted_time = self._emitter.now
             num_fresh = request.num_prompt_tokens - num_hit
-            self._policy.counters.charge_input(request.tenant, max(num_fresh, 0) / request.tenant_weight)
-            cache = self._manager.prefix_cache
+            self._state.policy.counters.charge_input(request.tenant, max(num_fresh, 0) / request.tenant_weight)
+            cache = self._state.manager.prefix_cache
             if cache.reads_cache(request):
                 miss = cache.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
                 told = num_tokens, num_hit, num_host_tokens, reason, position
                 self._emitter.emit(events.PrefixCacheQueried, request_id, *told)
         if num_host_tokens:
-            num_blocks, computing_s = len(computed.host_blocks), self._transfers.computing_s(num_host_tokens)
-            found = num_blocks, num_host_tokens, computing_s, tuple(self._manager.num_swapped_in(request, computed))
+            num_blocks, computing_s = len(computed.host_blocks), self._state.transfers.computing_s(num_host_tokens)
+            found = (
+                num_blocks,
+                num_host_tokens,
+                computing_s,
+                tuple(self._state.manager.num_swapped_in(request, computed)),
+            )
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
@@ -163,15 +141,15 @@ class RequestLifecycle:
 
         No step is in flight: one is decided ahead only where nobody loses blocks.
         """
-        self._manager.release(victim)
-        self.running.remove(victim)
-        self._admission.left(victim)
+        self._state.manager.release(victim)
+        self._running.remove(victim)
+        self._state.admission.left(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.spec_token_ids = []
         victim.num_preemptions += 1
-        self._builder.preempted(victim.request_id)
-        self.room.put_back(victim)
+        self._state.builder.preempted(victim.request_id)
+        self._room.put_back(victim)
 
     # --- it ends ------------------------------------------------------------------------------------------------------
 
@@ -179,22 +157,22 @@ class RequestLifecycle:
         """The one place where a request ends; call `drop_finished` before the running are looked at again."""
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
-            self._admission.left(request)
+            self._state.admission.left(request)
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._admission.left(request)
-            self._transfers.cancel(request, "cancelled")
+            self._state.admission.left(request)
+            self._state.transfers.cancel(request, "cancelled")
         else:
-            self.room.remove(request)
-        self.room.forget(request)
-        self._transfers.request_finished(request)
+            self._room.remove(request)
+        self._room.forget(request)
+        self._state.transfers.request_finished(request)
         request.status = status
         request.spec_token_ids = []
-        self._manager.free(request)
-        del self.requests[request_id]
-        self._builder.finished(request_id)
-        self._in_flight.leave(request_id)
-        if not self.requests:
-            self._policy.counters.forget_all()
+        self._state.manager.free(request)
+        del self._requests[request_id]
+        self._state.builder.finished(request_id)
+        self._state.in_flight.leave(request_id)
+        if not self._requests:
+            self._state.policy.counters.forget_all()
         reason = status.finish_reason or ""
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
@@ -209,4 +187,4 @@ class RequestLifecycle:
 
     def drop_finished(self) -> None:
         """Take those that ended from the running list."""
-        self.running[:] = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        self._running[:] = [request for request in self._running if request.status is RequestStatus.RUNNING]

@@ -14,15 +14,9 @@ from octavo.data import events
 from octavo.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
-    from octavo.core.draft_policy import DraftPolicy
-    from octavo.core.event_emitter import EventEmitter
-    from octavo.core.fair_share import ServiceCounters
-    from octavo.core.kv.manager import KVCacheManager
-    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.core_state import CoreState
     from octavo.core.lifecycle import RequestLifecycle
-    from octavo.core.output_builder import OutputBuilder
-    from octavo.core.policy import Batching
-    from octavo.core.steps_in_flight import StepInFlight, StepsInFlight
+    from octavo.core.steps_in_flight import StepInFlight
     from octavo.data.kv_tiers import TierMove
     from octavo.data.model_output import ModelOutput, TokenLogprobs
     from octavo.data.request import Request, RequestStatus
@@ -32,27 +26,8 @@ if TYPE_CHECKING:
 class ResultProcessor:
     """Advances what a step computed: the only writer of output tokens, and of drafts until a request gives way."""
 
-    def __init__(
-        self,
-        lifecycle: RequestLifecycle,
-        builder: OutputBuilder,
-        in_flight: StepsInFlight,
-        kv_cache_manager: KVCacheManager,
-        transfers: KVTransfers,
-        counters: ServiceCounters,
-        batching: Batching,
-        draft_policy: DraftPolicy,
-        emitter: EventEmitter,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._builder = builder
-        self._in_flight = in_flight
-        self._manager = kv_cache_manager
-        self._transfers = transfers
-        self._counters = counters
-        self._batching = batching
-        self._draft_policy = draft_policy
-        self._emitter = emitter
+    def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
+        self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
@@ -63,19 +38,19 @@ class ResultProcessor:
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
         self._last_result = now
-        self._batching.learn(step.plan, seconds)
-        if self._transfers.learns_steps:
-            self._transfers.learn_step(step.scheduled, seconds)
+        self._state.batching.learn(step.plan, seconds)
+        if self._state.transfers.learns_steps:
+            self._state.transfers.learn_step(step.scheduled, seconds)
         outputs = self._advance(step, result)
-        timed = self._draft_policy.learn(step.scheduled, result, seconds)
+        timed = self._state.draft_policy.learn(step.scheduled, result, seconds)
         if timed is not None:
             self._emitter.emit(events.DraftsTimed, *timed)
         return outputs
 
     def _advance(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, list[EngineCoreOutput]()
+        lifecycle, requests, outputs = self._lifecycle, self._state.requests, list[EngineCoreOutput]()
         scheduled, left = step.scheduled, step.left
-        self._transfers.end_cancels(scheduled.kv_cancels)
+        self._state.transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
             self._end_transfer(*ended)
         if result.host_moves:
@@ -101,7 +76,7 @@ class ResultProcessor:
                 outputs.append(output)
         if requests:  # else everyone is done, and the counters have begun anew
             for tenant, num_tokens in num_served.items():
-                self._counters.charge_output(tenant, num_tokens)
+                self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
             lifecycle.drop_finished()
         if scheduled.num_scheduled_tokens:
@@ -116,11 +91,11 @@ class ResultProcessor:
         evicted: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """Let a request run on with what arrived, or put it back to compute everything itself."""
-        load = self._transfers.end(transfer_id, num_blocks, moves, evicted)
+        load = self._state.transfers.end(transfer_id, num_blocks, moves, evicted)
         if load is None:
             return
         assert load.request is not None
-        num_tokens = self._transfers.num_computed_tokens(load, num_blocks)
+        num_tokens = self._state.transfers.num_computed_tokens(load, num_blocks)
         if num_tokens:
             self._lifecycle.end_loading(load.request, num_tokens)
         else:
@@ -146,7 +121,7 @@ class ResultProcessor:
         if is_postponed:
             self._emitter.emit(events.TokenPostponed, request_id)
         elif num_drafts:
-            self._draft_policy.verified(request, num_drafts, num_sampled - 1)
+            self._state.draft_policy.verified(request, num_drafts, num_sampled - 1)
             self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens = num_computed - (num_due - num_sampled)
@@ -157,9 +132,9 @@ class ResultProcessor:
         if status is not None:  # drafts behind the token that ends it are not part of it
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
-            self._manager.commit(request)
-            self._transfers.offer(request)
-            self._manager.release_unread(request)
+            self._state.manager.commit(request)
+            self._state.transfers.offer(request)
+            self._state.manager.release_unread(request)
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
@@ -187,9 +162,9 @@ class ResultProcessor:
         """
         self._emitter.emit(events.StepFailed, message)
         self._undo(step.scheduled)
-        outputs = [self._lifecycle.fail(request, message) for request in step.requests(self._lifecycle.requests)]
+        outputs = [self._lifecycle.fail(request, message) for request in step.requests(self._state.requests)]
         self._lifecycle.drop_finished()
-        for each in self._in_flight.take_all():
+        for each in self._state.in_flight.take_all():
             self._emitter.step = each.scheduled.step
             self._emitter.emit(events.StepFailed, message)
             self._give_back(each)
@@ -198,18 +173,18 @@ class ResultProcessor:
     def _give_back(self, step: StepInFlight) -> None:
         """Let the requests of a step that was not done start again."""
         self._undo(step.scheduled)
-        for request in step.requests(self._lifecycle.requests):
+        for request in step.requests(self._state.requests):
             num_lost = request.num_computed_tokens
             self._lifecycle.preempt(request)
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
         """Believe nothing of what a step was to copy or to move, and tell again what was told with it."""
-        self._builder.fail_step(scheduled)
+        self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._manager.drop_saved(request_id)  # nobody knows whether it was copied
-        self._manager.fail_copies(scheduled.copies)
-        for loading in self._transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
+            self._state.manager.drop_saved(request_id)  # nobody knows whether it was copied
+        self._state.manager.fail_copies(scheduled.copies)
+        for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
 
     def update_drafts(self, drafts: dict[str, list[int]]) -> None:
@@ -219,15 +194,15 @@ class ResultProcessor:
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
-            request = self._lifecycle.requests.get(request_id)
+            request = self._state.requests.get(request_id)
             if request is None or not is_decode(request):
                 continue  # who does not run is no decode: nothing is computed of it
-            if self._in_flight.has(request_id):
+            if self._state.in_flight.has(request_id):
                 continue
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
-        num_decoding = sum(map(is_decode, self._lifecycle.running))
-        for (request, _), count in zip(wanted, self._draft_policy.allot(wanted, num_decoding), strict=True):
+        num_decoding = sum(map(is_decode, self._state.running))
+        for (request, _), count in zip(wanted, self._state.draft_policy.allot(wanted, num_decoding), strict=True):
             request.spec_token_ids = drafts[request.request_id][:count]
 
 

@@ -13,29 +13,18 @@ from bisect import bisect
 from typing import TYPE_CHECKING
 
 from octavo.core import invariants
-from octavo.core.admission import create_admission
 from octavo.core.admitter import Admitter
-from octavo.core.draft_policy import DraftPolicy
+from octavo.core.core_state import CoreState
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.core.lifecycle import RequestLifecycle
-from octavo.core.output_builder import OutputBuilder
-from octavo.core.policy import (
-    PLAIN_COST,
-    PromptCost,
-    choose_victim,
-    create_batching,
-    create_policy,
-    is_prefill,
-    num_tokens_to_schedule,
-    should_swap,
-)
+from octavo.core.policy import PLAIN_COST, choose_victim, is_prefill, num_tokens_to_schedule, should_swap
 from octavo.core.result_processor import ResultProcessor
 from octavo.core.scheduler_interface import SchedulerStats, map_blocks
 from octavo.core.step_plan import StepPlan
-from octavo.core.steps_in_flight import StepInFlight, StepsInFlight
+from octavo.core.steps_in_flight import StepInFlight
 from octavo.data import events
 from octavo.data.events import WaitReason
 from octavo.data.request import Request, RequestStatus
@@ -82,10 +71,8 @@ class Scheduler:
         self.config = scheduler_config
         self.max_model_len = max_model_len
         self.counters = events.EventCounters()
-        self.policy = create_policy(scheduler_config)
         self._clock = clock
         self._num_steps = 0
-        self._in_flight = StepsInFlight()
         self._news: list[EngineCoreOutput] = []
         self._to_preempt: list[str] = []
         self._next_check = 0.0
@@ -107,37 +94,13 @@ class Scheduler:
             ),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
-        self._batching = create_batching(scheduler_config)
-        self._prompt_cost = PromptCost(scheduler_config.attention_cost_tokens or 0.0)
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
-        self.admission = create_admission(scheduler_config, manager, self.transfers.most_saved_blocks)
-        self._builder = OutputBuilder(manager, self.transfers)
-        self._lifecycle = RequestLifecycle(
-            self.policy, self.admission, manager, self.transfers, self._builder, self._in_flight, emitter
-        )
-        self._admitter = Admitter(
-            scheduler_config,
-            self.policy,
-            self.admission,
-            manager,
-            self.transfers,
-            self._lifecycle,
-            self._prompt_cost,
-            emitter,
-        )
-        self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
-        self._draft_policy = DraftPolicy()
-        self._results = ResultProcessor(
-            self._lifecycle,
-            self._builder,
-            self._in_flight,
-            manager,
-            self.transfers,
-            self.policy.counters,
-            self._batching,
-            self._draft_policy,
-            emitter,
-        )
+        self._state = state = CoreState(scheduler_config, manager, self.transfers, emitter)
+        self.policy, self.admission = state.policy, state.admission
+        self.requests, self.running, self.room = state.requests, state.running, state.room
+        self._lifecycle = RequestLifecycle(state)
+        self._admitter = Admitter(state, self._lifecycle)
+        self._results = ResultProcessor(state, self._lifecycle)
 
     @property
     def waiting(self) -> RequestQueue:
@@ -203,7 +166,7 @@ class Scheduler:
         Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody, nor
         in one that is decided ahead of a result. Call it for such a one only if `may_look_ahead`.
         """
-        assert self.config.async_scheduling or not self._in_flight.steps, "the result of the last step is not in"
+        assert self.config.async_scheduling or not self._state.in_flight.steps, "the result of the last step is not in"
         self._num_steps += 1
         self._emitter.step = self._num_steps
         self._emitter.now = self._clock()
@@ -211,24 +174,24 @@ class Scheduler:
         self._admitter.resume_deferred()
         whole_budget = self.config.max_num_batched_tokens
         plan = StepPlan(whole_budget, self.config.max_batch_prefill_tokens or whole_budget)
-        if not self._in_flight.steps:
+        if not self._state.in_flight.steps:
             self._preempt_as_told(plan)
             output = self._decide(plan, list(self.running))
         else:
-            ending = self._in_flight.expect(self.requests)
+            ending = self._state.in_flight.expect(self.requests)
             try:
                 running = [request for request in self.running if request.request_id not in ending]
                 output = self._decide(plan, running)
             finally:
-                self._in_flight.forget()
+                self._state.in_flight.forget()
         if not output.is_empty:
-            self._in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
+            self._state.in_flight.steps.append(StepInFlight(output, plan, self._emitter.now))
         return output
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
         """The oldest step whose result is not in."""
-        steps = self._in_flight.steps
+        steps = self._state.in_flight.steps
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
@@ -236,7 +199,11 @@ class Scheduler:
 
         For all that those who run may take in it there have to be blocks, as nobody is preempted in it.
         """
-        if not self.config.async_scheduling or self._to_preempt or not self._in_flight.is_foreseeable(self.requests):
+        if (
+            not self.config.async_scheduling
+            or self._to_preempt
+            or not self._state.in_flight.is_foreseeable(self.requests)
+        ):
             return False
         manager, running = self.kv_cache_manager, self.running
         num_left = sum(request.num_tokens + 1 - request.num_computed_tokens for request in running)
@@ -247,10 +214,10 @@ class Scheduler:
         """Fill the plan of a step; return what the worker has to do. running: without those who are about to end."""
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
-        self._batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
+        self._state.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
         self._record_outranked(plan, outranked)
-        max_drafts = self._draft_policy.bound(plan.num_tokens, self.requests)
-        output = self._builder.build(self._num_steps, plan, self.requests, max_drafts)
+        max_drafts = self._state.draft_policy.bound(plan.num_tokens, self.requests)
+        output = self._state.builder.build(self._num_steps, plan, self.requests, max_drafts)
         self._admitter.num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
@@ -302,7 +269,7 @@ class Scheduler:
         A prompt gets none if those before it took all that `max_batch_prefill_tokens` allows.
         """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
-        cost = self._prompt_cost if of_prompt else PLAIN_COST
+        cost = self._state.prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
         while plan.within_room(num_remaining, of_prompt=of_prompt):
             count = fitting = num_remaining
@@ -323,7 +290,7 @@ class Scheduler:
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
-            if self._in_flight.steps:
+            if self._state.in_flight.steps:
                 self._note_stalled(request, plan)
                 return
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
@@ -374,7 +341,7 @@ class Scheduler:
             len(self.running),
             len(self.room) + len(self.transfers),
             self.kv_cache_manager.pool.usage,
-            self._batching.prefill_limit,
+            self._state.batching.prefill_limit,
             self.kv_cache_manager.bounded_usage,
         )
 
@@ -386,7 +353,7 @@ class Scheduler:
         A result of another step than the oldest in flight changes nothing (it came late or twice).
         """
         self._emitter.now = self._clock()
-        step = self._in_flight.take(scheduled.step) if result.step == scheduled.step else None
+        step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
             self._emit(events.StaleResultDropped, f"result of step {result.step} in step {self._num_steps}")
             return []
@@ -400,7 +367,7 @@ class Scheduler:
         not done: who is in that one alone starts again.
         """
         self._emitter.now = self._clock()
-        step = self._in_flight.take(scheduled.step)
+        step = self._state.in_flight.take(scheduled.step)
         if step is None:
             return []
         self._emitter.step = scheduled.step
@@ -419,7 +386,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""
-        is_awaited = self.requests or self._in_flight.steps or self._builder.has_endings or self._news
+        is_awaited = self.requests or self._state.in_flight.steps or self._state.builder.has_endings or self._news
         return bool(is_awaited or self.transfers.has_work)
 
     def get_num_transfers(self) -> int:
@@ -448,7 +415,7 @@ class Scheduler:
     @property
     def num_kept_records(self) -> int:
         """Records kept of single requests; 0 when nobody is left."""
-        num_at_worker = self._builder.num_records + self.transfers.num_records
+        num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -457,7 +424,7 @@ class Scheduler:
 
     def get_stats(self) -> SchedulerStats:
         """Totals since the start, read from the event stream, and the state now."""
-        return SchedulerStats.of(self, self._batching.prefill_limit)
+        return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
         """Who holds which block now; transfers hold some, too, for nobody or beside a request."""

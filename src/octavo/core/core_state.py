@@ -1,0 +1,43 @@
+"""What the parts of the core share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.core.admission import create_admission
+from octavo.core.draft_policy import DraftPolicy
+from octavo.core.output_builder import OutputBuilder
+from octavo.core.policy import PromptCost, create_batching, create_policy
+from octavo.core.steps_in_flight import StepsInFlight
+from octavo.core.waiting_requests import WaitingRequests
+
+if TYPE_CHECKING:
+    from octavo.config import SchedulerConfig
+    from octavo.core.event_emitter import EventEmitter
+    from octavo.core.kv.manager import KVCacheManager
+    from octavo.core.kv_transfers import KVTransfers
+    from octavo.data.request import Request
+
+
+class CoreState:
+    """The requests that have not ended, and what each part of the core reads to decide about them.
+
+    The scheduler makes one, and every part keeps it. docs/architecture.md says which part writes what.
+
+    requests: by id, in the order of arrival. running: in the order in which they are served.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, manager: KVCacheManager, transfers: KVTransfers, emitter: EventEmitter
+    ) -> None:
+        self.config, self.manager, self.transfers, self.emitter = config, manager, transfers, emitter
+        self.policy = create_policy(config)
+        self.batching = create_batching(config)
+        self.admission = create_admission(config, manager, transfers.most_saved_blocks)
+        self.prompt_cost = PromptCost(config.attention_cost_tokens or 0.0)
+        self.draft_policy = DraftPolicy()
+        self.builder = OutputBuilder(manager, transfers)
+        self.in_flight = StepsInFlight()
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.room = WaitingRequests(self.policy.waiting)
