@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,13 +51,16 @@ def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = Tr
         return
     scheduler, update = core.scheduler, core.scheduler.update_from_output
 
-    def update_and_guess(scheduled, result):
-        outputs = update(scheduled, result)
-        running = {each.request_id: len(each.sequence.token_ids) for each in scheduler.running}
-        scheduler.update_draft_token_ids({name: proposer.guess(name, count) for name, count in running.items()})
-        return outputs
+    def guess_and_update(scheduled, result):
+        sampled = result.sampled_token_ids
+        known = {
+            each.request_id: len(each.sequence.token_ids) + len(sampled.get(each.request_id, ()))
+            for each in scheduler.running
+        }
+        drafts = {name: proposer.guess(name, count) for name, count in known.items()}
+        return update(scheduled, replace(result, draft_token_ids=drafts))
 
-    scheduler.update_from_output = update_and_guess
+    scheduler.update_from_output = guess_and_update
 
 
 def verify_all(engine: LLMEngine) -> None:

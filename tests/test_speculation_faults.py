@@ -58,8 +58,8 @@ FAULTS = [
     Fault(
         "a rejected draft's block is shared",
         result_processor.ResultProcessor._update,
-        "self._manager.commit(request)",
-        "request.num_computed_tokens += num_due - num_sampled\n        self._manager.commit(request)\n"
+        "self._state.manager.commit(request)",
+        "request.num_computed_tokens += num_due - num_sampled\n        self._state.manager.commit(request)\n"
         "        request.num_computed_tokens -= num_due - num_sampled",
         run_worlds,
     ),

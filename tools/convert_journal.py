@@ -4,8 +4,8 @@
     octavo replay new.journal
 
 Files whose names end in .gz are compressed. The new journal repeats the recorded run: `octavo explain` and `octavo
-trace` read it like any other. It has no checksums of decisions, because the old ones do not fit the new format. So
-`octavo replay` runs it and does not compare its steps.
+trace` read it like any other. A journal of version 2 has no checksums of decisions then, because the old ones do not
+fit the new format: `octavo replay` runs it and does not compare its steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Header = dict[str, Any]
     Lines = list[list[Any]]
 
+SHORT_RESULT = 4  # members of the line of a result in which nothing was guessed and nothing copied
 MOST_QUESTIONS_AT_AN_END = 2  # which blocks to save, and which without their window parts
 
 
@@ -66,8 +67,29 @@ def with_early_answers(lines: Lines) -> Lines:
     return moved
 
 
+def to_version_4(header: Header, lines: Lines) -> tuple[Header, Lines]:
+    """Write the drafts of each step into the line of its result.
+
+    Version 3 has a line ["d", {number: count}] for them after that of the result.
+    """
+    merged: Lines = []
+    result: list[Any] | None = None  # the newest result, before the next decision
+    for line in lines:
+        if line[0] == "d":
+            if result is None:
+                raise ConfigError("drafts do not follow a result")
+            guessing = [] if len(result) > SHORT_RESULT else [0.0, 0, [], []]
+            result += [*guessing, line[1]]
+            result = None
+            continue
+        merged.append(list(line))
+        if line[0] in "usx":
+            result = merged[-1] if line[0] == "u" else None
+    return header, merged
+
+
 # The next version of the format adds one function here: each converts from the version before it.
-UPGRADES: dict[int, Callable[[Header, Lines], tuple[Header, Lines]]] = {2: to_version_3}
+UPGRADES: dict[int, Callable[[Header, Lines], tuple[Header, Lines]]] = {2: to_version_3, 3: to_version_4}
 
 
 def upgraded(header: Header, lines: Lines) -> tuple[Header, Lines]:

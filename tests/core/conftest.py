@@ -93,6 +93,10 @@ class Core:
             sampled[request_id] = [script.pop(0) if script else 7]
         return ModelOutput(scheduled.step, sampled)
 
+    def guess(self, drafts: dict[str, list[int]]) -> None:
+        """Propose drafts, as if they had come with the last result."""
+        self.scheduler._results._take_drafts(drafts)
+
     def step(self) -> SchedulerOutput:
         """One whole step."""
         scheduled = self.scheduler.schedule()

@@ -241,7 +241,7 @@ def shares(make_core, num_requests, share_right, step_seconds, num_steps=400):
     core.step()
     given, halves = 0, []
     for step in range(num_steps):
-        core.scheduler.update_draft_token_ids({each.request_id: [1, 2, 3, 4] for each in core.scheduler.running})
+        core.guess({each.request_id: [1, 2, 3, 4] for each in core.scheduler.running})
         scheduled = core.scheduler.schedule()
         now[0] += step_seconds(scheduled.total_num_scheduled_tokens)
         sampled = {}
@@ -274,7 +274,7 @@ def test_drafts_are_cut_to_what_is_given(make_core):
     request = core.add("a", 4, max_tokens=50)
     core.step()
     core.scheduler._state.draft_policy.step_cost = measured((1, 1.0), (6, 3.0))
-    core.scheduler.update_draft_token_ids({"a": [5, 6, 7, 8]})
+    core.guess({"a": [5, 6, 7, 8]})
     assert request.spec_token_ids == [5, 6]
 
 
@@ -571,7 +571,7 @@ def test_what_drafts_gain_is_told_by_the_scheduler(make_core):
     core = make_core(clock=lambda: now[0])
     core.add("a", 4, max_tokens=50)
     for drafts, sampled in (([], [7]), ([], [7]), ([7, 7, 8], [7, 7, 9])):
-        core.scheduler.update_draft_token_ids({"a": drafts})
+        core.guess({"a": drafts})
         scheduled = core.scheduler.schedule()
         now[0] += 2.0
         result = ModelOutput(scheduled.step, {"a": sampled}, drafting_s=0.5)
@@ -625,9 +625,9 @@ class Machine:
                 drafting_s=drafting_s,
                 num_drafting_passes=len(passes),
                 computed_drafts=frozenset(guesses),
+                draft_token_ids={name: drafts for name, drafts in guesses.items() if drafts},
             )
             scheduler.update_from_output(scheduled, result)
-            scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
 
     @property
     def speed(self):

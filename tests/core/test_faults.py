@@ -265,13 +265,13 @@ def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
     for name in ("a", "b"):
         core.add(name, 5)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2], "b": [3]})
+    core.guess({"a": [1, 2], "b": [3]})
     core.scheduler.preempt_requests(["a"])
     scheduled = core.scheduler.schedule()
     assert scheduled.scheduled_spec_decode_tokens == {"b": [3]}
     assert core.scheduler.requests["a"].spec_token_ids == []
     finish_step(core, scheduled)
-    core.scheduler.update_draft_token_ids({"b": [4]})
+    core.guess({"b": [4]})
     core.scheduler.abort_request("b")
     assert core.scheduler.schedule().scheduled_spec_decode_tokens == {}
 
@@ -280,7 +280,7 @@ def test_F19_a_stop_among_accepted_drafts_ends_the_request_there(make_core):
     core = make_core()
     request = core.add("a", 4, max_tokens=20, stop_token_ids=[99])
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [99, 1, 2]})
+    core.guess({"a": [99, 1, 2]})
     scheduled = core.scheduler.schedule()
     [output] = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [99, 1, 2, 3]}))
     assert (output.new_token_ids, output.finish_reason) == ([99], "stop")

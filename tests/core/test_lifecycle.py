@@ -254,7 +254,7 @@ def test_who_gives_way_keeps_its_tokens_and_nothing_else(make_core):
     core = make_core()
     request = core.add("a", 4)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2]})
+    core.guess({"a": [1, 2]})
     lifecycle_of(core).preempt(request)
     assert request.status is RequestStatus.PREEMPTED
     assert request.sequence.output_token_ids == [7]

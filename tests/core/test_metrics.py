@@ -164,7 +164,7 @@ def test_figures_of_drafts_are_those_of_the_steps(make_core):
     core.add("r", 4, max_tokens=50)
     core.step()
     for drafts, sampled in (([1, 2, 3], [1, 2, 9]), ([4], [4, 5])):
-        core.scheduler.update_draft_token_ids({"r": drafts})
+        core.guess({"r": drafts})
         scheduled = core.scheduler.schedule()
         [output] = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"r": sampled}))
         assert (output.num_draft_tokens, output.num_accepted_tokens) == (len(drafts), len(sampled) - 1)

@@ -145,7 +145,7 @@ def test_drafts_are_sent_as_far_as_the_step_has_room_for_them(make_core):
     core.add("a", 2, max_tokens=50)
     core.add("b", 2, max_tokens=50)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2, 3, 4], "b": [5, 6]})
+    core.guess({"a": [1, 2, 3, 4], "b": [5, 6]})
     scheduled = core.scheduler.schedule()
     assert scheduled.num_scheduled_tokens == {"a": 3, "b": 1}
     assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2]}

@@ -21,7 +21,7 @@ def drafted(make_core, drafts, **options):
     request = core.add("a", 4, **{"max_tokens": 50, **options})
     core.add("b", 4, max_tokens=50)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": drafts})
+    core.guess({"a": drafts})
     return core, request, core.scheduler.schedule()
 
 
@@ -151,7 +151,7 @@ def test_drafts_never_reach_beyond_what_may_be_generated(make_core, max_tokens, 
     core = make_core()
     request = core.add("a", 4, max_tokens=max_tokens)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2, 3], "unknown": [1]})
+    core.guess({"a": [1, 2, 3], "unknown": [1]})
     assert request.spec_token_ids == kept
 
 
@@ -159,7 +159,7 @@ def test_drafts_of_who_does_not_decode_are_dropped(make_core):
     core = make_core(max_num_batched_tokens=8, max_num_seqs=1)
     prompt, waiting = core.add("prompt", 20), core.add("waiting", 4)
     core.step()
-    core.scheduler.update_draft_token_ids({"prompt": [1], "waiting": [1]})
+    core.guess({"prompt": [1], "waiting": [1]})
     assert prompt.spec_token_ids == waiting.spec_token_ids == []
 
 
@@ -185,7 +185,7 @@ def test_drafts_behind_the_token_that_ends_a_request_are_not_shared(make_core, p
     core.add("a", prompt, max_tokens=50, stop_token_ids=[2])
     core.add("keeps going", 1, max_tokens=50)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    core.guess({"a": [1, 2, 3]})
     scheduled = core.scheduler.schedule()
     output, _ = take(core, scheduled, {"a": [1, 2, 3, 4], "keeps going": [7]})
     assert (output.new_token_ids, output.finish_reason) == ([1, 2], "stop")
@@ -247,7 +247,7 @@ def test_a_step_that_failed_ends_nobody_who_ended_before(make_core):
 def test_who_waits_gets_no_drafts_however_short_it_is(make_core):
     core = make_core()
     request = core.add("a", 1)
-    core.scheduler.update_draft_token_ids({"a": [1]})
+    core.guess({"a": [1]})
     assert request.spec_token_ids == []
 
 

@@ -330,7 +330,7 @@ def test_several_tokens_in_one_step_stop_at_the_first_that_ends(make_core):
     core = make_core()
     request = core.add("a", 4, stop_token_ids=[9], max_tokens=50)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2, 9, 4]})
+    core.guess({"a": [1, 2, 9, 4]})
     scheduled = core.scheduler.schedule()
     assert scheduled.num_scheduled_tokens == {"a": 5}
     assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2, 9, 4]}
@@ -346,7 +346,7 @@ def test_rejected_drafts_are_rolled_back(make_core):
     core = make_core()
     request = core.add("a", 4, max_tokens=50)
     core.step()
-    core.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    core.guess({"a": [1, 2, 3]})
     scheduled = core.scheduler.schedule()
     core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [1, 8]}))
     assert request.num_computed_tokens == 4 + 2

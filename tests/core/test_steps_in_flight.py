@@ -198,7 +198,7 @@ def test_nothing_is_decided_ahead_of_a_result_that_cannot_be_foreseen(make_ahead
     if what == "drafts":
         assert core.scheduler.may_look_ahead()
         answer(core, first)
-        core.scheduler.update_draft_token_ids({"a": [7, 7]})
+        core.guess({"a": [7, 7]})
         first = decided(core)
         assert first.num_scheduled_tokens == {"a": 3, "b": 1}
     assert not core.scheduler.may_look_ahead()
@@ -211,7 +211,7 @@ def test_drafts_that_a_step_had_no_room_for_are_of_no_use_behind_it(make_ahead):
     core.add("a", 1)
     core.add("b", 1)
     answer(core, decided(core))
-    core.scheduler.update_draft_token_ids({"b": [7, 7]})
+    core.guess({"b": [7, 7]})
     assert decided(core).num_scheduled_tokens == {"a": 1, "b": 1}
     assert not core.scheduler.may_look_ahead()
 
@@ -221,10 +221,10 @@ def test_drafts_of_whom_the_next_step_is_decided_come_too_late(make_ahead):
     request = core.add("a", 5)
     first, second = decided(core), decided(core)
     answer(core, first)
-    core.scheduler.update_draft_token_ids({"a": [7]})
+    core.guess({"a": [7]})
     assert request.spec_token_ids == []
     answer(core, second)
-    core.scheduler.update_draft_token_ids({"a": [7]})
+    core.guess({"a": [7]})
     assert request.spec_token_ids == [7]
 
 
@@ -235,7 +235,7 @@ def test_drafts_of_whom_nothing_is_computed_come_in_time(make_ahead):
     core.add("b", 20)
     first, _ = decided(core), decided(core)
     assert first.num_scheduled_tokens.keys() == {"b"}
-    core.scheduler.update_draft_token_ids({"a": [7]})
+    core.guess({"a": [7]})
     assert request.spec_token_ids == [7]
 
 
@@ -246,7 +246,7 @@ def test_drafts_of_whom_one_of_two_steps_computes_come_too_late(make_ahead):
     core.add("b", 6)
     first, second = decided(core), decided(core)
     assert (first.num_scheduled_tokens.keys(), second.num_scheduled_tokens.keys()) == ({"b"}, {"a", "b"})
-    core.scheduler.update_draft_token_ids({"a": [7]})
+    core.guess({"a": [7]})
     assert request.spec_token_ids == []
 
 

@@ -204,7 +204,6 @@ class Run:
             self.count["failed steps"] += 1
             return
         scheduler.update_from_output(scheduled, self._result(scheduled, transfers, is_over=is_over))
-        self._propose(scheduled)
         for name, request in list(self.open.items()):
             if name not in scheduler.requests:
                 del self.open[name]
@@ -250,24 +249,23 @@ class Run:
         if scheduled.copies and self.scenario.num_host_blocks and rng.random() < 0.5:
             result.host_moves.append(TierMove("host", 2, 200, 0.25))
             result.host_moves.append(TierMove("host", 1, 100, 0.125))
-        if not self.scenario.draft_rate or not sampled:
-            return result
-        num_passes = rng.randint(1, 4)
-        names = frozenset(name for name in sampled if rng.random() < 0.8)
+        result = replace(result, draft_token_ids=self._propose(scheduled))
+        names = frozenset(name for name in sampled if self.scenario.draft_rate and rng.random() < 0.8)
         if not names:
             return result
+        num_passes = rng.randint(1, 4)
         return replace(result, drafting_s=0.0002 * num_passes, num_drafting_passes=num_passes, computed_drafts=names)
 
-    def _propose(self, scheduled: Any) -> None:
-        """Propose drafts for what runs, as many as the scheduler allows."""
+    def _propose(self, scheduled: Any) -> dict[str, list[int]]:
+        """Return drafts for the running requests, as many as the scheduler allows."""
         rng, drafts = self.rng, dict[str, list[int]]()
         if rng.random() >= self.scenario.draft_rate:
-            return
+            return drafts
         for request in self.scheduler.running:
             most = min(scheduled.max_drafts.get(request.request_id, 4), 4)
             if count := rng.randint(min(1, most), most):
                 drafts[request.request_id] = [rng.randrange(10, 1000) for _ in range(count)]
-        self.scheduler.update_draft_token_ids(drafts)
+        return drafts
 
     # --- counts -------------------------------------------------------------------------------------------------------
 

@@ -107,8 +107,6 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
             core.scheduler.abort_request(rng.choice(list(core.scheduler.requests)))
         if core.scheduler.running and rng.random() < 0.05:
             core.scheduler.preempt_requests([core.scheduler.running[0].request_id])
-        if rng.random() < 0.1:
-            core.scheduler.update_draft_token_ids({r.request_id: [9, 9] for r in core.scheduler.running})
         if rng.random() < 0.02:
             core.scheduler.reset_prefix_cache()
         if core.scheduler.in_flight is None or core.scheduler.may_look_ahead():
@@ -122,6 +120,8 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
             core.scheduler.fail_step(scheduled, "injected")
             continue
         result = compute(core, scheduled, rng)
+        if rng.random() < 0.1:
+            result = replace(result, draft_token_ids={r.request_id: [9, 9] for r in core.scheduler.running})
         core.scheduler.update_from_output(scheduled, result)
     done = recorded.close()
     assert done.mismatches == []
@@ -157,13 +157,14 @@ def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_p
     for step in range(300):
         if step % 60 < 5:
             core.add(f"r{step}", 5, max_tokens=60)
-        core.scheduler.update_draft_token_ids({r.request_id: [9, 9, 9] for r in core.scheduler.running})
         scheduled = core.scheduler.schedule()
         num_guessed += 3 * len(scheduled.num_scheduled_tokens)
         num_verified += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         if scheduled.is_empty:
             continue
-        core.scheduler.update_from_output(scheduled, compute(core, scheduled, rng))
+        drafts = {r.request_id: [9, 9, 9] for r in core.scheduler.running}
+        result = replace(compute(core, scheduled, rng), draft_token_ids=drafts)
+        core.scheduler.update_from_output(scheduled, result)
     assert 0.1 * num_guessed < num_verified < 0.9 * num_guessed
     done = recorded.close()
     assert done.mismatches == []
@@ -191,8 +192,8 @@ def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_p
             drafting_s = rng.choice([0.0001, 0.002, 0.007]) * num_passes
             names = frozenset(guesses)
             result = replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes, computed_drafts=names)
-        core.scheduler.update_from_output(scheduled, result)
-        core.scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
+        drafts = {name: drafts for name, drafts in guesses.items() if drafts}
+        core.scheduler.update_from_output(scheduled, replace(result, draft_token_ids=drafts))
     assert min(bounds[count] for count in range(4)) > 0
     done = recorded.close()
     assert done.mismatches == []
@@ -424,7 +425,7 @@ def test_explains_how_guesses_went(make_core):
     core.add("plain", 4, max_tokens=8)
     core.step()
     for drafts, num_right in (([7, 7, 8], 2), ([8], 0)):
-        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        core.guess({"guessed": drafts})
         scheduled = core.scheduler.schedule()
         sampled = {"guessed": [7] * (num_right + 1), "plain": [7]}
         core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled))
@@ -452,7 +453,7 @@ def test_explains_what_guesses_gained(make_core):
     core = make_core(clock=lambda: now[0])
     core.add("guessed", 4, max_tokens=8)
     for drafts, num_right in (([], 0), ([], 0), ([7, 7, 8], 2)):
-        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        core.guess({"guessed": drafts})
         scheduled = core.scheduler.schedule()
         now[0] += 2.0
         result = ModelOutput(scheduled.step, {"guessed": [7] * (num_right + 1)}, drafting_s=0.5)

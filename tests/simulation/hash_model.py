@@ -78,16 +78,22 @@ class Oracle:
         """Go on behind it."""
         self._append(token)
 
-    def guess(self, count: int, error_rate: float, rng: random.Random) -> list[int]:
-        """Return the next tokens as a draft model would: each wrong with probability `error_rate`."""
+    def guess(self, count: int, error_rate: float, rng: random.Random, sampled: Sequence[int] = ()) -> list[int]:
+        """Return the next tokens as a draft model would: each wrong with probability `error_rate`.
+
+        sampled: tokens that follow what it has accepted, and come before the guess.
+        """
         content, total, length = self._content, self._sum, self.length
         more_contents = [contents[:] for contents in self.more_contents]
-        tokens = []
-        for _ in range(count):
-            token = total % VOCAB_SIZE
-            if rng.random() < error_rate:
-                token ^= 1
-            tokens.append(token)
+        tokens: list[int] = []
+        for place in range(len(sampled) + count):
+            if place < len(sampled):
+                token = sampled[place]
+            else:
+                token = total % VOCAB_SIZE
+                if rng.random() < error_rate:
+                    token ^= 1
+                tokens.append(token)
             content = self._next_content(content, token, length, more_contents)
             total += content * _WEIGHTS[length]
             length += 1

@@ -586,13 +586,19 @@ class World:
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         miscounted = self._miscount(step, result)
         places = self._postpone(step, result, miscounted)
-        result = self._compute_drafts(scheduled, result)
+        result = replace(self._compute_drafts(scheduled, result), draft_token_ids=self._draft(scheduled, result))
         step.sharing = replace(step.sharing, limit=self.scheduler.get_stats().prefill_limit)
         alive = step.alive()
+        before = {
+            request.request_id: request.spec_token_ids
+            for request in self.scheduler.running
+            if request.request_id not in scheduled.num_scheduled_tokens
+        }
         outputs = self.scheduler.update_from_output(scheduled, result)
         self.pipeline.steps.popleft()
+        self._check_kept(result.draft_token_ids, before)
         self._check_miscounted(miscounted, outputs)
-        self._check_postponed(places, outputs)
+        self._check_postponed(places, outputs, result.draft_token_ids)
         self._take(outputs)
         self._check_learned(step.sharing, self.now - max(step.start, self.last_result))
         self.last_result = self.now
@@ -606,7 +612,6 @@ class World:
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_transfers=[])
-        self._draft(scheduled)
 
     def _miscount(self, step: Submitted, result: ModelOutput) -> str | None:
         """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
@@ -649,8 +654,10 @@ class World:
         self.totals.postponed += len(places)
         return places
 
-    def _check_postponed(self, places: dict[str, int], outputs: list[EngineCoreOutput]) -> None:
-        """They run on as they were, with one token to compute, and nothing is told of a token."""
+    def _check_postponed(
+        self, places: dict[str, int], outputs: list[EngineCoreOutput], drafts: dict[str, list[int]]
+    ) -> None:
+        """They run on as they were, with one token to compute and new drafts only, and nothing is told of a token."""
         for output in outputs:
             if output.request_id in places and (output.new_token_ids or output.finish_reason):
                 raise SimulationError(f"{output.request_id}: a token that was postponed came: {output}")
@@ -658,7 +665,7 @@ class World:
             request = self.scheduler.requests[request_id]
             if (len(request.sequence.token_ids), request.num_computed_tokens) != (num_tokens, num_tokens - 1):
                 raise SimulationError(f"{request} was postponed and knew {num_tokens} tokens")
-            if request.spec_token_ids:
+            if request.spec_token_ids and request_id not in drafts:
                 raise SimulationError(f"{request} was postponed and keeps drafts")
 
     def _check_miscounted(self, request_id: str | None, outputs: list[EngineCoreOutput]) -> None:
@@ -874,21 +881,27 @@ class World:
             self.now += drafting_s
         return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes, computed_drafts=names)
 
-    def _draft(self, scheduled: SchedulerOutput) -> None:
+    def _draft(self, scheduled: SchedulerOutput, result: ModelOutput) -> dict[str, list[int]]:
+        """Return drafts that follow the tokens of a result, for requests that decode and for others."""
         config, rng = self.config, self.rng
+        drafts: dict[str, list[int]] = {}
         if not config.max_drafts or rng.random() >= config.draft_rate:
-            return
-        drafts = {}
+            return drafts
         for request in self.scheduler.running:
             oracle = self.tracked[request.request_id].oracle
             most = scheduled.max_drafts.get(request.request_id, config.max_drafts)
             count = min(rng.randint(1, config.max_drafts), most)
-            drafts[request.request_id] = oracle.guess(count, config.draft_error, rng)
-        before = {request.request_id: request.spec_token_ids for request in self.scheduler.running}
-        self.scheduler.update_draft_token_ids(drafts)
+            sampled = result.sampled_token_ids.get(request.request_id, ())
+            drafts[request.request_id] = oracle.guess(count, config.draft_error, rng, sampled)
+        return drafts
+
+    def _check_kept(self, drafts: dict[str, list[int]], before: dict[str, list[int]]) -> None:
+        """A request has the first of the drafts that were guessed for it, or those that it had."""
         for request in self.scheduler.running:
+            if request.request_id not in drafts:
+                continue
             kept, guessed = request.spec_token_ids, drafts[request.request_id]
-            if kept not in (guessed[: len(kept)], before[request.request_id]):
+            if kept not in (guessed[: len(kept)], before.get(request.request_id)):
                 raise SimulationError(f"{request.request_id} has drafts that nobody guessed: {kept}, not {guessed}")
             self.totals.withheld += len(guessed) - len(kept)
 

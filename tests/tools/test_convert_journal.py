@@ -53,6 +53,29 @@ def test_windows_become_a_group(tmp_path):
     assert not {"num_blocks", "num_window_blocks", "window"} & set(header)
 
 
+def test_drafts_move_into_the_line_of_their_result(tmp_path):
+    header = {"journal": 3, "start": 5, "kv_groups": []}
+    moves = [["host", 2, 200, 0.25]]
+    lines = [["s", 1, 11], ["u", 2, [], []], ["g", 0, ""], ["d", {"1": 3}], ["s", 1, 12]]
+    lines += [["u", 2, [], [], 0.5, 1, [1], moves], ["d", {"1": 2}], ["s", 1, 13], ["u", 2, [], []]]
+    new_header, new = converted(tmp_path, header, *lines)
+    assert new_header == {**header, "journal": VERSION, "converted_from": 3}
+    assert [line[0] for line in new] == list("sugsusu")
+    assert [line for line in new if line[0] == "u"] == [
+        ["u", 2, [], [], 0.0, 0, [], [], {"1": 3}],
+        ["u", 2, [], [], 0.5, 1, [1], moves, {"1": 2}],
+        ["u", 2, [], []],
+    ]
+    assert [line[2] for line in new if line[0] == "s"] == [11, 12, 13]
+
+
+@pytest.mark.parametrize("lines", [[["d", {}]], [["u", 2, [], []], ["s", 1, 1], ["d", {}]]])
+def test_drafts_without_a_result_are_refused(tmp_path, lines):
+    with pytest.raises(ConfigError, match="old: drafts do not follow a result"):
+        converted(tmp_path, {"journal": 3, "start": 5, "kv_groups": []}, *lines)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_journal_of_the_present_version_stays_as_it_is(tmp_path):
     header = {"journal": VERSION, "start": 5, "kv_groups": []}
     assert converted(tmp_path, header, ["s", 3, 123]) == (header, [["s", 3, 123]])
@@ -128,7 +151,7 @@ def test_an_unknown_version_is_refused(tmp_path, capsys, version):
     assert not (tmp_path / "new").exists()
     told = capsys.readouterr().err
     assert str(old) in told
-    assert f"version {version!r}, and only versions 2, {VERSION} can be read" in told
+    assert f"version {version!r}, and only versions 2, 3, {VERSION} can be read" in told
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "nonsense\n", "[1]\n"])

@@ -45,6 +45,8 @@ class ResultProcessor:
         timed = self._state.draft_policy.learn(step.scheduled, result, seconds)
         if timed is not None:
             self._emitter.emit(events.DraftsTimed, *timed)
+        if result.draft_token_ids:
+            self._take_drafts(result.draft_token_ids)
         return outputs
 
     def _advance(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
@@ -187,18 +189,16 @@ class ResultProcessor:
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
 
-    def update_drafts(self, drafts: dict[str, list[int]]) -> None:
+    def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Set what a proposer guesses to follow, as far as it is worth a row of a step.
 
-        Drafts of requests that do not decode are dropped, and those that come too late for the next token.
+        Drafts of requests that do not decode are dropped, and those of requests that another step is computing.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)
-            if request is None or not is_decode(request):
-                continue  # who does not run is no decode: nothing is computed of it
-            if self._state.in_flight.has(request_id):
-                continue
+            if request is None or not is_decode(request) or self._state.in_flight.has(request_id):
+                continue  # a request that does not run does not decode either
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._state.running))

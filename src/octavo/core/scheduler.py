@@ -378,10 +378,6 @@ class Scheduler:
         outputs, self._news = self._news, []
         return outputs
 
-    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
-        """Set what a proposer guesses to follow; drafts of requests that do not decode are dropped."""
-        self._results.update_drafts(drafts)
-
     # --- what is told of it -------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:

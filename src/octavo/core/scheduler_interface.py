@@ -35,11 +35,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take a step's result in; return the news of its requests."""
-        ...
-
-    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
-        """Take in what is guessed to follow in each request, to be verified in the next step."""
+        """Take in a step's result, with the drafts for the next one; return the news of its requests."""
         ...
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:

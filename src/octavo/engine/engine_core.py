@@ -58,10 +58,7 @@ class EngineCore:
         except BaseException:  # an interrupt: nobody knows how far the worker came
             self._undelivered += self._fail("the step was interrupted")
             raise
-        outputs = self._take_undelivered() + scheduler.update_from_output(scheduled, result)
-        if result.draft_token_ids:
-            scheduler.update_draft_token_ids(result.draft_token_ids)
-        return outputs
+        return self._take_undelivered() + scheduler.update_from_output(scheduled, result)
 
     def _submit_next(self) -> None:
         """Decide a step and hand it over, if there is anything to do."""

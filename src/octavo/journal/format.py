@@ -9,21 +9,21 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; checksum null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
-     seconds, passes, [numbers], [moves]]                           its result; who was due one token and got it is left
-                                                                    out; one whose token is postponed has none, and no
-                                                                    error; the last four, left out where there are none,
-                                                                    are what guessing took, of whom, and what was copied
-                                                                    to host memory and back
+     seconds, passes, [numbers], [moves], {number: count}]          its result, without requests that were due one token
+                                                                    and got it; a request whose token is postponed has
+                                                                    none, and no error. The last five are left out if
+                                                                    all are empty: what guessing took, of which
+                                                                    requests, what was copied to host memory and back,
+                                                                    and how many drafts were proposed for each request
     ["k", [answers]]                                                what a store of KV outside answered to the next line
     ["x", t, message]                                               the step failed
-    ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
     ["g", number, output]                                           what a request generated, written when it ends
 
 The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
-"converted_from": the version that the journal was written in, if a converter brought it to this one. Then the checksums
-are null, because those of the older version do not fit the decisions of this one.
+"converted_from": the version that the journal was written in, if a converter brought it to this one. From version 2 the
+checksums are null then, because they do not fit the decisions of later versions.
 
 t: microseconds since the line before. A move is [tier, blocks, bytes, seconds]. Prompts and outputs: base64 of
 pseudonyms of four bytes, whose highest bit is not used.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from octavo.data.scheduler_output import SchedulerOutput
 
-VERSION = 3
+VERSION = 4
 REQUEST_OPTIONS = (
     "priority",
     "cache_salt",

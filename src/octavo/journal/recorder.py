@@ -170,9 +170,10 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
-        if result.drafting_s or result.host_moves:
+        if result.drafting_s or result.host_moves or result.draft_token_ids:
             computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
-            seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves
+            drafts = {known[name].number: len(ids) for name, ids in result.draft_token_ids.items() if name in known}
+            seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves, drafts
             self._write(["u", self._elapsed(), told, result.kv_transfers, *seldom])
         elif told or result.kv_transfers:
             self._write(["u", self._elapsed(), told, result.kv_transfers])
@@ -195,12 +196,6 @@ class RecordingScheduler:
         self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
         return outputs
-
-    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
-        """Set what a proposer guesses."""
-        self._scheduler.update_draft_token_ids(drafts)
-        known = self._unfinished
-        self._write(["d", {known[name].number: len(ids) for name, ids in drafts.items() if name in known}])
 
     def preempt_requests(self, request_ids: Iterable[str]) -> None:
         """Take the blocks of these requests with the next step."""

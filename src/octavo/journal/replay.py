@@ -25,7 +25,7 @@ from octavo.journal.stores import ReplayedConnector
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -130,6 +130,7 @@ class Player:
         num_drafting_passes: int = 0,
         computed_drafts: Sequence[int] = (),
         host_moves: Sequence[list[Any]] = (),
+        num_drafts: Mapping[str, int] | None = None,
     ) -> None:
         scheduled = self.scheduler.in_flight
         assert scheduled is not None
@@ -156,6 +157,7 @@ class Player:
             postponed=postponed,
             kv_transfers=[decode_transfer(*each) for each in kv_transfers],
             host_moves=[TierMove(*each) for each in host_moves],
+            draft_token_ids={self.names[int(number)]: [0] * count for number, count in (num_drafts or {}).items()},
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
             computed_drafts={self.names[number] for number in computed_drafts},
@@ -178,9 +180,6 @@ class Player:
         scheduled = self.scheduler.in_flight
         assert scheduled is not None
         self.scheduler.fail_step(scheduled, message)
-
-    def _play_d(self, counts: dict[str, int]) -> None:
-        self.scheduler.update_draft_token_ids({self.names[int(n)]: [0] * count for n, count in counts.items()})
 
     def _play_p(self, numbers: list[int]) -> None:
         self.scheduler.preempt_requests([self.names[number] for number in numbers])

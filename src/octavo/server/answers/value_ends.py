@@ -215,10 +215,8 @@ class TagEnd:
         if not is_end:
             return is_end
         ends = self._is_proper_end_ahead(text, place + 1, is_over=is_over)
-        if ends is None:
-            return None
-        if ends:
-            return False
+        if ends is not False:
+            return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place)]:
             raise MalformedError  # two ends of one call: the first may be text of the value
         return self._broken_off(text, place)
