@@ -81,7 +81,7 @@ def classes() -> dict[str, list[Class]]:
 
 
 def read_class(node: ast.ClassDef) -> Class:
-    result = Class([ast.unparse(base).split(".")[-1] for base in node.bases])
+    result = Class([ast.unparse(base).partition("[")[0].split(".")[-1] for base in node.bases])
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
             is_property = any("property" in ast.unparse(each) for each in item.decorator_list)

@@ -148,7 +148,7 @@ def test_all_small_worlds_are_all_right():
 FAULTS = [
     ("kv.manager", "KVCacheManager.free", "self.release(request)", "pass"),
     ("kv.prefix_cache", "PrefixCache._find_partial", "return partial.block if is_covered and partial.content == content else None", "return partial.block if is_covered else None"),
-    ("kv.block_pool", "BlockPool.find", "if block is None or (block.token_ids, block.parent, block.extra_keys) != (token_ids, parent, extra_keys):", "if block is None:"),
+    ("kv.content_pool", "ContentPool.find", "if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):", "if found is None:"),
 ]  # fmt: skip
 
 

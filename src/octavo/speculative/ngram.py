@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.speculative.request_indices import RequestIndices
+from octavo.speculative.request_indices import LookupProposer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
-    from octavo.speculative.interface import DraftTask, EndedRequest
+    from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 17  # total of all requests
@@ -37,7 +35,7 @@ class _Index:
     num_tokens: int = 0
 
 
-class NgramProposer:
+class NgramProposer(LookupProposer[_Index]):
     """Proposer that matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
     It proposes the tokens after the suffix's latest earlier occurrence. Each token costs prompt_lookup_max -
@@ -47,29 +45,14 @@ class NgramProposer:
     max_tokens: upper bound on the tokens of all requests.
     """
 
-    num_passes, computed, computes = 0, frozenset[str](), False
-
     def __init__(
         self, *, num_speculative_tokens: int, prompt_lookup_min: int, prompt_lookup_max: int, max_tokens: int
     ) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+        super().__init__(num_speculative_tokens, min(max_tokens, _MOST_TOKENS))
         self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         # A leading 1 bit keeps n-grams of different lengths distinct if they begin with token 0.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
-        self._indices = RequestIndices[_Index](min(max_tokens, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
-
-    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
-        return [self._propose(task) for task in tasks]
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the indices of requests."""
-        self._indices.forget(request_ids)
-
-    def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the indices of ended requests."""
-        self.forget(request.request_id for request in ended)
 
     def _propose(self, task: DraftTask) -> list[int]:
         num_tokens = len(task.token_ids)

@@ -1,11 +1,13 @@
-"""Token indices of running requests, with a common size limit."""
+"""Token indices of running requests, with a common size limit, and what proposers that look drafts up in them share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from octavo.speculative.interface import DraftTask, EndedRequest
 
 IndexT = TypeVar("IndexT")
 
@@ -38,3 +40,31 @@ class RequestIndices(Generic[IndexT]):
         for request_id in request_ids:
             if (kept := self._kept.pop(request_id, None)) is not None:
                 self.num_tokens -= kept[1]
+
+
+class LookupProposer(Generic[IndexT]):
+    """Base of proposers that look drafts up in an index of each request's own tokens. No model is run.
+
+    max_tokens: upper bound on the tokens of all indices.
+    """
+
+    num_passes, computed, computes = 0, frozenset[str](), False
+
+    def __init__(self, num_speculative_tokens: int, max_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._indices = RequestIndices[IndexT](max_tokens)
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        """Return the drafts of each task."""
+        return [self._propose(task) for task in tasks]
+
+    def _propose(self, task: DraftTask) -> list[int]:
+        raise NotImplementedError
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop the indices of requests."""
+        self._indices.forget(request_ids)
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
+        """Drop the indices of ended requests."""
+        self.forget(request.request_id for request in ended)

@@ -16,11 +16,11 @@ from array import array
 from typing import TYPE_CHECKING
 
 from octavo.speculative.answers import Answers
-from octavo.speculative.request_indices import RequestIndices
+from octavo.speculative.request_indices import LookupProposer
 from octavo.speculative.suffix_index import BYTES_PER_TOKEN, MAX_MATCH, MIN_CAPACITY, NGRAM, SuffixIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
@@ -29,21 +29,18 @@ _MOST_TOKENS = 1 << 17  # total of all running requests
 _LEAST_ROOM = 256  # minimum spare capacity of a new index, in tokens
 
 
-class SuffixProposer:
+class SuffixProposer(LookupProposer[SuffixIndex]):
     """Proposer that takes the better draft, by the paper's score, of the request's own tokens and earlier answers.
 
     Each running request has an index of its own tokens, whose capacity grows by half. When all indices together reach
     the limit, an index keeps its newest tokens only, and a new request gets no index until indexed ones have ended.
     """
 
-    num_passes, computed, computes = 0, frozenset[str](), False
-
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
-        self.num_speculative_tokens = config.num_speculative_tokens
         self._factor = config.suffix_decoding_max_spec_factor
         self._min_probability = config.suffix_decoding_min_token_prob
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
-        self._indices = RequestIndices[SuffixIndex](min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
+        super().__init__(config.num_speculative_tokens, min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
         # Allocated when the first request ends, so that memory planning does not count it twice.
         self._answers: Answers | None = None
@@ -52,17 +49,9 @@ class SuffixProposer:
         if self._max_answers:
             self.num_bytes += Answers.bytes_of(self._max_bytes, self._max_answers)
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return the drafts of each task."""
-        return [self._propose(task) for task in tasks]
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the indices of requests."""
-        self._indices.forget(request_ids)
-
     def finish(self, ended: Sequence[EndedRequest]) -> None:
         """Keep the answers and drop the indices of ended requests."""
-        self.forget(request.request_id for request in ended)
+        super().finish(ended)
         if not self._max_answers:
             return
         for request in ended:

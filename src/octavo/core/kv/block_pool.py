@@ -7,9 +7,9 @@ never given out again). Taking, releasing, finding and evicting a block are O(1)
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from octavo.core.kv.content_pool import ContentPool
 from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Block:
         return f"Block({self.block_id}, ref_count={self.ref_count}, generation={self.generation})"
 
 
-class BlockPool:
+class BlockPool(ContentPool[Block, Block]):
     """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
 
     on_evict is told of each cached block that is given to new content, before it forgets what it holds, and
@@ -75,10 +75,7 @@ class BlockPool:
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = self.blocks[::-1]  # a stack: what was released last has its memory, and perhaps stands in a cache
-        self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
-        self._index: dict[BlockHash, Block] = {}
-        self._names: set[BlockLink | None] = set()
+        super().__init__(self.blocks[::-1])  # what was released last comes first: it may be in the processor's cache
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -92,16 +89,6 @@ class BlockPool:
     def num_usable_blocks(self) -> int:
         """Blocks in all, less those in quarantine."""
         return len(self.blocks) - len(self.quarantined)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be taken now, cached ones included."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, held or not."""
-        return len(self._index)
 
     @property
     def usage(self) -> float:
@@ -123,37 +110,12 @@ class BlockPool:
         """Ids of the blocks without content that nobody holds, for tests and invariants."""
         return [block.block_id for block in self._free]
 
-    def indexed(self, block_hash: BlockHash | None) -> Block | None:
-        """Return the block that stands under a hash, for tests and invariants."""
-        return None if block_hash is None else self._index.get(block_hash)
-
     def free_block_ids(self) -> set[int]:
         """Ids of the blocks nobody holds, for tests and invariants."""
         return {block.block_id for block in self._free} | set(self._cached)
 
-    def find(
-        self,
-        block_hash: BlockHash,
-        token_ids: tuple[int, ...],
-        parent: BlockLink | None,
-        extra_keys: tuple[str, ...] = (),
-    ) -> Block | None:
-        """Find the block with this content; a hash that agrees while the content does not is no hit."""
-        block = self._index.get(block_hash)
-        if block is None or (block.token_ids, block.parent, block.extra_keys) != (token_ids, parent, extra_keys):
-            return None
-        return block
-
-    def take(self, count: int) -> list[Block] | None:
-        """Take `count` blocks for new content, each with ref_count 1, or None and nothing when there are fewer.
-
-        Blocks without content go first, then the least recently used cached ones lose theirs.
-        """
-        if count > self.num_free_blocks:
-            return None
-        return [self._take_one() for _ in range(count)]
-
     def _take_one(self) -> Block:
+        """Take a block with a reference count of 1."""
         if self._free:
             block = self._free.pop()
         else:
@@ -223,10 +185,6 @@ class BlockPool:
         self._names.add(block.name)
         return block
 
-    def has_name(self, name: BlockLink) -> bool:
-        """Whether the content of that name can be found here."""
-        return name in self._names
-
     def _is_orphan(self, block: Block) -> bool:
         """Whether what is before it in its chain cannot be found here: then no lookup can reach it."""
         return block.parent is not None and block.parent not in self._names
@@ -262,10 +220,6 @@ class BlockPool:
         self._forget(block)
         del self._cached[block.block_id]
         self._free.append(block)
-
-    def cached_blocks(self) -> list[Block]:
-        """Blocks that nobody holds and that can be found, the next to be evicted first."""
-        return list(self._cached.values())
 
     def quarantine(self, block: Block) -> None:
         """Take a block out of use for good: whatever is wrong with its books, nobody is given it again."""

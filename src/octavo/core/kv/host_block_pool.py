@@ -6,9 +6,11 @@ found by hash), or LENT (it is copied from in the next step, and must stay as it
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from octavo.core.kv.content_pool import ContentPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,7 +38,7 @@ class HostBlock:
     groups: frozenset[int]
 
 
-class HostBlockPool:
+class HostBlockPool(ContentPool[int, HostBlock]):
     """Host blocks 0 .. num_blocks - 1. Preempted requests take room from cached content, never the other way round.
 
     on_evict is told the id of each cached block whose content makes room for other content.
@@ -45,35 +47,14 @@ class HostBlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.lent: dict[int, HostBlock | None] = {}  # None: it is free once it was copied from
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
-        self._index: dict[BlockHash, HostBlock] = {}
-        self._names: set[BlockLink] = set()
+        super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # contents here that come next behind a name
         self._on_evict = on_evict or (lambda _block_id: None)
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be taken now, cached ones included."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found."""
-        return len(self._index)
-
     # --- for preempted requests ---------------------------------------------------------------------------------------
 
-    def take(self, count: int) -> list[int] | None:
-        """Take `count` blocks, or None and nothing when there are fewer.
-
-        Free ones go first, then the least recently used cached ones lose their content.
-        """
-        if count > self.num_free_blocks:
-            return None
-        return [self._take_one() for _ in range(count)]
-
     def _take_one(self) -> int:
+        """Take the id of a block."""
         if self._free:
             return self._free.pop()
         block_id, content = self._cached.popitem(last=False)
@@ -87,30 +68,9 @@ class HostBlockPool:
 
     # --- for what the device has no room for --------------------------------------------------------------------------
 
-    def find(
-        self,
-        block_hash: BlockHash,
-        token_ids: tuple[int, ...],
-        parent: BlockLink | None,
-        extra_keys: tuple[str, ...] = (),
-    ) -> HostBlock | None:
-        """Find the block with this content; a hash that agrees while the content does not is no hit."""
-        found = self._index.get(block_hash)
-        if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
-            return None
-        return found
-
-    def has_name(self, name: BlockLink | None) -> bool:
-        """Whether the content of that name is here."""
-        return name in self._names
-
     def is_followed(self, name: BlockLink | None) -> bool:
         """Whether any content that comes next behind that of this name is here."""
         return name in self._num_followers
-
-    def indexed(self, block_hash: BlockHash) -> HostBlock | None:
-        """Return what stands under a hash, for tests and invariants."""
-        return self._index.get(block_hash)
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return a host block to which the content of a device's block is to be copied, or None.
@@ -185,7 +145,3 @@ class HostBlockPool:
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks, for tests and invariants."""
         return list(self._free)
-
-    def cached_blocks(self) -> list[HostBlock]:
-        """Blocks that can be found and are not lent, the next to be evicted first, for tests and invariants."""
-        return list(self._cached.values())

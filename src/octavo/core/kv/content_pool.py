@@ -1,0 +1,88 @@
+"""What the pools of device and host memory share: content that is found by its hash until its room is needed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from octavo.core.kv.block_hash import BlockHash
+    from octavo.core.kv.block_pool import BlockLink
+
+
+class Content(Protocol):
+    """What is compared beside the hash."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...  # noqa: D102 - as in `Block`
+
+    @property
+    def parent(self) -> BlockLink | None: ...  # noqa: D102
+
+    @property
+    def extra_keys(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+Taken = TypeVar("Taken")
+Found = TypeVar("Found", bound=Content)
+
+
+class ContentPool(Generic[Taken, Found]):
+    """Free blocks, and cached ones that can be found by hash and by name.
+
+    Taken: what `take` returns for each block. Found: what describes the content of a block.
+    """
+
+    def __init__(self, free: list[Taken]) -> None:
+        self._free = free  # a stack
+        self._cached: OrderedDict[int, Found] = OrderedDict()  # by block id, least recently used first
+        self._index: dict[BlockHash, Found] = {}
+        self._names: set[BlockLink | None] = set()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be taken now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found, held or not."""
+        return len(self._index)
+
+    def find(
+        self,
+        block_hash: BlockHash,
+        token_ids: tuple[int, ...],
+        parent: BlockLink | None,
+        extra_keys: tuple[str, ...] = (),
+    ) -> Found | None:
+        """Find the block with this content; a hash that agrees while the content does not is no hit."""
+        found = self._index.get(block_hash)
+        if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
+            return None
+        return found
+
+    def has_name(self, name: BlockLink | None) -> bool:
+        """Return whether the content of that name can be found here."""
+        return name in self._names
+
+    def indexed(self, block_hash: BlockHash | None) -> Found | None:
+        """Return what stands under a hash, for tests and invariants."""
+        return None if block_hash is None else self._index.get(block_hash)
+
+    def cached_blocks(self) -> list[Found]:
+        """Return the blocks that nobody holds and that can be found, the next to be evicted first."""
+        return list(self._cached.values())
+
+    def take(self, count: int) -> list[Taken] | None:
+        """Take `count` blocks for new content, or None and nothing if there are fewer.
+
+        Blocks without content go first, then the least recently used cached ones lose theirs.
+        """
+        if count > self.num_free_blocks:
+            return None
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> Taken:
+        """Take a free block, or evict a cached one."""
+        raise NotImplementedError
