@@ -190,14 +190,15 @@ class Check:
             num_blocks=[num_blocks], block_size=BLOCK_SIZE, dtype=dtype, device=self.device,
         )  # fmt: skip
         generator = torch.Generator(self.device).manual_seed(3)
-        for cache in made.layer(0):
+        k_cache, v_cache = made.layer(0)
+        for cache in (k_cache, v_cache):
             if dtype in ROUNDED_KV_DTYPES:
                 values = torch.randint(-127, 128, cache.shape, generator=generator, device=self.device)
                 cache.copy_(values.to(torch.int8 if dtype == torch.int8 else torch.float32))
                 kv_scales(cache).uniform_(0.005, 0.02, generator=generator)
             else:
                 cache.normal_(generator=generator)
-        return made.layer(0)
+        return k_cache, v_cache
 
     def batch(self, spans: list[tuple[int, int]], tables: Tensor) -> AttentionBatch:
         """Return a batch of tokens first .. last - 1 of sequences whose blocks `tables` [num_seqs, blocks] names."""

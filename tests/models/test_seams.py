@@ -40,7 +40,7 @@ class AdaptedConfig:
         return self.base.intermediate_size
 
     def tensors(self, name, hidden_size):
-        adapters = GroupedLinear(f"{name}.adapters.weight", NUM_ADAPTERS, hidden_size, hidden_size)
+        adapters = GroupedLinear(f"{name}.mlp.adapters.weight", NUM_ADAPTERS, hidden_size, hidden_size)
         return AdaptedTensors(self.base.tensors(name, hidden_size), adapters)
 
     def build(self, context, tensors):
@@ -64,7 +64,7 @@ class AdaptedMLP:
 
 class Cache:
     def __init__(self, model, num_blocks):
-        shapes = [each.kv_shape for each in model.architecture.attentions]
+        shapes = [each.cache_spec for each in model.architecture.attentions]
         self._layers = [torch.zeros(2, num_blocks, s.num_kv_heads, 16, s.head_dim) for s in shapes]
 
     def layer(self, index):

@@ -155,7 +155,7 @@ def test_layers_of_other_shapes_stand_side_by_side(dtype):
     """Each layer has a part of a block of its own, and together they are all of it."""
     shapes = (KVShape(2, 16, 37), KVShape(1, 24), KVShape(2, 16, 37), KVShape(3, 8))
     layout, kind = KVLayout(shapes), str(dtype).removeprefix("torch.")
-    assert layout.shapes == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
+    assert layout.specs == {shapes[0]: (0, 2), shapes[1]: (1,), shapes[3]: (3,)}
     assert layout.kv_groups == (LayerGroup(FullAttention(), (1, 3)), LayerGroup(SlidingWindow(37), (0, 2)))
     sizes = {"num_blocks": [3, 2], "block_size": 4, "num_host_blocks": 1}
     cache = PagedKVCache(layout, **sizes, dtype=dtype, device=CPU)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, in_order
 from octavo.models.kv_layout import KVLayout
 from octavo.models.quantization_config import read_quantization_config
@@ -15,7 +16,6 @@ from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, S
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from octavo.models.attention import AttentionConfig
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
 
@@ -90,8 +90,8 @@ class Architecture:
 
     @property
     def attentions(self) -> list[AttentionConfig]:
-        """Attention of each layer."""
-        return [layer.attention for layer in self.layers]
+        """Attention of each layer that has attention, and no other mixer of tokens."""
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
 
     @property
     def num_parameters(self) -> int:
@@ -111,7 +111,7 @@ class Architecture:
     @property
     def kv_layout(self) -> KVLayout:
         """What the KV cache keeps of each layer."""
-        return KVLayout(tuple(each.kv_shape for each in self.attentions))
+        return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""

@@ -103,20 +103,21 @@ class AttentionConfig:
         )
 
     @property
-    def kv_shape(self) -> KVShape:
+    def cache_spec(self) -> KVShape:
         """What the KV cache keeps of the layer."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
-    def qkv_size(self) -> int:
+    def width(self) -> int:
         """Queries, keys and values of a token."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
-        """Declare the tensors of a layer whose attention is called `name` in the checkpoint."""
+        """Declare the tensors of the attention of a layer that is called `name` in the checkpoint."""
+        name = f"{name}.self_attn"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
-        qkv = ((f"{name}.qkv_proj", self.qkv_size),) if self.is_fused else apart
+        qkv = ((f"{name}.qkv_proj", self.width),) if self.is_fused else apart
         q_size, k_size = (q_rows, kv_rows) if self.qk_norm == "width" else (self.head_dim, self.head_dim)
         return AttentionTensors(
             qkv=Linear(qkv, hidden_size, self.qkv_bias),
@@ -124,6 +125,10 @@ class AttentionConfig:
             q_norm=None if self.qk_norm is None else Norm(f"{name}.q_norm", q_size),
             k_norm=None if self.qk_norm is None else Norm(f"{name}.k_norm", k_size),
         )
+
+    def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
+        """Take the tensors."""
+        return Attention(context, self, tensors)
 
 
 class Attention:
@@ -146,8 +151,9 @@ class Attention:
         self.q_norm = context.optional_norm(tensors.q_norm)
         self.k_norm = context.optional_norm(tensors.k_norm)
 
-    def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
+        k_cache, v_cache = cache
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
@@ -167,8 +173,8 @@ class Attention:
         )
         return q
 
-    def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Return [num_rows, hidden] of queries over the cache."""
-        config = self.config
+        config, (k_cache, v_cache) = self.config, cache
         attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

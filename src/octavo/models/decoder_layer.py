@@ -5,15 +5,61 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from octavo.models.attention import Attention
 from octavo.models.declared import Norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import AttentionBatch
-    from octavo.models.attention import AttentionConfig, AttentionTensors
+    from octavo.models.kv_layout import CacheSpec
     from octavo.models.layers import ModelContext
+
+
+class TokenMixer(Protocol):
+    """The first part of a layer: computes each token from the tokens of its sequence up to it (attention, recurrence).
+
+    cache: the views that `CacheSpec.views` returns. Rows are written at `AttentionBatch.slot_mapping` and read through
+    `AttentionBatch.block_tables`, both of the layer's KV group. A row's result must not depend on rows of other
+    sequences, nor on how the rows of its own are divided among steps.
+    """
+
+    def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        """Write what the cache keeps of [num_tokens, hidden]; return what `attend` needs of each token.
+
+        The first dimension of the result is num_tokens: rows that nothing follows are taken out of it after the last
+        layer has written.
+        """
+        ...
+
+    def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
+        """Return [num_rows, hidden] of the rows that `write_kv` returned, or some of them, over the cache."""
+        ...
+
+
+class TokenMixerConfig(Protocol):
+    """The numbers of a `TokenMixer`, what it keeps, and the tensors that it takes. Frozen and hashable."""
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the cache keeps of the layer."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The widest that it computes for a token."""
+        ...
+
+    def within(self, max_model_len: int) -> TokenMixerConfig:
+        """Return the same for sequences of up to so many tokens."""
+        ...
+
+    def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
+        """Declare the tensors of the mixer of a layer that is called `name` in the checkpoint."""
+        ...
+
+    def build(self, context: ModelContext, tensors: Any) -> TokenMixer:
+        """Take the tensors that were declared."""
+        ...
 
 
 class MLP(Protocol):
@@ -37,7 +83,7 @@ class MLPConfig(Protocol):
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
+        """Declare the tensors of the MLP of a layer that is called `name` in the checkpoint."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> MLP:
@@ -59,10 +105,10 @@ class LayerNorms:
 
 
 class LayerTensors(NamedTuple):
-    """What a layer takes from a checkpoint; mlp: as its configuration declares it."""
+    """What a layer takes from a checkpoint; attention, mlp: as their configurations declare it."""
 
     before_attention: Norm | None
-    attention: AttentionTensors
+    attention: tuple[Any, ...]
     after_attention: Norm | None
     before_mlp: Norm | None
     mlp: tuple[Any, ...]
@@ -71,9 +117,12 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A layer of a model; those that are equal compute the same with other weights."""
+    """A layer of a model; those that are equal compute the same with other weights.
 
-    attention: AttentionConfig
+    attention: `AttentionConfig`, or another way to mix the tokens of a sequence.
+    """
+
+    attention: TokenMixerConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
     residual_scale: float = 1.0  # of what each part adds to the residual stream
@@ -90,10 +139,10 @@ class LayerConfig:
 
         return LayerTensors(
             before_attention=norm(self.norms.before_attention),
-            attention=self.attention.tensors(f"{name}.self_attn", hidden_size),
+            attention=self.attention.tensors(name, hidden_size),
             after_attention=norm(self.norms.after_attention),
             before_mlp=norm(self.norms.before_mlp),
-            mlp=self.mlp.tensors(f"{name}.mlp", hidden_size),
+            mlp=self.mlp.tensors(name, hidden_size),
             after_mlp=norm(self.norms.after_mlp),
         )
 
@@ -111,7 +160,7 @@ class DecoderLayer:
         self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, kv_group: int, next_norm: Norm | None
     ) -> None:
         self.kv_group = kv_group
-        self.attention = Attention(context, config.attention, tensors.attention)
+        self.attention = config.attention.build(context, tensors.attention)
         self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, config.residual_scale)
         self.mlp = config.mlp.build(context, tensors.mlp)
         self.after_mlp = ResidualNorm(context, tensors.after_mlp, next_norm, config.residual_scale)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ModelError
+from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
 from octavo.models.registry import architecture_of
 
@@ -103,7 +104,18 @@ def _names_of(config: dict[str, Any]) -> list[str]:
 
 
 def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
-    attention = layer.attention
+    if isinstance(layer.attention, AttentionConfig):
+        yield from _attention_parts(layer.attention)
+    else:
+        yield Part(type(layer.attention).__name__)
+    yield from _changed("MLP", layer.mlp)
+    places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
+    if places != ["before_attention", "before_mlp"]:
+        yield Part(f"norms {' and '.join(map(_words, places))}")
+    yield from _changed("", layer)
+
+
+def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:
     if attention.num_kv_heads < attention.num_heads:
         yield Part("grouped-query attention")
     yield from _changed("attention", attention)
@@ -112,11 +124,6 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
     else:
         leave_out = frozenset(each.name for each in dataclasses.fields(attention.rope)) - _OF_KIND
         yield from _changed("rope", attention.rope, leave_out)
-    yield from _changed("MLP", layer.mlp)
-    places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
-    if places != ["before_attention", "before_mlp"]:
-        yield Part(f"norms {' and '.join(map(_words, places))}")
-    yield from _changed("", layer)
 
 
 def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:

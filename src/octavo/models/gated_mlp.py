@@ -53,8 +53,8 @@ class GatedMLPConfig:
         )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
-        """Declare the tensors of a layer whose MLP is called `name` in the checkpoint."""
-        inner = self.intermediate_size
+        """Declare the tensors of the MLP of a layer that is called `name` in the checkpoint."""
+        name, inner = f"{name}.mlp", self.intermediate_size
         apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
         gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
         return GatedMLPTensors(

@@ -1,18 +1,55 @@
-"""The keys and values of a model, layer by layer: shapes, windows, and KV groups. No torch here."""
+"""What the layers of a model keep of each position, layer by layer, and in which KV groups. Does not import torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from octavo.data.kv_groups import FullAttention, SlidingWindow
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from octavo.data.kv_groups import KVGroupKind
 
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by what users call them
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _SCALE_BYTES = 4  # of each rounded row, as in `octavo.kernels.quantization`
+
+
+class CacheSpec(Protocol):
+    """What a layer keeps of each position, and which positions it reads. Frozen and hashable.
+
+    shared_layer: number of an earlier layer whose cache this one reads; it keeps none of its own.
+    """
+
+    @property
+    def shared_layer(self) -> int | None: ...  # noqa: D102 - above
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """The kind of the layer's KV group."""
+        ...
+
+    @property
+    def keeping_all(self) -> CacheSpec:
+        """The same for a layer that reads all positions."""
+        ...
+
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """Return the bytes of the layer's part of a block; 0 if another layer keeps them. dtype: of the cache."""
+        ...
+
+    def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
+        """Return what the layer reads and writes: views of its part of all blocks, [num_blocks, block_bytes / width].
+
+        width: bytes of a number of the cache's dtype. The first dimension of each view is num_blocks.
+        """
+        ...
+
+    def obstacle(self, dtype: str) -> str | None:
+        """Return what keeps the cache from having this dtype, as the end of a sentence; None if nothing does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +70,11 @@ class KVShape:
         """The kind of the layer's KV group."""
         return FullAttention() if self.window is None else SlidingWindow(self.window)
 
+    @property
+    def keeping_all(self) -> KVShape:
+        """The same without a window."""
+        return replace(self, window=None)
+
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of the layer's part of a block: its keys, then its values, [2, num_kv_heads, block_size, head_dim].
 
@@ -42,6 +84,19 @@ class KVShape:
             return 0
         row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
         return 2 * self.num_kv_heads * block_size * row_bytes
+
+    def views(self, part: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values without scales, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        num_blocks, num_heads = part.shape[0], self.num_kv_heads
+        heads = part.view(num_blocks, 2, num_heads, part.shape[1] // (2 * num_heads))
+        rows = heads[..., : block_size * self.head_dim].view(num_blocks, 2, num_heads, block_size, self.head_dim)
+        return rows[:, 0], rows[:, 1]
+
+    def obstacle(self, dtype: str) -> str | None:
+        """Return what is wrong with heads of rounded rows whose scales would not be aligned."""
+        if dtype in ROUNDED_KV.values() and self.head_dim % 4:
+            return f"needs a head_dim that is a multiple of 4, not {self.head_dim}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +114,22 @@ class KVLayout:
     A block of a group is one piece of memory: the parts of its layers, in their order.
     """
 
-    layers: tuple[KVShape, ...]
+    layers: tuple[CacheSpec, ...]
 
     def __post_init__(self) -> None:
-        for index, shape in enumerate(self.layers):
-            if (shared := shape.shared_layer) is None:
+        for index, spec in enumerate(self.layers):
+            if (shared := spec.shared_layer) is None:
                 continue
-            if not 0 <= shared < index or replace(self.layers[shared], shared_layer=shared) != replace(
-                shape, shared_layer=shared
-            ):
+            if not 0 <= shared < index or _reading(self.layers[shared], shared) != _reading(spec, shared):
                 raise ValueError(f"layer {index} cannot read the keys and values of layer {shared}: they differ")
 
     @property
-    def shapes(self) -> dict[KVShape, tuple[int, ...]]:
-        """Numbers of the layers by what they keep and read: what is decided for one of a shape holds for all of it."""
-        shapes: dict[KVShape, tuple[int, ...]] = {}
-        for index, shape in enumerate(self.layers):
-            shapes[shape] = (*shapes.get(shape, ()), index)
-        return shapes
+    def specs(self) -> dict[CacheSpec, tuple[int, ...]]:
+        """Numbers of the layers by what they keep and read: what is decided for one of a kind holds for all of it."""
+        specs: dict[CacheSpec, tuple[int, ...]] = {}
+        for index, spec in enumerate(self.layers):
+            specs[spec] = (*specs.get(spec, ()), index)
+        return specs
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
@@ -86,26 +139,27 @@ class KVLayout:
         adds nothing to a group.
         """
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
-        for index, shape in enumerate(self.layers):
-            if shape.shared_layer is None:
-                groups.setdefault(shape.kind, []).append(index)
+        for index, spec in enumerate(self.layers):
+            if spec.shared_layer is None:
+                groups.setdefault(spec.kind, []).append(index)
         return tuple(LayerGroup(kind, tuple(numbers)) for kind, numbers in groups.items())
 
     @property
     def group_indices(self) -> tuple[int, ...]:
         """For each layer the index of its KV group."""
         kinds = [group.kind for group in self.kv_groups]
-        return tuple(kinds.index(shape.kind) for shape in self.layers)
+        return tuple(kinds.index(spec.kind) for spec in self.layers)
 
     @property
     def window(self) -> int | None:
-        """The largest of all windows, in tokens, or None if no layer has one."""
-        return max((each.window for each in self.layers if each.window is not None), default=None)
+        """The largest of all windows, in tokens, or None if every layer reads all positions."""
+        read = (each.kind.most_positions for each in self.layers)
+        return max((most for most in read if most is not None), default=None)
 
     @property
     def without_windows(self) -> KVLayout:
         """The same layers, all in the first group."""
-        return KVLayout(tuple(replace(each, window=None) for each in self.layers))
+        return KVLayout(tuple(each.keeping_all for each in self.layers))
 
     def block_bytes(self, block_size: int, dtype: str) -> tuple[int, ...]:
         """Bytes of a block of each group."""
@@ -120,3 +174,8 @@ class KVLayout:
     def bytes_behind_window(self, dtype: str) -> int:
         """Bytes that one token keeps once it has fallen behind the window."""
         return self.block_bytes(1, dtype)[0]
+
+
+def _reading(spec: CacheSpec, layer: int) -> CacheSpec:
+    """Return a spec that reads the cache of a layer."""
+    return replace(spec, shared_layer=layer)  # type: ignore[type-var]

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """Where keys and values live."""
+    """Where keys and values live, or what else layers keep of each position."""
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return (k_cache, v_cache) of a layer, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Return the views of a layer's cache, as its `CacheSpec` makes them."""
         ...
 
 
@@ -130,14 +130,14 @@ class CausalLM:
         if self.first_norm is not None:
             hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
         for index, layer in enumerate(self.layers):
-            k_cache, v_cache = kv_cache.layer(index)
-            q = layer.attention.write_kv(hidden, batch.of_group(layer.kv_group), k_cache, v_cache)
+            cache = kv_cache.layer(index)
+            q = layer.attention.write_kv(hidden, batch.of_group(layer.kv_group), cache)
             if layer is self.layers[-1] and batch.outputs is not None:
                 rows, batch = batch.outputs.rows, batch.outputs.attention
                 q, residual = kernels.take_rows(q, rows), kernels.take_rows(residual, rows)
                 if not len(rows):
                     return residual
-            hidden = layer.attention.attend(q, batch.of_group(layer.kv_group), k_cache, v_cache)
+            hidden = layer.attention.attend(q, batch.of_group(layer.kv_group), cache)
             hidden = layer.after_attention.forward(hidden, residual)
             hidden = layer.mlp.forward(hidden, batch)
             hidden = layer.after_mlp.forward(hidden, residual)

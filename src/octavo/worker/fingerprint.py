@@ -9,6 +9,7 @@ import torch
 from octavo.data.fingerprint import EngineFingerprint
 from octavo.errors import FingerprintError
 from octavo.kernels.checksum import digest
+from octavo.models.attention import Attention
 from octavo.models.rope import find_wrong_row, first_rows, make_query_scale
 from octavo.worker.warm_up import fixed_prompt_logits
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.models.attention import Attention
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
@@ -74,7 +74,7 @@ def check_tables(model: CausalLM) -> None:
 
 def _attentions(model: CausalLM) -> Iterable[Attention]:
     """Return one attention for each rotary table: layers share them."""
-    attentions = [layer.attention for layer in model.layers]
+    attentions = [layer.attention for layer in model.layers if isinstance(layer.attention, Attention)]
     return {(each.config.rope, each.config.head_dim): each for each in attentions}.values()
 
 

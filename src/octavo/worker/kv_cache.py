@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import BlockCopies
-    from octavo.models.kv_layout import KVLayout, KVShape
+    from octavo.models.kv_layout import KVLayout
 
 # Version of the bytes of a stored block, for a cache of one KV group; each further group adds 1. Stores do not find
 # blocks of another version.
@@ -72,7 +72,7 @@ class PagedKVCache:
         self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
         kind = str(dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
         each_bytes = layout.block_bytes(block_size, kind)
         for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=True):
             assert count > 0
@@ -82,13 +82,13 @@ class PagedKVCache:
             self.groups.append(GroupMemory(group.kind, count, blocks, host_blocks))
             start = 0
             for number in group.layers:
-                shape = layout.layers[number]
-                end = start + shape.block_bytes(block_size, kind) // dtype.itemsize
-                self._layers[number] = _keys_and_values(blocks[:, start:end], shape, block_size)
+                spec = layout.layers[number]
+                end = start + spec.block_bytes(block_size, kind) // dtype.itemsize
+                self._layers[number] = spec.views(blocks[:, start:end], block_size)
                 start = end
-        for number, shape in enumerate(layout.layers):
-            if shape.shared_layer is not None:
-                self._layers[number] = self._layers[shape.shared_layer]
+        for number, spec in enumerate(layout.layers):
+            if spec.shared_layer is not None:
+                self._layers[number] = self._layers[spec.shared_layer]
 
     @property
     def num_blocks(self) -> int:
@@ -141,8 +141,8 @@ class PagedKVCache:
         num_bytes = sum(self.groups[group].block_bytes for group, _, _ in moved)
         return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (k_cache, v_cache) of a layer: views [blocks of its group, num_kv_heads, block_size, head_dim]."""
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Return the views of a layer's cache, as its `CacheSpec` makes them of the blocks of its group."""
         return self._layers[index]
 
 
@@ -159,11 +159,3 @@ def _reserve(
     if allocate is None or not block_bytes:
         return torch.empty(shape, dtype=dtype, device=device)
     return allocate(num_blocks * block_bytes).view(dtype).view(shape)
-
-
-def _keys_and_values(part: Tensor, shape: KVShape, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values without scales: views of a layer's part of all blocks."""
-    num_blocks, num_heads, head_dim = part.shape[0], shape.num_kv_heads, shape.head_dim
-    heads = part.view(num_blocks, 2, num_heads, part.shape[1] // (2 * num_heads))
-    rows = heads[..., : block_size * head_dim].view(num_blocks, 2, num_heads, block_size, head_dim)
-    return rows[:, 0], rows[:, 1]

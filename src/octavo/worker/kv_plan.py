@@ -142,8 +142,6 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
     """Raise `ConfigError` for rounded heads whose scales would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
-        for shape in architecture.kv_layout.shapes:
-            if kv_dtype == dtype and shape.head_dim % 4:
-                raise ConfigError(
-                    f"kv_cache_dtype {name} needs a head_dim that is a multiple of 4, not {shape.head_dim}"
-                )
+        for spec in architecture.kv_layout.specs:
+            if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:
+                raise ConfigError(f"kv_cache_dtype {name} {obstacle}")

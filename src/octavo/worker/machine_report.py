@@ -20,6 +20,7 @@ from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes, processor_name, usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.models.attention import AttentionTensors
 from octavo.worker.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -200,7 +201,8 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     """Return (out_features, in_features) of each kind of product, fused as the model computes them."""
     tensors = architecture.tensors()
-    attention, (gate_up, down) = tensors.layers[0].attention, tensors.layers[0].mlp
+    attention = next(each.attention for each in tensors.layers if isinstance(each.attention, AttentionTensors))
+    gate_up, down = tensors.layers[0].mlp
     linears = {"qkv": attention.qkv, "o": attention.o, "gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 

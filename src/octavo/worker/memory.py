@@ -65,8 +65,8 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
     """Return the part of `activation_bytes` that the layers hold."""
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
-    qkv = max(each.qkv_size for each in architecture.attentions)
-    return num_tokens * (width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner))
+    mixed = max(layer.attention.width for layer in architecture.layers)
+    return num_tokens * (width * (3 * hidden + max(3 * inner, 2 * mixed)) + 4 * max(hidden, inner))
 
 
 def free_bytes(device: torch.device) -> int:
