@@ -28,6 +28,7 @@ REQUEST_OPTIONS = (
     "deadline",
     "arrival_time",
     "kv_transfer_params",
+    "spans",
 )
 
 

@@ -19,7 +19,7 @@ from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
 from octavo.data.events import HostBlocksFound, RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
-from octavo.data.request import RequestStatus
+from octavo.data.request import ContentSpan, RequestStatus
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.errors import ConfigError
 from octavo.journal.explain import explain, intervals
@@ -100,6 +100,7 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
                 priority=rng.randrange(3),
                 tenant=rng.choice("ab"),
                 stop_token_ids=[5],
+                spans=(ContentSpan(0, 1, rng.choice("xy")),) if rng.random() < 0.3 else (),
                 deadline=core.scheduler._emitter.now + 30.0 if rng.random() < 0.2 else None,
             )
             core.answers[f"r{step}"] = [rng.choice([7, 8, 9, 9, 5]) for _ in range(20)]

@@ -1,7 +1,7 @@
 """A worker whose tokens show any wrong, stale, swapped, unwritten or too early shared KV slot.
 
 The content of slot i hashes the content of slot i - 1, read through the block table, with token i, i and the identity
-of the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
+of the weights; within a span, with the span's content, too. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
 sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
 
 With further KV groups each slot has a content in a block of each group. The first content also hashes those of the slots
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from octavo.data.kv_groups import KVGroupKind
+    from octavo.data.request import ContentSpan
     from octavo.data.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE = 1 << 16
@@ -33,6 +34,14 @@ def slot_content(previous: int, token: int, position: int, identity: int) -> int
     return hash((previous, token, position, identity)) & _MASK
 
 
+def identity_at(identity: int, spans: Sequence[ContentSpan], position: int) -> int:
+    """Return what the content of a slot depends on beside tokens and slots: the weights, and the span that has it."""
+    for span in spans:
+        if span.first <= position < span.end:
+            return hash((identity, int(span.key), position - span.first))
+    return identity
+
+
 def read_content(contents: list[int], position: int) -> int:
     """Mix what the row at a position reads in a further group: its own content last."""
     return hash((position, *contents)) & _MASK
@@ -41,9 +50,16 @@ def read_content(contents: list[int], position: int) -> int:
 class Oracle:
     """The tokens a request has to get, whatever the schedule. kinds: of the KV groups after the first."""
 
-    def __init__(self, prompt: list[int], identity: int, kinds: Sequence[KVGroupKind] = ()) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        identity: int,
+        kinds: Sequence[KVGroupKind] = (),
+        spans: Sequence[ContentSpan] = (),
+    ) -> None:
         self.identity = identity
         self.kinds = kinds
+        self.spans = spans
         self._content = 0
         self._sum = 0
         self.length = 0
@@ -60,10 +76,11 @@ class Oracle:
 
     def _next_content(self, content: int, token: int, position: int, more_contents: list[list[int]]) -> int:
         """Return the content of the next slot, and append those of further groups."""
+        identity = identity_at(self.identity, self.spans, position)
         for index, (kind, contents) in enumerate(zip(self.kinds, more_contents, strict=True)):
-            contents.append(slot_content(content, token, position, ~self.identity - index))
+            contents.append(slot_content(content, token, position, ~identity - index))
             content ^= read_content(contents[kind.first_position(position) :], position)
-        return slot_content(content, token, position, self.identity)
+        return slot_content(content, token, position, identity)
 
     def block_contents(self, size: int) -> list[list[int]]:
         """Return what a store has of each full block: the contents of each group, in their order."""
@@ -108,6 +125,7 @@ class Row:
     tables: list[list[int]]
     computed: int
     identity: int
+    spans: Sequence[ContentSpan] = ()
 
 
 class HashWorker:
@@ -126,6 +144,7 @@ class HashWorker:
         self.host = [[[POISON] * block_size for _ in range(num_host_blocks)] for _ in num_blocks]
         self.rows: dict[str, Row] = {}
         self.identities: dict[str, int] = {}
+        self.spans: dict[str, Sequence[ContentSpan]] = {}
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Do one step."""
@@ -161,7 +180,8 @@ class HashWorker:
                 raise LookupError(f"{data.request_id} is sent whole, and is known")
             identity = self.identities[data.request_id]
             tables = [list(block_ids) for block_ids in data.block_ids]
-            self.rows[data.request_id] = Row(list(data.token_ids), tables, data.num_computed_tokens, identity)
+            spans = self.spans.get(data.request_id, ())
+            self.rows[data.request_id] = Row(list(data.token_ids), tables, data.num_computed_tokens, identity, spans)
         cached = scheduled.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self.rows[request_id].computed = computed
@@ -171,13 +191,13 @@ class HashWorker:
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
         """Write `count` slots; return the model's own choices, as far as they confirm the drafts, and one more."""
-        size, blocks, table, identity = self.block_size, self.memory[0], row.tables[0], row.identity
+        size, blocks, table = self.block_size, self.memory[0], row.tables[0]
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
         for position in range(start, start + count):
             for index, kind in enumerate(self.kinds):
                 content ^= self._read(row, index, kind, content, tokens[position], position)
-            content = slot_content(content, tokens[position], position, identity)
+            content = slot_content(content, tokens[position], position, identity_at(row.identity, row.spans, position))
             blocks[table[position // size]][position % size] = content
         num_known = len(row.tokens)
         if start + count < num_known:
@@ -199,7 +219,8 @@ class HashWorker:
         size, blocks, table = self.block_size, self.memory[index + 1], row.tables[index + 1]
         if table[position // size] < 0:
             raise IndexError(f"position {position} has no block in {table}")
-        blocks[table[position // size]][position % size] = slot_content(content, token, position, ~row.identity - index)
+        identity = identity_at(row.identity, row.spans, position)
+        blocks[table[position // size]][position % size] = slot_content(content, token, position, ~identity - index)
         read = range(kind.first_position(position), position + 1)
         return read_content([blocks[table[i // size]][i % size] for i in read], position)
 

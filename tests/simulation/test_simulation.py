@@ -161,6 +161,16 @@ FAULTS_AHEAD = [
     ("result_processor", "ResultProcessor.fail", "self._give_back(each)", "pass"),
 ]  # fmt: skip
 
+FAULTS_OF_SPANS = [
+    ("kv.block_chains", "BlockChain.keys", "met = (each for each in self.spans if each.first < end and each.end > start)", "met = (each for each in self.spans if not (each.first < end and each.end > start))"),
+    ("kv.block_chains", "BlockChain.keys", "if not self.spans:", "if self.spans:"),
+]  # fmt: skip
+
+
+def draw_spans(rng):
+    """Draw a world in which many prompts differ in nothing but what parts of them stand for."""
+    return replace(draw_config(rng, 150), block_size=3, hash_bits=None, enable_prefix_caching=True, span_rate=1.0)
+
 
 def draw_short(rng):
     """Draw a world of short prompts and of blocks that have one of two names."""
@@ -181,7 +191,11 @@ def fails(name, draw):
 
 @pytest.mark.parametrize(
     ("draw", "module", "function", "before", "after"),
-    [*((draw_short, *each) for each in FAULTS), *((draw_short_async, *each) for each in FAULTS_AHEAD)],
+    [
+        *((draw_short, *each) for each in FAULTS),
+        *((draw_short_async, *each) for each in FAULTS_AHEAD),
+        *((draw_spans, *each) for each in FAULTS_OF_SPANS),
+    ],
     ids=lambda value: value[:20] if isinstance(value, str) else value.__name__,
 )
 def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, draw, module, function, before, after):

@@ -18,7 +18,7 @@ from octavo.data.events import WaitReason
 from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, kind_named, num_blocks_read
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
-from octavo.data.request import Request, RequestStatus
+from octavo.data.request import ContentSpan, Request, RequestStatus
 from octavo.data.scheduler_output import TransferDirection, are_whole
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
@@ -117,6 +117,7 @@ class WorldConfig:
     mixed_step_ms: float | None = None
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
+    span_rate: float = 0.0
 
     @property
     def kinds(self) -> tuple[KVGroupKind, ...]:
@@ -179,6 +180,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         window=draw_window(rng, block_size) if rng.random() < 0.3 else 0,
         num_spare_window_blocks=rng.choice([0, 1, rng.randint(0, 6), 40]),
         async_scheduling=rng.random() < 0.3,
+        span_rate=rng.choice([0.0, 0.0, 0.6]),
     )
 
 
@@ -342,6 +344,7 @@ class World:
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
         self.async_rng = random.Random(seed + "async")
+        self.span_rng = random.Random(seed + "spans")
         self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
         self.nothing_free: tuple[list[list[int]], list[int]] = [[] for _ in self.worker.memory], []
         self.free = self.nothing_free
@@ -797,6 +800,21 @@ class World:
         self._take(self.scheduler.abort_request(name))
         self._add([self.rng.randrange(VOCAB_SIZE)], None, None, name)
 
+    def _with_spans(self, prompt: list[int]) -> tuple[list[int], tuple[ContentSpan, ...]]:
+        """Let parts of some prompts stand for one of two contents, all with the same tokens.
+
+        Prompts that begin alike have them at the same places, so that they agree in tokens and differ in contents.
+        """
+        spans, prompt = list[ContentSpan](), list(prompt)
+        if self.span_rng.random() >= self.config.span_rate:
+            return prompt, ()
+        places, end = random.Random(prompt[0]), 0
+        while (first := end + places.randint(0, 5)) + 6 <= len(prompt):
+            end = first + places.randint(1, 6)
+            prompt[first:end] = [0] * (end - first)
+            spans.append(ContentSpan(first, end, self.span_rng.choice("12")))
+        return prompt, tuple(spans)
+
     def _add(self, prompt: list[int], salt: str | None, adapter: str | None, chosen: str | None = None) -> None:
         rng, config = self.rng, self.config
         name = f"r{self.num_added}"
@@ -813,7 +831,8 @@ class World:
             max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
-        oracle, size = Oracle(prompt, identity, config.kinds), config.block_size
+        prompt, spans = self._with_spans(prompt)
+        oracle, size = Oracle(prompt, identity, config.kinds, spans), config.block_size
         stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
         scored = 1 if rng.random() < config.scored_rate else None
         awaits = config.async_scheduling and self.async_rng.random() < config.awaiting_rate
@@ -826,6 +845,7 @@ class World:
             priority=rng.randint(0, 2),
             cache_salt=salt,
             adapter=adapter,
+            spans=spans,
             tenant=rng.choice("xyz"),
             deadline=deadline,
             kv_transfer_params=pair,
@@ -836,13 +856,13 @@ class World:
         except RequestError:
             self._count("refused")
             return
-        self.worker.identities[name] = identity
+        self.worker.identities[name], self.worker.spans[name] = identity, spans
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kinds).block_contents(size))
+            self.store.publish(request.block_hashes, Oracle(prompt, identity, config.kinds, spans).block_contents(size))
         if request.expects_kv and self.store.rate:
             self.scheduler.kv_cache_manager.update_block_hashes(request)
-            computed = Oracle(prompt, identity, config.kinds).block_contents(size)
+            computed = Oracle(prompt, identity, config.kinds, spans).block_contents(size)
             self.store.hand_over(name, request.block_hashes[:], computed)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1

@@ -43,6 +43,18 @@ class RequestStatus(Enum):
 _FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED"))
 
 
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Positions `first` to `end` - 1 of a prompt whose tokens stand for other content, as those of an image do.
+
+    key: identity of that content. The KV of these positions and of all later ones depends on it.
+    """
+
+    first: int
+    end: int
+    key: str
+
+
 @dataclass(slots=True)
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
@@ -103,6 +115,7 @@ class Request:
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
     awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
     adapter: identity of weights laid over the model's, part of the KV's.
+    spans: parts of the prompt that stand for other content, in order; they do not overlap.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     acceptance: how often its drafts came true that were looked up; computed_acceptance: that a model computed. None
     before any was verified.
@@ -133,6 +146,7 @@ class Request:
         "sampling_params",
         "seed",
         "sequence",
+        "spans",
         "spec_token_ids",
         "status",
         "stop_reason",
@@ -151,6 +165,7 @@ class Request:
         sample_index: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         adapter: str | None = None,
+        spans: tuple[ContentSpan, ...] = (),
         deadline: float | None = None,
         predicted_token_ids: list[int] | None = None,
         **fields: Unpack[OptionFields],
@@ -165,6 +180,7 @@ class Request:
         self.sample_index = sample_index
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
+        self.spans = spans
         self.deadline = deadline
         self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING

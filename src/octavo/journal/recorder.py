@@ -117,6 +117,8 @@ class RecordingScheduler:
         options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
         if request.cache_salt is not None:
             options["cache_salt"] = hidden(request.cache_salt, self._key)
+        if request.spans:
+            options["spans"] = [[each.first, each.end, hidden(each.key, self._key)] for each in request.spans]
         if request.kv_transfer_params is not None:
             options["kv_transfer_params"] = dataclasses.asdict(request.kv_transfer_params)
         self._write(

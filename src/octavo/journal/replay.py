@@ -12,7 +12,7 @@ from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
-from octavo.data.request import Request, RequestStatus
+from octavo.data.request import ContentSpan, Request, RequestStatus
 from octavo.errors import ConfigError
 from octavo.journal.format import (
     VERSION,
@@ -103,6 +103,7 @@ class Player:
         reads_prefix_cache = options.pop("reads_prefix_cache", True)
         if (pair := options.get("kv_transfer_params")) is not None:
             options["kv_transfer_params"] = KVTransferParams(**pair)
+        options["spans"] = tuple(ContentSpan(*each) for each in options.get("spans", ()))
         request = Request(
             name, decode_tokens(prompt), SamplingParams(), stop_token_ids=frozenset({STOP_TOKEN}), **options
         )

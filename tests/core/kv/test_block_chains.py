@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.block_hash import hash_block_tokens
-from octavo.data.request import Request
+from octavo.data.request import ContentSpan, Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -52,3 +52,16 @@ def test_what_is_kept_of_a_request_is_forgotten_with_it():
     chains.forget("unknown")
     assert chains.request_ids == {"b"}
     assert chains.get("a") is None
+
+
+def test_blocks_that_hold_a_span_are_named_by_its_content():
+    chains, tokens = BlockChains(2, ("model:m",)), [1, 9, 9, 9, 5, 6, 7, 8]
+    request = make_request(tokens=tokens, spans=(ContentSpan(1, 4, "image"),))
+    chain = chains.extended(request)
+    assert [chain.keys(index) for index in range(4)] == [
+        ("model:m", "span:1:image"), ("model:m", "span:-1:image"), ("model:m",), ("model:m",)
+    ]  # fmt: skip
+    other = chains.extended(make_request("b", tokens, spans=(ContentSpan(1, 4, "other"),))).hashes
+    assert all(mine != its for mine, its in zip(chain.hashes, other, strict=True))
+    later = chains.extended(make_request("c", tokens, spans=(ContentSpan(2, 4, "image"),))).hashes
+    assert later[0] == chains.extended(make_request("d", tokens)).hashes[0] != chain.hashes[0]

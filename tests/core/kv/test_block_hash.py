@@ -10,8 +10,8 @@ from octavo.core.kv.block_hash import extend_block_hashes, hash_block_tokens
 def test_each_block_is_named_behind_the_one_before_it():
     tokens, keys = list(range(100, 112)), ("salt:a",)
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, tokens[:9], 4, keys)
-    extend_block_hashes(hashes, tokens, 4, keys)
+    extend_block_hashes(hashes, tokens[:9], 4, lambda _index: keys)
+    extend_block_hashes(hashes, tokens, 4, lambda _index: keys)
     expected = [hash_block_tokens(None, tokens[:4], keys)]
     for start in (4, 8):
         expected.append(hash_block_tokens(expected[-1], tokens[start : start + 4], keys))
@@ -20,7 +20,9 @@ def test_each_block_is_named_behind_the_one_before_it():
 
 def test_another_function_may_give_the_names():
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, [1, 2, 3], 1, (), lambda parent, tokens, _keys: bytes([*(parent or b""), *tokens]))
+    extend_block_hashes(
+        hashes, [1, 2, 3], 1, lambda _index: (), lambda parent, tokens, _keys: bytes([*(parent or b""), *tokens])
+    )
     assert hashes == [b"\1", b"\1\2", b"\1\2\3"]
 
 
@@ -38,9 +40,9 @@ def test_keys_cannot_be_taken_for_tokens_or_for_one_another():
 
 def test_full_blocks_only():
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, list(range(11)), 4, ())
+    extend_block_hashes(hashes, list(range(11)), 4, lambda _index: ())
     assert len(hashes) == 2
-    extend_block_hashes(hashes, list(range(12)), 4, ())
+    extend_block_hashes(hashes, list(range(12)), 4, lambda _index: ())
     assert len(hashes) == 3
 
 

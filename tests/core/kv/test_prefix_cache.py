@@ -7,7 +7,7 @@ import pytest
 from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
-from octavo.data.request import Request
+from octavo.data.request import ContentSpan, Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -473,3 +473,17 @@ def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
     pool = manager.pool
     assert sum(block.ref_count == 0 for block in pool.blocks) == len(pool.free_block_ids()) == pool.num_free_blocks
+
+
+@pytest.mark.parametrize(("length", "position"), [(8, 5), (10, 5), (10, 9)])
+def test_blocks_whose_tokens_stand_for_other_content_are_told_apart(length, position):
+    """Also the partly filled block at the end of a prompt."""
+    manager, tokens = KVCacheManager(16, 4), list(range(length))
+
+    def num_found(*keys):
+        spans = tuple(ContentSpan(position, position + 1, key) for key in keys)
+        return manager.get_computed_blocks(make_request(str(keys), tokens, spans=spans)).num_tokens
+
+    admit(manager, make_request("a", tokens, spans=(ContentSpan(position, position + 1, "image"),)))
+    assert num_found("image") == length - 1
+    assert num_found() == num_found("another") == position // 4 * 4

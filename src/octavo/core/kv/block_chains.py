@@ -13,22 +13,32 @@ if TYPE_CHECKING:
 
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.block_pool import BlockLink
-    from octavo.data.request import Request
+    from octavo.data.request import ContentSpan, Request
 
 
 @dataclass(slots=True)
 class BlockChain:
     """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's name.
 
-    extra_keys: all that its KV depends on beside its tokens. partial: the name under which the last, partly filled
-    block of its prompt can be copied by others.
+    extra_keys: what the KV of all its blocks depends on beside their tokens. spans: see `Request`.
+    partial: the name under which the last, partly filled block of its prompt can be copied by others.
     """
 
     extra_keys: tuple[str, ...]
+    spans: tuple[ContentSpan, ...]
+    block_size: int
     hashes: list[BlockHash]
     num_committed: int = 0
     name: BlockLink | None = None
     partial: BlockHash | None = None
+
+    def keys(self, index: int) -> tuple[str, ...]:
+        """Return what the KV of a block depends on beside its tokens and the block before it."""
+        if not self.spans:
+            return self.extra_keys
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        met = (each for each in self.spans if each.first < end and each.end > start)
+        return (*self.extra_keys, *(f"span:{each.first - start}:{each.key}" for each in met))
 
 
 class BlockChains:
@@ -67,14 +77,16 @@ class BlockChains:
             if self._weights_epoch:
                 keys.append(f"weights:{self._weights_epoch}")
             request.block_hashes = []
-            chain = self._chains[request.request_id] = BlockChain((*self.extra_keys, *keys), request.block_hashes)
+            keys_of_all = (*self.extra_keys, *keys)
+            chain = BlockChain(keys_of_all, request.spans, self._block_size, request.block_hashes)
+            self._chains[request.request_id] = chain
         return chain
 
     def extended(self, request: Request) -> BlockChain:
         """Return the chain of a request with the hashes of all full blocks of its known tokens."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
-        extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.extra_keys, self.hash_function)
+        extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
         return chain
 
     def forget(self, request_id: str) -> None:

@@ -37,10 +37,13 @@ def extend_block_hashes(
     hashes: list[BlockHash],
     token_ids: Sequence[int],
     block_size: int,
-    extra_keys: tuple[str, ...],
+    keys_of: Callable[[int], tuple[str, ...]],
     hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
 ) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet (mutates `hashes`)."""
+    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet (mutates `hashes`).
+
+    keys_of(index): the extra keys of a block.
+    """
     for index in range(len(hashes), len(token_ids) // block_size):
         block_tokens = token_ids[index * block_size : (index + 1) * block_size]
-        hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, extra_keys))
+        hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, keys_of(index)))

@@ -154,7 +154,7 @@ class PrefixCache:
         found: list[_Found] = []
         for index in range(first, self._num_useful_blocks(request)):
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            block = find(chain.hashes[index], tokens, name, chain.extra_keys)
+            block = find(chain.hashes[index], tokens, name, chain.keys(index))
             if block is None:
                 break
             found.append(block)
@@ -194,7 +194,7 @@ class PrefixCache:
         if partial is None:
             return None
         name = found[-1].name if found else None
-        content = (self._prompt_tail(request), name, chain.extra_keys)
+        content = (self._prompt_tail(request), name, chain.keys(len(found)))
         blocks = [*found, partial.block]
         is_covered = num_covered(self._bounded, blocks, request.num_prompt_tokens - 1) == len(blocks)
         return partial.block if is_covered and partial.content == content else None
@@ -211,7 +211,7 @@ class PrefixCache:
         if len(tail) < 2:
             return None
         parent = chain.hashes[num_full - 1] if num_full else None
-        return self.chains.hash_function(parent, tail, chain.extra_keys)
+        return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
     # --- what was not found -------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class PrefixCache:
         chain = self.chains.extended(request)
         parent = chain.hashes[index - 1] if index else None
         tokens = token_ids[index * size : (index + 1) * size]
-        return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.extra_keys)
+        return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
         """Return the next block a lookup would need and who is computing it right now; None when nobody is.
@@ -282,13 +282,14 @@ class PrefixCache:
         for index in range(chain.num_committed, num_full):
             block = self._pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self._block_size : (index + 1) * self._block_size])
-            in_host = self._host.find(hashes[index], tokens, chain.name, chain.extra_keys)
+            keys = chain.keys(index)
+            in_host = self._host.find(hashes[index], tokens, chain.name, keys)
             name = None if in_host is None else in_host.name
-            canonical = self._pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
+            canonical = self._pool.register(block, hashes[index], tokens, chain.name, keys, name)
             for group in self._bounded:
                 group.block_doubled(block, canonical)
             if block.hash is not None:  # it stands for this content now
-                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
+                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
                 self._on_cached(block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
                 del self._computing[hashes[index]]
@@ -302,7 +303,7 @@ class PrefixCache:
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self._block_size
             block = self._pool.blocks[request.sequence.block_table[index]]
-            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.name, chain.extra_keys))
+            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.name, chain.keys(index)))
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
