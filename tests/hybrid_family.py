@@ -38,7 +38,8 @@ def read_architecture(config, name) -> Architecture:
     size = config.count("hidden_size")
     mixers = (attention, RecurrenceConfig(size), LatentConfig(size, 8), replace(attention, window=32))
     layers = tuple(LayerConfig(attention=mixer, mlp=mlp) for mixer in mixers)
-    return read_decoder(config, name, layers=layers, max_context_tokens=2048)
+    architecture = read_decoder(config, name, layers=layers, max_context_tokens=2048)
+    return replace(architecture, num_position_dims=config.values.get("num_position_dims", 1))
 
 
 @register
@@ -147,7 +148,10 @@ class LatentTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Attention of one head whose keys and values are one row of `rank` numbers, as in MLA without its rotary part."""
+    """Attention of one head whose keys and values are one row of `rank` numbers, as in MLA without its rotary part.
+
+    In a model whose positions have several dimensions, rows are scaled by them.
+    """
 
     size: int
     rank: int
@@ -181,6 +185,9 @@ class Latent:
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         (rows,) = cache
         q, latents = self.kernels.linear(hidden, self.query_and_latent).split(self.rank, dim=1)
+        if batch.rotary_positions is not None:
+            down, right = batch.rotary_positions.to(latents.dtype)
+            latents = latents * (1 + 0.5 * torch.sin(down) + 0.25 * torch.cos(right))[:, None]
         blocks = batch.slot_mapping // rows.shape[1]
         rows[blocks, batch.slot_mapping % rows.shape[1]] = latents
         return q.contiguous()

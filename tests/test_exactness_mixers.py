@@ -7,8 +7,10 @@ import pytest
 from hybrid_family import Latent, Recurrence, RecurrentState
 from test_exactness import SCHEDULES, Schedule, answers, make_engine, make_requests, needs_kernels
 
+from octavo import SamplingParams
 from octavo.core.invariants import check
 from octavo.data.kv_groups import FullAttention, SlidingWindow
+from octavo.data.request import ContentSpan, Request
 from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
@@ -82,6 +84,33 @@ def test_tokens_depend_on_what_each_mixer_keeps(checkpoint, alone, monkeypatch, 
 
     monkeypatch.setattr(mixer, "write_kv", forgetful)
     assert answers(engine, requests()) != alone
+
+
+def test_positions_may_have_two_dimensions(tmp_path):
+    """Requests with the same tokens at other places get other answers, each the one that it gets alone."""
+    config = tiny_config(hybrid_family.NAME, num_hidden_layers=4, vocab_size=1500, num_position_dims=2)
+    path = write_checkpoint(tmp_path, config, std=0.1)
+    prompt, params = list(range(20)), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    text = [list(range(20))] * 2
+    image = [[0, *([1] * 9), *range(2, 12)], [0, *range(1, 10), *range(2, 12)]]
+
+    def answer(schedule, *places):
+        """Return the answers to requests with the prompt's tokens at these positions, sent together."""
+        core = make_engine(path, "float32", schedule, "cpu").core
+        requests = [Request(str(index), prompt, params, rotary_positions=each, spans=(ContentSpan(0, 20, str(each)),))
+                    for index, each in enumerate(places)]  # fmt: skip
+        for request in requests:
+            core.scheduler.add_request(request)
+        while core.has_work():
+            core.step()
+        return [request.sequence.output_token_ids for request in requests]
+
+    alone = Schedule("alone", max_num_seqs=1)
+    [of_image], [of_text] = answer(alone, image), answer(alone, text)
+    assert of_image != of_text
+    assert answer(alone, None) == [of_text]
+    for schedule in (Schedule("crowd", threshold=7), Schedule("few", block_size=2, num_blocks=40, budget=64)):
+        assert answer(schedule, image, text, image, None) == [of_image, of_text, of_image, of_text]
 
 
 def test_a_dtype_that_a_mixer_cannot_keep_is_refused(checkpoint):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -326,3 +328,21 @@ def test_an_id_may_end_and_come_back_in_one_step(batch):
     batch.update(make_output([new_data("a", [9], [2])], finished=["a"]))
     assert batch.known_tokens(batch.requests["a"]).tolist() == [9]
     assert np.count_nonzero(batch.num_blocks) == 1
+
+
+def test_positions_of_several_dimensions_count_on_after_the_prompt():
+    batch = InputBatch(max_num_seqs=2, max_model_len=16, block_size=4, num_groups=2, num_position_dims=2)
+    image = new_data("a", [10, 11, 11, 11, 12], [3, 5], more_block_ids=([2, 7],))
+    image = replace(image, rotary_positions=[[0, 1, 1, 2, 3], [0, 1, 2, 1, 3]])
+    scheduled = make_output([image, new_data("b", [20, 21], [6], more_block_ids=([4],))], counts={"a": 5, "b": 1})
+    batch.update(scheduled)
+    attention = batch.prepare_inputs(scheduled).attention
+    expected = [[0, 1, 1, 2, 3, 0], [0, 1, 2, 1, 3, 0]]
+    assert [attention.of_group(group).rotary_positions.tolist() for group in range(2)] == [expected] * 2
+    assert attention.outputs.attention.rotary_positions.tolist() == [[3], [3]]
+    batch.append_sampled({"a": [13]})
+    cached = CachedRequestData(["a", "b"], [[[], []], [[], []]], [5, 1])
+    scheduled = make_output([], cached=cached, counts={"a": 1, "b": 1})
+    batch.update(scheduled)
+    positions = batch.prepare_inputs(scheduled).attention.rotary_positions
+    assert sorted(map(tuple, positions.T.tolist())) == [(1, 1), (4, 4)]

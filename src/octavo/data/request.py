@@ -116,6 +116,7 @@ class Request:
     awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
     adapter: identity of weights laid over the model's, part of the KV's.
     spans: parts of the prompt that stand for other content, in order; they do not overlap.
+    rotary_positions: for each dimension the positions of the prompt's tokens, for models with several; never changed.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     acceptance: how often its drafts came true that were looked up; computed_acceptance: that a model computed. None
     before any was verified.
@@ -142,6 +143,7 @@ class Request:
         "predicted_token_ids",
         "reads_prefix_cache",
         "request_id",
+        "rotary_positions",
         "sample_index",
         "sampling_params",
         "seed",
@@ -166,6 +168,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         adapter: str | None = None,
         spans: tuple[ContentSpan, ...] = (),
+        rotary_positions: list[list[int]] | None = None,
         deadline: float | None = None,
         predicted_token_ids: list[int] | None = None,
         **fields: Unpack[OptionFields],
@@ -181,6 +184,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
         self.spans = spans
+        self.rotary_positions = rotary_positions
         self.deadline = deadline
         self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING

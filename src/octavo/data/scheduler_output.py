@@ -21,6 +21,7 @@ class NewRequestData:
     cache_salt: nothing of it is shared with requests that have another one. predicted_token_ids: what its client
     expects as its output.
     block_ids: for each KV group the request's block table. `NO_BLOCK` stands for a block that no later row reads.
+    rotary_positions: see `Request`.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class NewRequestData:
     num_computed_tokens: int
     cache_salt: str | None = None
     predicted_token_ids: list[int] | None = None
+    rotary_positions: list[list[int]] | None = None
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
@@ -51,6 +53,7 @@ class NewRequestData:
             num_computed_tokens=request.num_computed_tokens,
             cache_salt=request.cache_salt,
             predicted_token_ids=request.predicted_token_ids,
+            rotary_positions=request.rotary_positions,
         )
 
 

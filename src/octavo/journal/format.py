@@ -3,8 +3,8 @@
 The core is a pure machine, so its inputs are all that is needed: what it decided is computed again, and compared with a
 checksum. No text and no token ids are kept. A token stands as a pseudonym: 31 bits of a running hash over it and all
 tokens before it (BLAKE2b with a key that is not kept), so that two requests agree in pseudonyms exactly as far as they
-agree in tokens, and nothing else can be read from them. A cache salt stands as a keyed hash, too, and so does the key of
-a span of the prompt: the option "spans" has [first, end, key] of each.
+agree in tokens, and nothing else can be read from them. A cache salt stands as a keyed hash, too, and so does the key
+of a span of the prompt: the option "spans" has [first, end, key] of each.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside

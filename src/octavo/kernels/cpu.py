@@ -273,10 +273,11 @@ class CpuKernels:
     ) -> tuple[Tensor, RecordedForward | None]:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`.
 
-        A recording has the tables of two KV groups. Steps of a model with more groups are not recorded.
+        A recording has the tables of two KV groups, and positions of one dimension. Steps of a model with more of
+        either are not recorded.
         """
         del decodes
-        if len(batch.more_groups) > 1:
+        if len(batch.more_groups) > 1 or batch.rotary_positions is not None:
             return forward(token_ids, batch), None
         wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)

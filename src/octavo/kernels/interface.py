@@ -73,6 +73,8 @@ class AttentionBatch:
     slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
     outputs      the rows whose hidden states are returned; None for all of them
     more_groups  the same rows with the tables and slots of KV groups 1, 2, ...; empty for a cache of one group
+    rotary_positions int64 [num_dims, num_tokens]   where each row is in a text with images (M-RoPE); None for models
+                                                    whose positions have one dimension
 
     The padding of a graph comes last: sequences of length 0, of one row or none, and if `has_rows_behind` rows of no
     sequence. Their slots are -1: nothing is read or written for them, and attention returns zeros.
@@ -87,6 +89,7 @@ class AttentionBatch:
     outputs: OutputRows | None = None
     more_groups: tuple[AttentionBatch, ...] = ()
     has_rows_behind: bool = False
+    rotary_positions: Tensor | None = None
 
     def of_group(self, index: int) -> AttentionBatch:
         """Return the batch with a KV group's tables and slots; those of the first group if the cache has no other."""

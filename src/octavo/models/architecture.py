@@ -49,6 +49,7 @@ class Architecture:
     logit_softcap       the cap of logits (see `Kernels.soft_cap`), or None
     text_part_of        the class of the model of text and images whose text part this is, or None
     logits_scaling      logits are divided by it
+    num_position_dims   dimensions of a position, see `AttentionBatch.rotary_positions`
     """
 
     name: str
@@ -70,6 +71,7 @@ class Architecture:
     logit_softcap: float | None = None
     text_part_of: str | None = None
     logits_scaling: float = 1.0
+    num_position_dims: int = 1
 
     def tensors(self) -> ModelTensors:
         """Declare all that the model takes from a checkpoint."""

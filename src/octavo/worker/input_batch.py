@@ -96,6 +96,8 @@ class InputBatch:
     its own. num_groups: number of KV groups. num_changes: how often a request left or failed.
     block_tables: for each KV group [max_num_seqs, blocks]. Where a request has released blocks they hold any number.
     num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
+    rotary_positions: int64 [num_position_dims, max_num_seqs, max_model_len + 1]; None for one dimension. After the
+    prompt, all dimensions count on from the largest position in it.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class InputBatch:
         copies: HostCopies | None = None,
         num_scratch_blocks: int = 0,
         num_groups: int = 1,
+        num_position_dims: int = 1,
     ) -> None:
         copies = copies or SharedMemory()
         self.block_size = block_size
@@ -115,6 +118,8 @@ class InputBatch:
         self.num_changes = 0
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        has_dims, shape = num_position_dims > 1, (num_position_dims, max_num_seqs, max_model_len + 1)
+        self.rotary_positions = np.zeros(shape, dtype=np.int64) if has_dims else None
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
@@ -150,10 +155,19 @@ class InputBatch:
         self.num_tokens[row], self.num_blocks[:, row] = len(data.token_ids), 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
+        if self.rotary_positions is not None:
+            self._set_rotary_positions(self.rotary_positions[:, row], data.rotary_positions)
         params = data.sampling_params
         self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
         for group, block_ids in enumerate(data.block_ids):
             self._append_blocks(group, row, block_ids)
+
+    @staticmethod
+    def _set_rotary_positions(row: NDArray[np.int64], of_prompt: list[list[int]] | None) -> None:
+        """Write the positions of a request, [num_position_dims, max_model_len + 1]; None: those of a text."""
+        known = np.array([[]] if of_prompt is None else of_prompt, dtype=np.int64)
+        row[:] = np.arange(row.shape[1]) + known.max(initial=-1) + 1 - known.shape[1]
+        row[:, : known.shape[1]] = known
 
     def remove_request(self, request_id: str) -> None:
         """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
@@ -366,22 +380,30 @@ class InputBatch:
         width: int,
         num_groups: int,
     ) -> list[NDArray[np.generic]]:
-        """Return the arrays for `_attention`: three for all groups, then tables, cut to `width`, and slots of each."""
+        """Return the arrays for `_attention`: three, tables (cut to `width`) and slots by group, rotary ones."""
         indices, offsets = positions // self.block_size, positions % self.block_size
         arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
         for tables in self.block_tables[:num_groups]:
             slots = tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
             arrays += [tables[rows, :width], slots]
+        if self.rotary_positions is not None:
+            arrays.append(self.rotary_positions[:, row_of_token, positions])
         return arrays
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
         """Return the batch of the next tensors, which are in the order of `_attention_arrays`."""
         query_start, seq_lens, positions = islice(tensors, 3)
         batch = AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
-        if num_groups == 1:
-            return batch
-        others = (replace(batch, block_tables=next(tensors), slot_mapping=next(tensors)) for _ in range(1, num_groups))
-        return replace(batch, more_groups=tuple(others))
+        if num_groups > 1:
+            others = [
+                replace(batch, block_tables=next(tensors), slot_mapping=next(tensors)) for _ in range(1, num_groups)
+            ]
+            batch = replace(batch, more_groups=tuple(others))
+        if self.rotary_positions is not None:
+            rotary = next(tensors)
+            others = [replace(each, rotary_positions=rotary) for each in batch.more_groups]
+            batch = replace(batch, more_groups=tuple(others), rotary_positions=rotary)
+        return batch
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:

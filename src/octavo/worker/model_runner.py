@@ -91,6 +91,7 @@ class ModelRunner:
             copies=copies,
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
             num_groups=len(kv_cache.groups),
+            num_position_dims=model.architecture.num_position_dims,
         )
         self._prompts = PromptScorer(model, self.batch, self.sampler, copies)
         self._tasks = SampleTasks(self.batch, grammars)
