@@ -44,7 +44,7 @@ def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
     for _ in range({"waiting": 0, "prompt under way": 1, "loading": 1, "deferred": 1}.get(state, 4)):
         core.step()
     if state in {"preempted", "swapped"}:
-        core.scheduler.preempt_requests(["a"])
+        core.scheduler.faults.preempt(["a"])
         core.step()
         assert request.status is RequestStatus.PREEMPTED
         assert ("a" in core.scheduler.kv_cache_manager.saved_blocks()) == (state == "swapped")
@@ -253,7 +253,7 @@ def test_F18_another_adapter_salt_or_weights_never_hit(make_core, other):
     core.add("a", prompt, max_tokens=1)
     core.run()
     if not other:
-        core.scheduler.kv_cache_manager.advance_weights_epoch()
+        core.scheduler.faults.replace_weights()
     core.add("b", prompt, max_tokens=1, **other)
     core.add("c", prompt, max_tokens=1, **other)
     core.run()
@@ -266,7 +266,7 @@ def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
         core.add(name, 5)
     core.step()
     core.guess({"a": [1, 2], "b": [3]})
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     scheduled = core.scheduler.schedule()
     assert scheduled.scheduled_spec_decode_tokens == {"b": [3]}
     assert core.scheduler.requests["a"].spec_token_ids == []
@@ -304,9 +304,9 @@ def test_F18_new_weights_wait_until_nothing_is_held(make_core):
     core = make_core()
     core.add("a", 9, max_tokens=3)
     core.step()
-    assert not core.scheduler.kv_cache_manager.advance_weights_epoch()
+    assert not core.scheduler.faults.replace_weights()
     core.run()
-    assert core.scheduler.kv_cache_manager.advance_weights_epoch()
+    assert core.scheduler.faults.replace_weights()
 
 
 def test_F28_tokens_of_the_parked_count_as_waiting(make_core):

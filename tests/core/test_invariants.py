@@ -21,7 +21,7 @@ def core(make_core):
     core.add("runs", 8, max_tokens=5)
     core.add("swapped", 5)
     core.step()
-    core.scheduler.preempt_requests(["swapped"])
+    core.scheduler.faults.preempt(["swapped"])
     core.step()
     core.scheduler.finish_requests(["swapped"], RequestStatus.FINISHED_ABORTED)
     core.add("loads", list(range(12)))

@@ -85,7 +85,7 @@ def test_a_resumed_request_is_admitted_again_but_not_charged_or_counted_again(ma
     request = core.add("a", 9, max_tokens=30, tenant="t")
     core.step()
     first = request.admitted_time
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     assert (request.status, request.num_preemptions, request.num_computed_tokens) == (RequestStatus.PREEMPTED, 1, 0)
     served = core.scheduler.policy.counters.served("t")
@@ -121,7 +121,7 @@ def test_who_gives_way_keeps_its_tokens_and_loses_everything_else(make_core):
     core.add("b", 5)
     core.step()
     request.spec_token_ids = [1, 2]
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     scheduled = core.scheduler.schedule()
     assert scheduled.preempted_req_ids == {"a"}
     assert (request.status, request.num_computed_tokens, request.spec_token_ids) == (RequestStatus.PREEMPTED, 0, [])
@@ -173,7 +173,7 @@ def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
     core = make_core(connector=store)
     core.add("a", list(range(12)))
     core.step()
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     core.scheduler.kv_cache_manager.reset_prefix_cache()
     store.num_tokens = 8
@@ -244,7 +244,7 @@ def test_the_running_stand_by_importance_or_by_arrival(make_core, policy, order)
         core.add(name, 4, priority=priority)
     core.step()
     assert "".join(request.request_id for request in core.scheduler.running) == order
-    core.scheduler.preempt_requests(["b"])
+    core.scheduler.faults.preempt(["b"])
     core.step()
     core.step()
     assert "".join(request.request_id for request in core.scheduler.running) == order
@@ -270,7 +270,7 @@ def test_an_admission_is_told_each_time_and_what_the_cache_had_once(make_core):
     core.step()
     charged = core.scheduler.policy.counters.served("t")
     admitted_time = core.scheduler.requests["a"].admitted_time
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     core.step()
     assert [event.resumed for event in core.log.of_type(events.RequestAdmitted)] == [False, True]

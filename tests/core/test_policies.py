@@ -78,7 +78,7 @@ def test_who_resumes_with_all_but_its_newest_token_takes_nothing_of_the_limit(ma
     first = core.add("a", 8, max_tokens=9)
     while first.sequence.num_output_tokens < 5:  # 12 tokens of KV: 3 whole blocks
         core.step()
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     core.add("b", 9, max_tokens=1)
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 4}

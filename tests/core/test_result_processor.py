@@ -138,7 +138,7 @@ def test_prompt_logprobs_that_were_told_before_a_preemption_are_not_told_again(m
     entries = [TokenLogprobs([index], [-1.0], 1) for index in range(6)]
     [output] = take(core, core.scheduler.schedule(), {}, prompt_logprobs={"a": entries[:3]})
     assert output.new_prompt_logprobs == entries[:3]
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     assert core.step().preempted_req_ids == {"a"}
     scheduled = core.scheduler.schedule()
     assert take(core, scheduled, {}, prompt_logprobs={"a": entries[:3]}) == []

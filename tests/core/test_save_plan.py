@@ -344,7 +344,7 @@ def test_what_was_swapped_out_comes_back_whole(make_core):
     for _ in range(4):
         store.step(core)
     num_computed = request.num_computed_tokens
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     store.step(core)
     store.keys.clear()
     manager = core.scheduler.kv_cache_manager

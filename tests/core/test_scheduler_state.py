@@ -270,10 +270,10 @@ def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):
     core = make_core(policy="priority")
     request = core.add("a", 3)
     core.add("waits", 3)
-    core.scheduler.preempt_requests(["a", "unknown"])
+    core.scheduler.faults.preempt(["a", "unknown"])
     core.step()  # neither ran
     assert core.log.of_type(events.RequestPreempted) == []
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     core.step()
     assert request.num_preemptions == 1
@@ -300,7 +300,7 @@ def test_why_the_head_of_the_queue_waits_is_told_once_for_each_reason(make_core)
     for _ in range(3):
         core.step()
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_SEAT,)]
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     assert [event.request_id for event in core.log.of_type(events.RequestBlocked)] == ["b", "a"]
     assert core.log.of_type(events.RequestBlocked)[1].reason is events.WaitReason.PREEMPTING
@@ -355,7 +355,7 @@ def test_who_was_not_held_up_meanwhile_says_again_why_it_waits(make_core):
     core.add("b", 3)
     core.step()
     for _ in range(2):
-        core.scheduler.preempt_requests(["b"])
+        core.scheduler.faults.preempt(["b"])
         core.step()
         core.step()
     assert told(core, events.RequestBlocked) == [(events.WaitReason.PREEMPTING,)] * 2

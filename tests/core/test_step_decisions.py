@@ -116,7 +116,7 @@ def test_who_falls_is_saved_where_that_was_asked_for(make_core, preemption, is_s
     core = make_core(preemption=preemption, num_host_blocks=9)
     core.add("a", 9)
     core.step()
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     assert [event.swapped for event in core.log.of_type(events.RequestPreempted)] == [is_swapped]
 
@@ -196,7 +196,7 @@ def test_who_ran_in_between_is_told_of_again(make_core):
     core.add("a", 3)
     for _ in range(2):
         core.step()
-        core.scheduler.preempt_requests(["a"])
+        core.scheduler.faults.preempt(["a"])
         core.step()
     assert blocked(core) == [("a", WaitReason.PREEMPTING)] * 2
 
@@ -207,7 +207,7 @@ def test_who_loaded_in_between_is_told_of_again(make_core):
     for _ in range(2):
         load(core, core.scheduler.schedule())
         core.step()
-        core.scheduler.preempt_requests(["loads"])
+        core.scheduler.faults.preempt(["loads"])
         core.step()
     assert blocked(core) == [("loads", WaitReason.PREEMPTING)] * 2
 

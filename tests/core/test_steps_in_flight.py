@@ -328,7 +328,7 @@ def test_who_is_to_be_preempted_is_so_when_nothing_is_in_flight(make_ahead):
     core = make_ahead()
     core.add("a", 5)
     first = decided(core)
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     assert not core.scheduler.may_look_ahead()
     answer(core, first)
     assert decided(core).preempted_req_ids == {"a"}

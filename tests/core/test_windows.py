@@ -179,7 +179,7 @@ def test_what_is_swapped_out_is_copied_with_its_window_and_comes_back(make_windo
         core.step()
     table, parts = list(request.sequence.block_table), list(request.sequence.block_tables[1])
     assert (request.num_computed_tokens, parts[:2]) == (18, [NO_BLOCK] * 2)
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     scheduled = core.step()
     copies = scheduled.copies
     host_block = dict(blocks_in(copies.swap_out))
@@ -445,7 +445,7 @@ def test_who_comes_back_shares_what_has_its_window_and_has_the_rest_copied_in(ma
     core.step()
     core.step()
     table = list(request.sequence.block_table)
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     manager = core.scheduler.kv_cache_manager
     manager.bounded[0].block_forgotten(manager.pool.blocks[table[2]])  # as if it were evicted
@@ -546,7 +546,7 @@ def test_of_one_that_was_preempted_nothing_is_kept_of_what_the_worker_was_sent(m
     core = make_windowed()
     core.add("a", 8)
     core.step()
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.step()
     assert core.scheduler._state.builder.num_records == 0
     [new] = core.step().scheduled_new_reqs

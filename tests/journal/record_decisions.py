@@ -134,7 +134,7 @@ class Run:
         if scheduler.requests and rng.random() < 0.005:
             scheduler.finish_requests([next(iter(scheduler.requests))], RequestStatus.FINISHED_ERROR)
         if scheduler.running and rng.random() < 0.03:
-            scheduler.preempt_requests([rng.choice(scheduler.running).request_id])
+            scheduler.faults.preempt([rng.choice(scheduler.running).request_id])
         if rng.random() < 0.005:
             scheduler.reset_prefix_cache()
 

@@ -107,7 +107,7 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
         if core.scheduler.requests and rng.random() < 0.05:
             core.scheduler.abort_request(rng.choice(list(core.scheduler.requests)))
         if core.scheduler.running and rng.random() < 0.05:
-            core.scheduler.preempt_requests([core.scheduler.running[0].request_id])
+            core.scheduler.faults.preempt([core.scheduler.running[0].request_id])
         if rng.random() < 0.02:
             core.scheduler.reset_prefix_cache()
         if core.scheduler.in_flight is None or core.scheduler.may_look_ahead():
@@ -488,7 +488,7 @@ def test_explains_a_swap(make_core):
     core = make_core(num_host_blocks=4)
     core.add("a", 9, max_tokens=9)
     core.step()
-    core.scheduler.preempt_requests(["a"])
+    core.scheduler.faults.preempt(["a"])
     core.run()
     assert "9 tokens were swapped to host memory" in explained(core, "a")
 

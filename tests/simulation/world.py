@@ -761,18 +761,18 @@ class World:
         if scheduler.running and rng.random() < config.preempt_rate:
             self._count("forced preemption")
             self.forced.add(rng.choice(scheduler.running).request_id)
-            scheduler.preempt_requests(self.forced)
+            scheduler.faults.preempt(self.forced)
         cached = scheduler.kv_cache_manager.pool.cached_blocks()
         if cached and rng.random() < config.eviction_rate:
             self._count("forced eviction")
-            scheduler.kv_cache_manager.pool.evict(rng.choice(cached))
+            scheduler.faults.evict(rng.choice(cached))
         if rng.random() < config.freeze_rate:
             self._count("freeze")
             self.now += rng.random() * 20
         if not scheduler.requests and rng.random() < 0.02 and not scheduler.has_work():
             self._count("new weights")
             self.epoch += 1
-            scheduler.kv_cache_manager.advance_weights_epoch()
+            scheduler.faults.replace_weights()
         if rng.random() < 0.01:
             scheduler.reset_prefix_cache()
 

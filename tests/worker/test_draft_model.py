@@ -166,7 +166,7 @@ def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
     watched.add("a")
     watched.step()
     watched.step()
-    watched.engine.core.scheduler.preempt_requests(["a"])
+    watched.engine.core.scheduler.faults.preempt(["a"])
     watched.step()
     watched.drafts.kv.cache.groups[0].blocks.fill_(torch.nan)  # nothing is left of it but on the host
     watched.drafts.kv._filled[:] = 0

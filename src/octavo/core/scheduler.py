@@ -16,6 +16,7 @@ from octavo.core import invariants
 from octavo.core.admitter import Admitter
 from octavo.core.core_state import CoreState
 from octavo.core.event_emitter import EventEmitter
+from octavo.core.faults import Faults
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
 from octavo.core.kv_transfers import KVTransfers
@@ -51,7 +52,7 @@ class Scheduler:
     """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
 
     num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
-    num_blocks: of the first KV group. bounded_groups: the other KV groups.
+    num_blocks: of the first KV group. bounded_groups: the other KV groups. faults: for simulations.
     """
 
     def __init__(
@@ -74,7 +75,6 @@ class Scheduler:
         self._clock = clock
         self._num_steps = 0
         self._news: list[EngineCoreOutput] = []
-        self._to_preempt: list[str] = []
         self._next_check = 0.0
         self._emitter = emitter = EventEmitter(events.FanOut([self.counters, sink or events.NullSink()]))
         self._emit = emitter.emit
@@ -94,6 +94,7 @@ class Scheduler:
             ),
             on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
+        self.faults = Faults(manager)
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
         self._state = state = CoreState(scheduler_config, manager, self.transfers, emitter)
         self.policy, self.admission = state.policy, state.admission
@@ -150,13 +151,6 @@ class Scheduler:
         self._lifecycle.drop_finished()
         return outputs
 
-    def preempt_requests(self, request_ids: Iterable[str]) -> None:
-        """Take the blocks of these requests with the next step, as an operator may wish; they come back by themselves.
-
-        Who does not run by then is passed over.
-        """
-        self._to_preempt += request_ids
-
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
@@ -201,7 +195,7 @@ class Scheduler:
         """
         if (
             not self.config.async_scheduling
-            or self._to_preempt
+            or self.faults.to_preempt
             or not self._state.in_flight.is_foreseeable(self.requests)
         ):
             return False
@@ -233,11 +227,11 @@ class Scheduler:
             lifecycle.give_up_loading(request)
 
     def _preempt_as_told(self, plan: StepPlan) -> None:
-        for request_id in self._to_preempt:
+        for request_id in self.faults.to_preempt:
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING:
                 self._preempt(request, request, plan, forced=True)
-        self._to_preempt = []
+        self.faults.to_preempt = []
 
     def _outranked(self) -> list[Request]:
         """Return the running prompts that give way to the more important head of the queue, in order of rank."""

@@ -144,7 +144,10 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide a step."""
+        """Decide a step. Preemptions that were injected are written before it."""
+        to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
+        if to_preempt and self._scheduler.in_flight is None:
+            self._write(["p", [known[name].number for name in to_preempt if name in known]])
         scheduled = self._scheduler.schedule()
         start = time.thread_time()
         self._note_answers()
@@ -198,13 +201,6 @@ class RecordingScheduler:
         self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
         return outputs
-
-    def preempt_requests(self, request_ids: Iterable[str]) -> None:
-        """Take the blocks of these requests with the next step."""
-        request_ids = list(request_ids)
-        self._scheduler.preempt_requests(request_ids)
-        known = self._unfinished
-        self._write(["p", [known[name].number for name in request_ids if name in known]])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV."""

@@ -183,7 +183,7 @@ class Player:
         self.scheduler.fail_step(scheduled, message)
 
     def _play_p(self, numbers: list[int]) -> None:
-        self.scheduler.preempt_requests([self.names[number] for number in numbers])
+        self.scheduler.faults.preempt([self.names[number] for number in numbers])
 
     def _play_r(self) -> None:
         self.scheduler.reset_prefix_cache()
