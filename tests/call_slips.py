@@ -528,6 +528,15 @@ def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[st
     return counts, wrong
 
 
+def outcomes(slip: str, count: int = 160) -> str:
+    """Return the verdicts of the first cases of a slip, a letter each: c for call, l for letter, t for text."""
+    found = []
+    for number in range(count):
+        case, text = made(random.Random(f"outcomes {slip} {number}"), slip)
+        found.append(verdict(case, slip, text)[0])
+    return "".join(found)
+
+
 def table(counts: dict[str, Counter[str]]) -> str:
     """Return the verdicts as a table."""
     lines = [f"{'slip':32}{'cases':>8}{'call':>8}{'letter':>8}{'text':>8}{'wrong':>8}"]
@@ -541,6 +550,9 @@ def table(counts: dict[str, Counter[str]]) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["outcomes"]:
+        sys.stdout.writelines(f"{slip}: {outcomes(slip)}\n" for slip in SLIPS)
+        sys.exit()
     counts, wrong = run(int(sys.argv[1]), *(int(each) for each in sys.argv[2:3]))
     sys.stdout.write(table(counts) + "\n")
     for each in wrong[:40]:

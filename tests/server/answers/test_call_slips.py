@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import call_slips
@@ -20,6 +21,7 @@ from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
 logger = logging.getLogger(__name__)
+OUTCOMES = Path(__file__).parent / "slip_outcomes.txt"
 NUM_CASES = int(os.environ.get("OCTAVO_SLIP_CASES", "5000"))
 STRING = {"type": "string"}
 FUNCTIONS = [
@@ -375,6 +377,13 @@ def test_a_long_call_that_breaks_is_never_closed() -> None:
             assert (name, arguments[:16]) == ("bash", '{"cmd": "long lo')
             with pytest.raises(ValueError, match="line 1"):
                 json.loads(arguments)
+
+
+@pytest.mark.parametrize("slip", call_slips.SLIPS)
+def test_what_is_repaired_stays_repaired(slip: str) -> None:
+    """After a change on purpose: cd tests; python -m call_slips outcomes > server/answers/slip_outcomes.txt."""
+    recorded = dict(line.split(": ") for line in OUTCOMES.read_text().splitlines())
+    assert call_slips.outcomes(slip) == recorded[slip]
 
 
 def test_no_slip_gives_another_call() -> None:
