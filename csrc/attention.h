@@ -40,7 +40,7 @@ struct AttentionScratch {
   }
 };
 
-// First and one past the last position that a token at `position` sees.
+// The first position that a token at `position` sees.
 OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
   return args.window > 0 ? larger(int64_t{0}, position - args.window + 1) : 0;
 }

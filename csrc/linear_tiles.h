@@ -517,6 +517,7 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
 
 template <class Product>
 void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows == 0) return;
   const Product product(args);
   const int64_t row_bytes = divide_up(args.k, Product::kDepth * kStepWords) * kTileStep;
   for_each_pass(args, product.packs(args) ? row_bytes : 0, [&](const LinearArgs& some) {

@@ -590,6 +590,11 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
     assert rows[1]["prefill_tok_per_s"] > 0
     shown = run("bench", "latency", "--workload", str(file), "--repeat", "1").stdout
     assert "prefill tok/s" in shown
+    result = run(
+        "bench", "throughput", "--workload", str(file), "--repeat", "1", "--json", "--only", "A", "--only", "D"
+    )
+    assert [row["workload"] for row in json.loads(result.stdout)["results"]] == ["A one stream"]
+    assert result.stderr == "the workload file has no requests under D\n"
 
 
 def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,10 +186,17 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
         workloads = make_workloads(info.vocab_size, info.max_model_len)
     run(engine, [Item([0, 1, 2, 3], 4)])  # the first step of a process allocates and is slow
     rows: list[dict[str, Any]] = []
+    missing: list[str] = []
     for name in dict.fromkeys(names):
-        rows += measure(engine, workloads, name, repeat)
+        measured = measure(engine, workloads, name, repeat)
+        rows += measured
+        if not measured:
+            missing.append(name.value)
+    if missing:
+        problem = f"the workload file has no requests under {', '.join(missing)}"
         if not rows:
-            raise ConfigError(f"the workload file has no requests under {name.value!r}")
+            raise ConfigError(problem)
+        typer.echo(problem, err=True)
     if as_json:
         typer.echo(json.dumps({"model": options.served_name, "results": rows}))
     else:
