@@ -10,16 +10,22 @@ import contextlib
 import importlib
 import inspect
 import re
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
+from alone_and_crowd import needs_kernels
+from gguf_files import write_gguf
 from running import DEADLINE_S, wait_until
 from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
+from octavo.data.events import DraftsVerified
+from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,16 +72,22 @@ def walk(title: str) -> list[list[Hop]]:
 class Calls:
     """The calls of named functions, in order, on every thread that is started while this is active."""
 
-    def __init__(self, hops: Iterable[Hop]) -> None:
+    def __init__(self, hops: Iterable[Hop], *, here: bool = False) -> None:
+        """here: on this thread, too."""
+        self._is_here = here
         self._hops = {id(hop.code): hop for hop in hops}
         self._called: list[Hop] = []
 
     def __enter__(self) -> Self:
         threading.setprofile(self._note)
+        if self._is_here:
+            sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         threading.setprofile(None)
+        if self._is_here:
+            sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
         if event == "call" and (hop := self._hops.get(id(frame.f_code))):
@@ -193,3 +205,53 @@ def test_a_client_that_leaves(checkpoint: Path) -> None:
         steps.let_pass()
         calls.check(engine_side)
         assert server.num_blocks_in_use == 0
+
+
+def offline_engine(path: Path, **speculation: Any) -> LLMEngine:
+    """Return an engine over 64 blocks of 4 tokens, of which fewer are window blocks, for calls on this thread."""
+    return LLMEngine(
+        ModelConfig(model=str(path), max_model_len=64, skip_tokenizer_init=True),
+        cache_config=CacheConfig(block_size=4, num_gpu_blocks=64),
+        scheduler_config=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64),
+        speculative_config=SpeculativeConfig(**speculation),
+    )
+
+
+def test_a_window_block_from_free_to_freed(tmp_path: Path) -> None:
+    taken, found, evicted = walk("A window block, from free to freed")
+    engine = offline_engine(
+        write_checkpoint(tmp_path, tiny_config("MistralForCausalLM", sliding_window=8)), method="none"
+    )
+    first, others = list(range(10, 20)), [list(range(start, start + 50)) for start in (100, 200, 300, 400)]
+    with Calls([*taken, *found, *evicted], here=True) as calls:
+        for prompts, count, table in (([first], 8, taken), ([first], 2, found), (others, 2, evicted)):
+            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
+            engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
+            calls.check(table)
+
+
+def test_a_drafted_token_from_guess_to_output(tmp_path: Path) -> None:
+    """A bias lets the model repeat one token, whatever the processor computes."""
+    guessed, verified = walk("A drafted token, from guess to output")
+    engine = offline_engine(write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM")), method="ngram")
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, detokenize=False, logit_bias={7: 100.0})
+    engine.add_request("a", {"prompt_token_ids": [5, 6, 7, 8]}, params)
+    [request] = engine.core.scheduler.requests.values()
+    with Calls([*guessed, *verified], here=True) as calls:
+        while not request.spec_token_ids:
+            calls.clear()
+            engine.step()
+        calls.check(guessed)
+        engine.step()
+        calls.check(verified)
+    assert engine.core.scheduler.counters.count[DraftsVerified] == 1
+
+
+@needs_kernels
+def test_a_gguf_file_from_disk_to_packed_weights(tmp_path: Path) -> None:
+    described, loaded = walk("A GGUF file, from disk to packed weights")
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("LlamaForCausalLM"))
+    path = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0")
+    with Calls([*described, *loaded], here=True) as calls:
+        offline_engine(path, method="none")
+        calls.check(described, loaded)
