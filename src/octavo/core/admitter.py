@@ -1,6 +1,6 @@
-"""Who waits starts: with what is found of it, with what comes from outside, or not yet.
+"""Starts waiting requests: with the KV that is found of them, with KV that a store loads, or not yet.
 
-Whether one may start is asked of `admission`; in which order they wait is the queue's.
+`admission` decides whether a request may start, the queue in which order requests wait.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits from the queue into a step.
+    """Admits requests from the queue into a step.
 
-    num_busy_steps: steps so far in which anybody was given tokens, as who decides them counts.
+    num_busy_steps: number of steps so far that had tokens to compute. The scheduler counts them.
     """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
@@ -34,19 +34,19 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Put those back into the queue who wait beside it for nothing any more, or for too long."""
+        """Put requests back into the queue that wait beside it if what they wait for has come, or takes too long."""
         for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Whether one more may run. Who waits for KV or for a block has a seat, too."""
+        """Return whether one more request may run. Requests that wait for KV or for a block count as running."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
-        """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there.
+        """Admit requests from the head of the queue until one does not fit. No request overtakes that one.
 
-        before: admit only those who are more important than this running request.
+        before: only requests that are more important than this running one are admitted.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -66,7 +66,7 @@ class Admitter:
             self._note_blocked(self._room.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
+        """Admit the head of the queue, or let it wait beside the queue. Returns why neither is possible, or None."""
         request = self._room.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -86,7 +86,7 @@ class Admitter:
         return self._start_computing(request, computed, plan)
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
-        """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
+        """Give the head of the queue its first tokens, and blocks. Returns why that is not possible, or None."""
         admission, cost, budget, config = (
             self._state.admission,
             self._state.prompt_cost,
@@ -117,14 +117,17 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Let the head of the queue wait beside it, as long as something is pending; nobody is held up by it."""
+        """Let the head of the queue wait beside it while something is pending. It does not block the others."""
         request = self._room.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
     def _start_load(
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
-        """Give the head of the queue its blocks and let it wait for KV from outside; return why not, or None."""
+        """Give the head of the queue blocks, and let it wait for KV that a store loads.
+
+        Returns why that is not possible, or None.
+        """
         num_reserved = self._state.admission.num_reserved_tokens(request)
         block_ids = self._state.manager.allocate_slots(
             request, num_external, computed, num_reserved_tokens=num_reserved, is_loaded=True
@@ -137,7 +140,7 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Whether a request may wait for what another one computes: not if that one is less important than itself."""
+        """Return whether a request may wait for a block that another one computes: not for a less important one."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

@@ -1,7 +1,7 @@
-"""From arrival to ending: which requests there are, and what changes when one of them starts, gives way or ends.
+"""From arrival to end: what changes when a request arrives, starts, is preempted or ends.
 
-Where a request is follows from its status: in the waiting room (WAITING, PREEMPTED), among the running (RUNNING), or
-with a transfer (WAITING_FOR_REMOTE_KVS). Both change here, together.
+Its status says where a request is: in the waiting room (WAITING, PREEMPTED), in the running list (RUNNING), or with a
+transfer (WAITING_FOR_REMOTE_KVS). Both change here, together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RequestLifecycle:
         self._deadlines: list[tuple[float, int, str]] = []
 
     def arrive(self, request: Request) -> None:
-        """Put a newcomer into the queue."""
+        """Put a new request into the queue."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -53,7 +53,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Keep a deadline; those of requests that ended are dropped when they are the most."""
+        """Keep a deadline. Deadlines of requests that ended are dropped when they are the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -61,7 +61,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Iterate over the requests whose deadline has passed; each is given once."""
+        """Yield the requests whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -71,14 +71,14 @@ class RequestLifecycle:
     # --- it starts ----------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Take the head of the queue into the running."""
+        """Move the head of the queue into the running list."""
         self._room.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Let the head of the queue wait for KV from outside. It keeps its seat."""
+        """Let the head of the queue wait for KV that a store loads. It counts as running."""
         self._room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -86,13 +86,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Let a request run on: its first `num_tokens` are there, and may be shared."""
+        """Let a request run whose first `num_tokens` tokens were loaded. Other requests may share them."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
-        """Put a request whose KV did not arrive back into the queue, to compute everything itself."""
+        """Put a request whose KV did not arrive back into the queue. It computes everything itself."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -100,7 +100,7 @@ class RequestLifecycle:
         self._room.put_back(request)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
-        """Let a request run. Its place among the running, which are served in order, is by importance or by arrival."""
+        """Let a request run. Its place in the running list is by importance or by admission."""
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         if self._state.policy.ranks_are_fixed:
@@ -109,7 +109,7 @@ class RequestLifecycle:
             self._running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
-        """Tell of an admission; what it computes and what it found counts only the first time."""
+        """Emit the events of an admission. Input tokens and cache hits count only the first time."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
         num_host_tokens = self._state.manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
@@ -137,9 +137,9 @@ class RequestLifecycle:
     # --- it gives way -------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Take a running request's blocks and put it back to the front of its class; its tokens are kept.
+        """Take a running request's blocks, and put it back to the front of its class. Its tokens are kept.
 
-        No step is in flight: one is decided ahead only where nobody loses blocks.
+        No step is in flight: a step is decided ahead only if no request loses blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -154,7 +154,7 @@ class RequestLifecycle:
     # --- it ends ------------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """The one place where a request ends; call `drop_finished` before the running are looked at again."""
+        """End a request: the one place where that happens. Call `drop_finished` before `running` is read again."""
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
             self._state.admission.left(request)
@@ -177,14 +177,14 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request that generated nothing more, and return the news of it."""
+        """End a request that generated nothing more. Returns its last output."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 
     def fail(self, request: Request, message: str) -> EngineCoreOutput:
-        """End a request with an error, and return the news of it."""
+        """End a request with an error. Returns its last output."""
         return self.end(request, RequestStatus.FINISHED_ERROR, message)
 
     def drop_finished(self) -> None:
-        """Take those that ended from the running list."""
+        """Remove requests that ended from the running list."""
         self._running[:] = [request for request in self._running if request.status is RequestStatus.RUNNING]

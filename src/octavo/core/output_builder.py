@@ -1,4 +1,4 @@
-"""From a plan to a `SchedulerOutput`: the worker is sent all of a request that it does not know, else what is new."""
+"""Makes a `SchedulerOutput` of a plan: requests that the worker does not know, and what is new of the others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from octavo.core.step_plan import StepPlan
     from octavo.data.request import Request
 
-_NONE: list[int] = []  # usually there are no new blocks; never written to
+_NONE: list[int] = []  # for requests without new blocks; never changed
 
 
 class OutputBuilder:
-    """Knows what the worker was sent: which requests it knows, and who ended since. It keeps what it samples."""
+    """Knows what the worker was sent: which requests, and which ended since. The worker keeps what it samples."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
@@ -27,18 +27,18 @@ class OutputBuilder:
 
     @property
     def has_endings(self) -> bool:
-        """Whether the worker has to be told who ended."""
+        """Whether the worker must be told of requests that ended."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """What is kept of single requests; 0 when nobody is left."""
+        """Number of records of single requests; 0 when none is left."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return what the worker has to do and to know for a step; it counts as sent."""
+        """Return what the worker has to do in a step, and what it needs for that. It counts as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
@@ -82,7 +82,10 @@ class OutputBuilder:
     def _add_new_blocks(
         self, new_block_ids: list[list[list[int]]], req_ids: list[str], requests: dict[str, Request]
     ) -> None:
-        """Write what the worker lacks of the block tables of requests that it knows, by group; it counts as sent."""
+        """Write the blocks that the worker lacks of requests that it knows, by group. They count as sent.
+
+        Mutates new_block_ids.
+        """
         grown = self._manager.grown
         for place, request_id in enumerate(req_ids):
             if request_id not in grown:
@@ -94,15 +97,18 @@ class OutputBuilder:
             num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Send a request whole when it comes back."""
+        """Send the whole request when it resumes."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Tell with the next step that a request ended."""
+        """Tell the worker with the next step that a request ended."""
         self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Tell again who left, and that nothing is to be kept of whom it computed: what the worker heard is unknown."""
+        """Tell the worker again which requests left, and to forget those of a step that failed.
+
+        It is unknown what the worker has heard of that step.
+        """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()

@@ -1,6 +1,6 @@
-"""A step's result comes in: tokens are appended, stops checked, what is computed is shared, what ended is freed.
+"""Takes a step's result in: appends tokens, checks stops, shares computed blocks, ends requests.
 
-Nothing is decided here: who runs next and with how many tokens is the scheduler's.
+It decides nothing: the scheduler chooses which requests run next, and with how many tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances what a step computed: the only writer of output tokens, and of drafts until a request gives way."""
+    """Advances requests by what a step computed: the only writer of output tokens, and of drafts until a preemption."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take the result of a step in, and learn from how long it took; return the news of its requests.
+        """Take the result of a step in, and learn from its duration. Returns the outputs of its requests.
 
-        A step that was decided ahead began when the one before it was done.
+        A step that was decided ahead began when the step before it was done.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -76,7 +76,7 @@ class ResultProcessor:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
                 num_served[request.tenant] += num_new / request.tenant_weight
                 outputs.append(output)
-        if requests:  # else everyone is done, and the counters have begun anew
+        if requests:  # otherwise the last request ended, and the counters were reset
             for tenant, num_tokens in num_served.items():
                 self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
@@ -92,7 +92,7 @@ class ResultProcessor:
         moves: tuple[TierMove, ...] = (),
         evicted: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Let a request run on with what arrived, or put it back to compute everything itself."""
+        """Let a request run with the KV that arrived; if none did, put it back to compute everything itself."""
         load = self._state.transfers.end(transfer_id, num_blocks, moves, evicted)
         if load is None:
             return
@@ -106,9 +106,9 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by what was computed of it: `count` tokens, the last `num_drafts` of them drafts.
+        """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
 
-        Where its token is postponed the newest known one counts as not computed: the next step computes it again, and
+        If its token is postponed, the newest known one counts as not computed: the next step computes it again, and
         asks for its token again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
@@ -131,7 +131,7 @@ class ResultProcessor:
         if request.spec_token_ids:
             request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
-        if status is not None:  # drafts behind the token that ends it are not part of it
+        if status is not None:  # drafts after the token that ends it do not belong to it
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
             self._state.manager.commit(request)
@@ -158,9 +158,9 @@ class ResultProcessor:
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not do, and return the news of them; the others go on.
+        """End every request of a step that the worker could not compute. Other requests go on. Returns their outputs.
 
-        What is still in flight was decided behind it, and is not done, either.
+        Later steps in flight are not computed either.
         """
         self._emitter.emit(events.StepFailed, message)
         self._undo(step.scheduled)
@@ -173,7 +173,7 @@ class ResultProcessor:
         return outputs
 
     def _give_back(self, step: StepInFlight) -> None:
-        """Let the requests of a step that was not done start again."""
+        """Preempt the requests of a step that was not computed: they start again."""
         self._undo(step.scheduled)
         for request in step.requests(self._state.requests):
             num_lost = request.num_computed_tokens
@@ -181,16 +181,16 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Believe nothing of what a step was to copy or to move, and tell again what was told with it."""
+        """Count nothing as done that a step was to copy or to load, and tell the worker again what it was told."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # nobody knows whether it was copied
+            self._state.manager.drop_saved(request_id)  # it is unknown whether it was copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Set what a proposer guesses to follow, as far as it is worth a row of a step.
+        """Keep the drafts that are worth a row of the next step.
 
         Drafts of requests that do not decode are dropped, and those of requests that another step is computing.
         """
@@ -207,7 +207,7 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Those that were not delivered before a preemption; call it before the computed tokens are advanced."""
+    """Return prompt logprobs that were not delivered before a preemption. Call it before computed tokens advance."""
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
     request.num_prompt_logprobs += len(new)
@@ -215,7 +215,7 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one of them ends the request; those behind it are discarded."""
+    """Append tokens until one of them ends the request. Later ones are discarded."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

@@ -1,10 +1,11 @@
-"""Grow the running, admit the waiting. There is no prefill phase and no decode phase: computed tokens chase tokens.
+"""Grows running requests and admits waiting ones. There is no prefill phase and no decode phase.
 
-A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`; a step gives it some more. A decode is
-a chunk of one, a prefix hit a head start, a preemption a step back.
+A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`. Each step computes some more, until
+both are equal. A decode is a chunk of one token, a prefix hit a head start, a preemption a step back.
 
-Here it is decided who gets what; who of the waiting starts: `admitter`. How a request starts, gives way and ends:
-`lifecycle`. What becomes of a step's result: `result_processor`. KV from outside: `kv_transfers`.
+This module decides how many tokens of a step each request gets. `admitter` decides which waiting requests start;
+`lifecycle` starts, preempts and ends requests; `result_processor` takes a step's result in; `kv_transfers` handles KV
+from stores.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ IDLE_CHECK_INTERVAL_S = 10.0
 
 
 class Scheduler:
-    """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
+    """Decides each step, and joins the parts of the core. Blocks belong to its `KVCacheManager`.
 
-    num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
+    num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: to a store.
     num_blocks: of the first KV group. bounded_groups: the other KV groups. faults: for simulations.
     """
 
@@ -105,10 +106,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue; who waits beside it for a block or for KV from outside is not in it."""
+        """The queue. Requests that wait beside it, for a block or for KV of a store, are not in it."""
         return self.room.queue
 
-    # --- arrivals and endings -----------------------------------------------------------------------------------------
+    # --- arrivals and ends --------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Accept a request into the queue.
@@ -136,11 +137,11 @@ class Scheduler:
         self._lifecycle.arrive(request)
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """End one request at the user's wish, in any state; unknown and finished ids are passed over."""
+        """End one request for its user, in any state. Unknown and finished ids are ignored."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside: their blocks are free at once, the worker hears of it with the next step."""
+        """End requests from outside: their blocks are free at once, and the next step tells the worker."""
         assert status.is_finished
         self._emitter.now = self._clock()
         outputs = []
@@ -154,11 +155,11 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
+        """Decide how many tokens of the next step each request gets: first the running, then the waiting in order.
 
-        Only a prompt that runs gives way to a more important newcomer, where ranks are fixed.
-        Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody, nor
-        in one that is decided ahead of a result. Call it for such a one only if `may_look_ahead`.
+        If ranks are fixed, a running prompt gets none while a more important request waits.
+        A step that preempted a request admits none, and a step that admitted one preempts none. Neither does a step
+        that is decided before the last result is in: decide such a step only if `may_look_ahead` is True.
         """
         assert self.config.async_scheduling or not self._state.in_flight.steps, "the result of the last step is not in"
         self._num_steps += 1
@@ -189,9 +190,9 @@ class Scheduler:
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
-        """Whether a step can be decided behind one that is still computed: nobody must wait for what that brings.
+        """Return whether a step can be decided while another one is computed: no request depends on its result.
 
-        For all that those who run may take in it there have to be blocks, as nobody is preempted in it.
+        There must be blocks for everything that running requests may take, because no request is preempted in it.
         """
         if (
             not self.config.async_scheduling
@@ -205,7 +206,7 @@ class Scheduler:
         return manager.has_free(len(running) + manager.num_blocks_for(num_tokens))
 
     def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
-        """Fill the plan of a step; return what the worker has to do. running: without those who are about to end."""
+        """Fill the plan of a step. Returns what the worker has to do. running: without those that are about to end."""
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
         self._state.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
@@ -234,7 +235,7 @@ class Scheduler:
         self.faults.to_preempt = []
 
     def _outranked(self) -> list[Request]:
-        """Return the running prompts that give way to the more important head of the queue, in order of rank."""
+        """Return the running prompts that are less important than the head of the queue, in order of rank."""
         if not self.policy.ranks_are_fixed or not self.waiting or not self._admitter.has_seat():
             return []
         rank = self.policy.rank
@@ -242,13 +243,13 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give each running request its next tokens; keep one token of the budget for each request after it."""
+        """Give each running request its next tokens, and leave one token of the budget for each request after it."""
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         for request in requests:
             num_after -= 1
             if request.status is not running or plan.budget <= 0:
-                continue  # it fell victim to one before it, or gave way
+                continue  # it was preempted for a request before it
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
@@ -258,9 +259,9 @@ class Scheduler:
                 self._grow(plan, request, num_remaining, num_after)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_after: int) -> None:
-        """Give a running request its next tokens, and blocks for them, for which others are preempted if none is free.
+        """Give a running request its next tokens, and blocks for them. If none is free, others are preempted.
 
-        A prompt gets none if those before it took all that `max_batch_prefill_tokens` allows.
+        A prompt gets none if prompts before it took all that `max_batch_prefill_tokens` allows.
         """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
@@ -283,7 +284,7 @@ class Scheduler:
                 plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
-                return  # it gave way, and nobody falls now
+                return  # it gave way to an admitted request, and a step that admits preempts none
             if self._state.in_flight.steps:
                 self._note_stalled(request, plan)
                 return
@@ -296,9 +297,9 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Take a victim's blocks and put it back to the front of its class; the step gets its budget back.
+        """Take a victim's blocks, and put it back to the front of its class. The step gets its budget back.
 
-        Its tokens are kept. When it resumes their KV comes back from host memory, is found in the prefix cache, or is
+        Its tokens are kept. When it resumes, their KV comes back from host memory, is found in the prefix cache, or is
         computed again.
         """
         plan.take_back(victim)
@@ -310,7 +311,7 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
-        """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
+        """Let a running request wait for blocks. If it runs alone, it has filled the cache, and ends."""
         self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -342,9 +343,9 @@ class Scheduler:
     # --- back from the worker -----------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Append sampled tokens, check stops, share what is computed, free what ended; return the news.
+        """Append sampled tokens, check stops, share computed blocks, end requests. Returns the outputs.
 
-        A result of another step than the oldest in flight changes nothing (it came late or twice).
+        The result of another step than the oldest in flight changes nothing: it came late or twice.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
@@ -355,10 +356,10 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of the oldest step in flight, which the worker could not do; the others go on.
+        """End every request of the oldest step in flight, which the worker could not compute. Other requests go on.
 
-        Whether the worker heard who ended before is unknown: it is told again with the next step. A step behind it is
-        not done: who is in that one alone starts again.
+        It is unknown whether the worker has heard which requests ended before: the next step tells it again. A later
+        step in flight is not computed either: requests that are only in that one start again.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
@@ -368,14 +369,14 @@ class Scheduler:
         return self._take_news() + self._results.fail(step, message)
 
     def _take_news(self) -> list[EngineCoreOutput]:
-        """Return who ended while the step was decided."""
+        """Return the outputs of requests that ended while the step was decided."""
         outputs, self._news = self._news, []
         return outputs
 
-    # --- what is told of it -------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether a step has anything to compute, or an ending to deliver to the worker."""
+        """Return whether a step has anything to compute, or must tell the worker that a request ended."""
         is_awaited = self.requests or self._state.in_flight.steps or self._state.builder.has_endings or self._news
         return bool(is_awaited or self.transfers.has_work)
 
@@ -384,13 +385,13 @@ class Scheduler:
         return self.transfers.num_pending
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants if nobody waits or runs and it was not done lately; return the breaches.
+        """Check all invariants if no request waits or runs and the last check was a while ago. Returns the breaches.
 
-        Blocks whose books are wrong are taken out of use, with an event: a leak must not end the engine.
+        Blocks with wrong bookkeeping are taken out of use, with an event: a leak must not end the engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -404,22 +405,22 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Records kept of single requests; 0 when nobody is left."""
+        """Number of records of single requests; 0 when none is left."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """Return the numbers of running and of waiting requests."""
         return len(self.running), len(self.room) + len(self.transfers)
 
     def get_stats(self) -> SchedulerStats:
-        """Totals since the start, read from the event stream, and the state now."""
+        """Return totals since the start, read from the event stream, and the present state."""
         return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
-        """Who holds which block now; transfers hold some, too, for nobody or beside a request."""
+        """Return which request holds which block. Transfers hold blocks, too, also of requests that ended."""
         return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV; False and nothing changed while any request holds a block."""
+        """Forget all cached KV. Returns False, and changes nothing, while a request holds a block."""
         return self.kv_cache_manager.reset_prefix_cache()
