@@ -1,4 +1,4 @@
-"""What the engine core asks of a scheduler, and what a scheduler tells of itself."""
+"""The interface of the scheduler, and its statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """What the engine core asks of a scheduler."""
+    """The scheduler as the engine core uses it."""
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step."""
@@ -31,15 +31,15 @@ class SchedulerInterface(Protocol):
         ...
 
     def may_look_ahead(self) -> bool:
-        """Whether one more step can be decided before the result of the one in flight is in."""
+        """Return whether one more step can be decided before the result of the one in flight is in."""
         ...
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take in a step's result, with the drafts for the next one; return the news of its requests."""
+        """Take in a step's result, with the drafts for the next one; return the outputs of its requests."""
         ...
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of the oldest step in flight, which failed; give up those behind it."""
+        """End the requests of the oldest step in flight, which failed. Later steps are given up."""
         ...
 
     def add_request(self, request: Request) -> None:
@@ -47,11 +47,11 @@ class SchedulerInterface(Protocol):
         ...
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside; unknown and finished ones are passed over."""
+        """End requests from outside. Unknown and finished ids are ignored."""
         ...
 
     def has_work(self) -> bool:
-        """Whether a step has anything to do or to deliver."""
+        """Return whether a step has anything to compute or to tell."""
         ...
 
     def get_num_transfers(self) -> int:
@@ -59,11 +59,11 @@ class SchedulerInterface(Protocol):
         ...
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Return the number of requests that wait or run."""
         ...
 
     def check_when_idle(self) -> Iterable[object]:
-        """Check the books in an idle moment; return what is wrong with them."""
+        """Check the invariants if no request is left. Returns what is wrong."""
         ...
 
     def get_stats(self) -> SchedulerStats:
@@ -71,11 +71,11 @@ class SchedulerInterface(Protocol):
         ...
 
     def block_map(self) -> BlockMap:
-        """Who holds which block now."""
+        """Return which request holds which block."""
         ...
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV; False and nothing changed while any request holds a block."""
+        """Forget all cached KV. Returns False, and changes nothing, while a request holds a block."""
         ...
 
 
@@ -123,7 +123,7 @@ class SchedulerStats:
 
 
 def map_blocks(scheduler: Scheduler) -> BlockMap:
-    """Say who holds which block."""
+    """Return which request holds which block."""
     tables = ((request_id, request.sequence.block_table) for request_id, request in scheduler.requests.items())
     holders = {request_id: list(table) for request_id, table in tables if table}
     manager = scheduler.kv_cache_manager

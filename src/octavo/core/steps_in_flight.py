@@ -1,12 +1,12 @@
 """Steps that were decided and whose results are not in yet.
 
-The worker computes them in the order in which they were decided. So what a later one reads or writes in blocks stands
-behind what an earlier one does, even where these blocks had another owner in between.
+The worker computes them in the order in which they were decided. So a later step reads and writes blocks after an
+earlier one, even if the blocks had another owner in between.
 
-Usually there is one. With `async_scheduling` the next is decided while that one computes: it is taken as it is expected
-to come, each request that is due a token having got one that is not known yet. Only what can be foreseen is decided so:
-nobody loses blocks, and nobody goes on who may get no token, or more than one. Who ends by a token that nobody foresaw
-has one row computed in vain.
+Usually there is one. With `async_scheduling` the next step is decided while that one is computed, as if its result were
+in: each request that is due a token has got one that is not known yet. Such a step is decided only if that can be
+foreseen: no request loses blocks, and no request goes on that may get no token or several. For a request that ends with
+an unforeseen token, one row is computed in vain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step that was decided. start: when, in seconds of the core's clock.
 
-    left: ids of requests that ended since: what comes of them is for nobody, even if others have the ids.
+    left: ids of requests that ended since. Their results are dropped, even if other requests have the ids now.
     """
 
     scheduled: SchedulerOutput
@@ -38,13 +38,13 @@ class StepInFlight:
     left: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return those of the requests that are still to get what was computed."""
+        """Return the requests of the step that have not ended since."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Whether what comes of it is known but for the tokens, one for each who is due any, and somebody goes on.
+        """Return whether its result is known except for the tokens, one for each request that is due any.
 
-        Drafts that it had no room for are of no use behind a token that is not known.
+        At least one request must go on. Drafts that the step had no room for are useless after an unknown token.
         """
         goes_on, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -57,41 +57,41 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two, the oldest first. `steps` is for others to read."""
+    """At most two steps, the oldest first. `steps` is for others to read."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Take out the oldest step, if this is its number; else None: a result of it is late, or came twice."""
+        """Remove and return the oldest step if this is its number; otherwise None: the result is late or came twice."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Take out all: they are not done."""
+        """Remove and return all steps: they are not computed."""
         steps = list(self.steps)
         self.steps.clear()
         return steps
 
     def leave(self, request_id: str) -> None:
-        """Take note that a request ended."""
+        """Note that a request ended."""
         for step in self.steps:
             step.left.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Whether a step computes a request of this id."""
+        """Return whether a step computes a request with this id."""
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Whether there is just one, and what comes of it can be foreseen: so the next one may be decided."""
+        """Return whether there is one step whose result can be foreseen, so that the next one may be decided."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Let requests look as if all results were in; return who has ended then. `forget` takes it back.
+        """Advance requests as if all results were in. Returns the ids of those that end then. `forget` undoes it.
 
-        Mutates their numbers of computed tokens and their tokens: one that is to come is `UNKNOWN_TOKEN`.
+        Mutates their numbers of computed tokens and their tokens: a token that is not known yet is `UNKNOWN_TOKEN`.
         """
         ending: set[str] = set()
         for step in self.steps:
@@ -107,7 +107,7 @@ class StepsInFlight:
         return ending
 
     def forget(self) -> None:
-        """Let requests look again as they do by the results that are in."""
+        """Set requests back to the results that are in."""
         for request, count, is_due in self._expected:
             request.num_computed_tokens -= count
             if is_due:

@@ -1,4 +1,4 @@
-"""Everyone who waits without a block: in the queue, or beside it for what another request or a store has soon."""
+"""Requests that wait without blocks: in the queue, or beside it for KV that another request or a store has soon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Deferred:
 class WaitingRequests:
     """A queue, a place beside it, and the number of tokens that wait in both.
 
-    Who waits there for a block has left the head of the queue and returns to it: waiting for an event is no bypass.
+    A request that waits beside the queue was its head, and returns to the head: it loses no place.
     """
 
     def __init__(self, queue: RequestQueue) -> None:
@@ -44,16 +44,16 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """How many wait beside the queue."""
+        """Number of requests that wait beside the queue."""
         return len(self._deferred)
 
     @property
     def num_records(self) -> int:
-        """What is kept of single requests; 0 when nobody is left."""
+        """Number of records of single requests; 0 when none is left."""
         return len(self) + len(self._impatient)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
-        """Raise `QueueFullError` where one more would be too many; None is no limit."""
+        """Raise `QueueFullError` if one more request would be too many. None is no limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
             raise QueueFullError(f"the queue is full: {max_num_waiting} requests wait already (max_num_waiting)")
         if max_num_tokens is not None and self.num_tokens + request.num_tokens > max_num_tokens:
@@ -63,12 +63,12 @@ class WaitingRequests:
             )
 
     def add(self, request: Request) -> None:
-        """Put a newcomer at its place."""
+        """Put a new request at its place."""
         self.queue.add_request(request)
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Put one that was taken back to the front of its class."""
+        """Put a request that was taken back to the front of its class."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 
@@ -79,29 +79,31 @@ class WaitingRequests:
         return request
 
     def remove(self, request: Request) -> None:
-        """Take this one from wherever it is; it does not come back."""
+        """Remove a request from the queue or from beside it."""
         if self._deferred.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
         self.num_tokens -= request.num_tokens
 
     def forget(self, request: Request) -> None:
-        """Keep nothing of a request that ended."""
+        """Drop the records of a request that ended."""
         self._impatient.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Whether a request has not waited in vain before."""
+        """Return whether a request has not waited in vain before."""
         return request.request_id not in self._impatient
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Let the head of the queue wait beside it, as long as something is pending."""
+        """Let the head of the queue wait beside it while something is pending. Returns it."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Put back who waits for nothing any more, or for too long: (request, whether it waited in vain) of each."""
+        """Put back requests whose wait is over or too long. Returns each with whether it waited in vain."""
         returned = []
-        for deferred in reversed(list(self._deferred.values())):  # last first: each comes before those behind
+        for deferred in reversed(
+            list(self._deferred.values())
+        ):  # the last one first: each is put before the ones after it
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
                 continue
