@@ -1,11 +1,11 @@
-"""Every error octavo raises on purpose.
+"""Errors that octavo raises on purpose. `octavo.http.errors` has further ones, of servers only.
 
     OctavoError
     ├── ConfigError      an option, or two together, that cannot be served; raised before anything is allocated
     ├── ModelError       a checkpoint that cannot be used: missing, broken, or of an unknown kind
     ├── RequestError     one request that cannot be served as asked; names the parameter; the engine goes on
     │   ├── PromptTooLongError   its prompt exceeds the model's length or could never fit the KV cache
-    │   ├── QueueFullError       too many wait already; the same request may be served later
+    │   ├── QueueFullError       too many requests are open or wait; the same one may be served later
     │   └── SlowReaderError      nobody read what was generated for it
     └── EngineError      the engine could not do its work
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
@@ -15,7 +15,7 @@
         └── EngineDeadError  the engine has stopped; nothing can be added any more
             └── EngineRestartingError    its process ended, and another one is being started
 
-`assert` guards octavo's own bugs only; what a user can cause is one of these.
+`assert` guards octavo's own bugs only; what a user can cause is one of these or of `octavo.http.errors`.
 """
 
 from __future__ import annotations

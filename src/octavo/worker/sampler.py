@@ -1,6 +1,6 @@
 """From logits to tokens. A token is a pure function of its row of logits, the request's parameters and its seed.
 
-Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, logit bias and min_tokens, then
+Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, min_tokens, logit bias and
 penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for
 who asks for that. Most requests ask for nothing but the kernel: its parameters stand in columns, a row for each request
 that the worker knows, and only the others of a step are looked at one by one.
@@ -206,31 +206,35 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Nothing of it waits for the device but typical sampling.
 
-    copies: of the device that the logits are on; None for a CPU. share(token_ids): called with each
+    copies: of the device that the logits are on; None for a CPU. share_tokens(token_ids): called with each
     choice, drafts included, int64 [n] on the device; the ids that it returns are used, such as those of rank 0.
     """
 
     def __init__(
-        self, kernels: Kernels, copies: HostCopies | None = None, share: Callable[[Tensor], Tensor] = lambda ids: ids
+        self,
+        kernels: Kernels,
+        copies: HostCopies | None = None,
+        share_tokens: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
         self._kernels = kernels
         self._copies = copies or SharedMemory()
-        self._share = share
+        self._share = share_tokens
 
     def choose(
         self,
         logits: Tensor,
         rows: SamplingRows,
         tasks: Mapping[int, SampleTask],
-        choose: Callable[[Tensor, SamplingRows], Tensor] | None = None,
+        sample: Callable[[Tensor, SamplingRows], Tensor] | None = None,
     ) -> Choices:
-        """Let a token be chosen for every row of float32 [n, vocab]; the logits are changed in place.
+        """Choose a token for every row of float32 [n, vocab]. Mutates the logits.
 
-        tasks: of the rows that ask for more than the kernel does. choose: what chooses in place of the kernel.
+        tasks: of the rows that ask for more than the kernel does. sample: replaces `Kernels.sample`, for steps with
+        drafts.
         """
         copies = self._copies
         if not tasks:
-            token_ids = self._share((choose or self._kernels.sample)(logits, rows))
+            token_ids = self._share((sample or self._kernels.sample)(logits, rows))
             return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
@@ -240,7 +244,7 @@ class Sampler:
         are_numbers = None
         if restricted:
             are_numbers = copies.to_host(~logits[copies.to_device(np.array(restricted))].isnan().any(dim=-1))
-        token_ids = self._share((choose or self._kernels.sample)(logits, rows))
+        token_ids = self._share((sample or self._kernels.sample)(logits, rows))
         logprobs: list[tuple[list[int], LogprobRows]] = []
         if raw_logprobs is not None:
             counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]

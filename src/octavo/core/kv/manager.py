@@ -1,6 +1,6 @@
-"""Which blocks hold the KV of which request: look up, allocate, commit, swap, free. The only writer of blocks.
+"""Decides which blocks hold the KV of which request: looks up, allocates, commits, swaps and frees them.
 
-`prefix_cache` finds what requests share. Here the tables of a request grow and are given back.
+Blocks change their states in the pools and in the KV groups. `prefix_cache` finds what requests share.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class _Saved:
 class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
 
-    It alone writes block tables. `groups` are the KV groups in the order of their block tables, `bounded` all but the
-    first. `grown` has the ids of the requests whose tables grew; what tells the worker of that removes them.
+    Block tables change by its calls only: each group writes its own. `groups` are the KV groups in the order of their
+    block tables, `bounded` all but the first. `grown` has the ids of the requests whose tables grew; the part that tells
+    the worker of that removes them.
 
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.

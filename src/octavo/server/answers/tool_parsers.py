@@ -1,4 +1,4 @@
-"""Calls of tools in an answer's text: one parser for each family of models."""
+"""Parsers of the calls of Hermes, Llama 3 and Mistral. Other formats have theirs in files of their own."""
 
 from __future__ import annotations
 
