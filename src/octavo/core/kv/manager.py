@@ -40,8 +40,8 @@ class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
 
     Block tables change by its calls only: each group writes its own. `groups` are the KV groups in the order of their
-    block tables, `bounded` all but the first. `grown` has the ids of the requests whose tables grew; the part that tells
-    the worker of that removes them.
+    block tables, `bounded` all but the first. `grown` has the ids of the requests whose tables grew; `OutputBuilder`
+    removes them when the worker is told.
 
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.
