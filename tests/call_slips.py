@@ -528,7 +528,7 @@ def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[st
     return counts, wrong
 
 
-def outcomes(slip: str, count: int = 160) -> str:
+def outcomes(slip: str, count: int = 64) -> str:
     """Return the verdicts of the first cases of a slip, a letter each: c for call, l for letter, t for text."""
     found = []
     for number in range(count):

@@ -82,7 +82,7 @@ class ServerConfig(AccessConfig):
     max_num_waiting_tokens: tokens of prompts of which no output was told yet (of answers that are not streamed: until
     their end); more are refused with 429, as are more than max_open_requests that run and wait.
     request_timeout_s: also where a request's X-Request-Timeout asks for more.
-    tool_call_parser, reasoning_parser: see `octavo.server.answers.tools`.
+    tool_call_parser, reasoning_parser: names of `octavo.server.answers.known_formats` and `reasoning_forms`.
     """
 
     served_model_names: tuple[str, ...] = option(

@@ -1,7 +1,8 @@
 """From arrival to end: what changes when a request arrives, starts, is preempted or ends.
 
 Its status says where a request is: in the waiting room (WAITING, PREEMPTED), in the running list (RUNNING), or with a
-transfer (WAITING_FOR_REMOTE_KVS). Both change here, together.
+transfer (WAITING_FOR_REMOTE_KVS). Both change here, together; at the end of a request, `finish` changes the status and
+`drop_finished` the running list.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class RequestLifecycle:
-    """The only writer of a request's status, of the queue, and of `requests` and `running` of `CoreState`."""
+    """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
+
+    It is the only writer of the queue, too, except that `Admitter` lets the queue's head wait beside it.
+    """
 
     def __init__(self, state: CoreState) -> None:
         self._state, self._emitter = state, state.emitter

@@ -1,6 +1,6 @@
 """Takes a step's result in: appends tokens, checks stops, shares computed blocks, ends requests.
 
-It decides nothing: the scheduler chooses which requests run next, and with how many tokens.
+The scheduler chooses which requests run next, and with how many tokens. Here only the drafts for that step are chosen.
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ class Sequence:
 
 
 class Request:
-    """One schedulable request: the only mutable thing that crosses the core. The scheduler alone writes it.
+    """One schedulable request: the only mutable thing in the core.
+
+    Only the core writes it; docs/architecture.md says which part writes what.
 
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
     fields: replace those of `options`. stop_token_ids: all ids that end it, EOS included unless ignored.
@@ -114,7 +116,7 @@ class Request:
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
     awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
-    adapter: identity of weights laid over the model's, part of the KV's.
+    adapter: name of the adapter of weights (LoRA), part of block hashes; nothing sets it yet.
     spans: parts of the prompt that stand for other content, in order; they do not overlap.
     rotary_positions: for each dimension the positions of the prompt's tokens, for models with several; never changed.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.

@@ -1,4 +1,7 @@
-"""Each request is counted when its headers arrive, and refused before its body is read if there is no place."""
+"""Refuses requests to a full server before their bodies are read.
+
+Each POST to a route of the model is counted when its headers arrive.
+"""
 
 from __future__ import annotations
 

@@ -334,7 +334,10 @@ class ModelRunner:
         return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
-        """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""
+        """Return the choices that stand of each request that is sampled: those that equal its drafts, and one more.
+
+        `Kernels.rejection_sample` only compares here, whatever the way of verification.
+        """
         if len(chosen) == len(inputs.sampled):
             return [[token_id] for token_id in chosen]
         cu_num_logits = torch.from_numpy(inputs.cu_num_logits)

@@ -1,4 +1,7 @@
-"""From logits to tokens. A token is a pure function of its row of logits, the request's parameters and its seed.
+"""From logits to tokens.
+
+A token is a pure function of its row of logits, the request's parameters, known tokens and grammar, and the noise of
+(seed, position, sample index).
 
 Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, min_tokens, logit bias and
 penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for

@@ -1,7 +1,7 @@
 """All blocks of the paged KV cache, and who holds them.
 
 A block is in exactly one place: FREE (no content worth keeping), CACHED (nobody holds it, its content can be found by
-hash), OWNED (in at least one block table, or pinned by a transfer that writes it) or QUARANTINED (its books are wrong:
+hash), OWNED (in at least one block table, or pinned by a load or a save) or QUARANTINED (its books are wrong:
 never given out again). Taking, releasing, finding and evicting a block are O(1).
 """
 

@@ -1,7 +1,8 @@
 """Reads calls of tools in an answer's text while it comes: what the parsers of all families share.
 
-A call is held back until it has ended. A text that begins like a call and is none (arguments that cannot be read in one
-way, a name that no tool has, a tag that is not closed) is content. Slips with one meaning are repaired, see
+A call is held back until it has ended; in a stream, only until its arguments have `HELD_CHARS` characters. A text that
+begins like a call and is none (arguments that cannot be read in one way, a name that no tool has, a tag that is not
+closed) is content. Slips with one meaning are repaired, see
 `octavo.engine.json_recovery`. If an answer was cut off within a call whose name is known, the part of the call that
 came is emitted as a call, not as content.
 

@@ -1,0 +1,262 @@
+"""Single rules of reading answers and choosing formats, each of which only a direct call shows."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.server.answers import argument_values, generic_calls
+from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.argument_values import UnreadableError, property_of, value_text
+from octavo.server.answers.harmony import HarmonyFormat
+from octavo.server.answers.job_outputs import MergedOutputs
+from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.parts import Heads, Part, PlainParser, ReasoningParser, joined
+from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasoning_form
+from octavo.server.answers.tool_format import Function
+from octavo.server.answers.tool_formats import HermesFormat
+from octavo.server.answers.tools import NO_TOOLS, Choice, Toolbox, read_chat_tools
+
+STRING = {"type": "string"}
+SAVE = Function("save", {"type": "object", "properties": {"path": STRING}})
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SAVE.parameters}} for name in ("save", "load")]
+
+
+# --- arguments that are bare text -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text", "expected"),
+    [
+        (["string"], "5", '"5"'),
+        (["integer"], "5", "5"),
+        (["number"], "5", "5"),
+        (["integer", "string"], "5", "5"),
+        (["boolean", "string"], "5", '"5"'),
+        (["boolean"], "True", "true"),
+        (["integer"], "five", '"five"'),
+        (["integer"], "true", "true"),
+        (["integer", "string"], "x {", '"x {"'),
+        (["integer"], " ", None),
+        (["object"], "{'a': 1}", '{"a": 1}'),
+        (["array"], "(1, 2)", "[1, 2]"),
+        (["object", "string"], "{'a': 1}", '{"a": 1}'),
+        (["string", "integer"], "{'a': 1}", "\"{'a': 1}\""),
+    ],
+)
+def test_text_is_read_by_the_types_that_it_may_have(kinds: list[str], text: str, expected: str | None) -> None:
+    schema = {"type": kinds}
+    assert value_text(text, schema, schema) == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"), [(["integer"], "x {"), (["array"], "[1, 2"), (["object"], "{a"), (["null"], "<b>")]
+)
+def test_text_with_brackets_that_is_no_value_has_a_slip(kinds: list[str], text: str) -> None:
+    with pytest.raises(UnreadableError):
+        value_text(text, {"type": kinds}, {})
+
+
+def test_a_property_of_equal_alternatives_has_one_schema() -> None:
+    options = {"anyOf": [{"properties": {"a": STRING}}, {"properties": {"a": dict(STRING)}}]}
+    assert property_of(options, "a", options) == STRING
+    others = {"anyOf": [{"properties": {"a": STRING}}, {"properties": {"a": {"type": "null"}}}]}
+    assert property_of(others, "a", others) == {"anyOf": [STRING, {"type": "null"}]}
+    assert property_of(others, "b", others) == {}
+
+
+def test_a_part_of_a_schema_may_be_as_long_as_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "string", "description": "x" * 50}
+    length = len(argument_values.json_of(schema, schema))
+    monkeypatch.setattr(argument_values, "MAX_GRAMMAR_CHARS", length)
+    argument_values.json_of(schema, schema)
+    monkeypatch.setattr(argument_values, "MAX_GRAMMAR_CHARS", length - 1)
+    with pytest.raises(RequestError, match=f"has {length} characters"):
+        argument_values.json_of(schema, schema)
+
+
+def test_a_reference_to_another_document_stays_as_it_is() -> None:
+    schema = {"$ref": "other.json#/a"}
+    written = argument_values.json_of(schema, {"other.json#": {"a": STRING}, **schema})
+    assert '"$ref": "other.json#/a"' in written
+
+
+# --- parts of an answer -----------------------------------------------------------------------------------------------
+
+
+def test_parts_are_joined_in_order_and_empty_ones_dropped() -> None:
+    one = [Part("content", "a", start=3)]
+    assert joined(one) == one
+    assert joined(one) is not one
+    assert joined([Part("content", "", start=0)]) == []
+    assert joined([*one, Part("content", "b", start=4)]) == [Part("content", "ab", start=3)]
+    assert joined([*one, Part("content", "b", start=5)]) == [*one, Part("content", "b", start=5)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_parts_say_where_in_the_text_they_begin(size: int) -> None:
+    text = "  <think>\nab c</think>\n\nxyz"
+    parser = ReasoningParser(PlainParser(), is_open=False)
+    parts = [part for start in range(0, len(text), size) for part in parser.feed(text[start : start + size])]
+    parts = joined(parts + parser.finish())
+    assert [(part.kind, part.text, part.start) for part in parts] == [("reasoning", "ab c", 10), ("content", "xyz", 24)]
+    assert all(text[part.start :].startswith(part.text) for part in parts)
+
+
+def test_reasoning_that_was_cut_off_begins_where_it_stands() -> None:
+    parser = ReasoningParser(PlainParser(), is_open=True)
+    assert parser.feed("\n ab </thi") == [Part("reasoning", "ab", start=2)]
+    assert parser.finish(is_cut=True) == []
+    parser = ReasoningParser(PlainParser(), is_open=False)
+    assert joined(parser.feed("  <thi") + parser.finish()) == [Part("content", "  <thi", start=0)]
+    parser = ReasoningParser(PlainParser(), is_open=False)
+    assert joined(parser.feed(" " * 600 + "<think>a") + parser.finish())[0].kind == "content"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[{", True),
+        ("[ {", True),
+        (" [{", True),
+        ("[", None),
+        ("", None),
+        ("[x", False),
+        ("x[{", False),
+        ("[" + " " * 99 + "{", False),
+    ],
+)
+def test_heads_may_have_a_few_blanks_within(text: str, expected: bool | None) -> None:
+    assert Heads(["[{", "<a>"]).stand_at("12" + text, 2) is expected
+
+
+def test_a_form_of_reasoning_is_found_by_its_own_mark_only() -> None:
+    assert find_reasoning_form("auto", ["no marks at all"]) is None
+    assert find_reasoning_form("auto", []) is None
+    for form in REASONING_FORMS:
+        mark = form.opens if form.is_told_by_opens else form.closes
+        found = find_reasoning_form("auto", ["nothing", f"a {mark} b"])
+        assert found is not None
+        assert mark in (found.opens, found.closes)
+
+
+# --- which tools may be called ----------------------------------------------------------------------------------------
+
+
+def allowed(tools: Any, mode: Any = "auto") -> Toolbox:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    return read_chat_tools(TOOLS, choice, None, HermesFormat())
+
+
+def test_allowed_tools_are_named_by_texts() -> None:
+    named = {"type": "function", "function": {"name": "save"}}
+    assert [each.name for each in allowed([named]).functions] == ["save"]
+    unnamed = {"type": "function", "function": {"name": 5}}
+    for wrong in ([], [unnamed], [named, unnamed], None, "save", [named, {"type": "other"}], {"save": named}):
+        with pytest.raises(RequestError, match="must be a list of"):
+            allowed(wrong)
+    for mode in ("none", None, 5):
+        with pytest.raises(RequestError, match="must be auto or required"):
+            allowed([named], mode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "is_one"),
+    [
+        ("required", True, False),
+        ("required", False, True),
+        ({"type": "function", "function": {"name": "save"}}, True, True),
+    ],
+)
+def test_a_named_tool_is_called_once(choice: Any, parallel: bool, is_one: bool) -> None:
+    toolbox = read_chat_tools(TOOLS, choice, parallel, HermesFormat())
+    structure = toolbox.structure(None)
+    assert structure is not None
+    functions = [each for each in toolbox.functions if toolbox.named in {None, each.name}]
+    starts = [HermesFormat().forced(functions, only_one=each).splitlines()[:2] for each in (is_one, not is_one)]
+    assert str(structure.grammar).splitlines()[:2] == starts[0] != starts[1]
+
+
+def test_messages_are_copied_for_a_model_without_tools() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    shown, tools = Toolbox.make([], None, Choice("none"), parallel=None).template_input(messages, None)
+    assert (shown, tools) == (messages, None)
+    assert shown is not messages
+
+
+# --- which parser reads an answer -------------------------------------------------------------------------------------
+
+
+def form(tool_format: Any = None, reasoning: Any = None, frame: Any = None) -> AnswerForm:
+    toolbox = NO_TOOLS if tool_format is None else read_chat_tools(TOOLS, "auto", None, tool_format)
+    return AnswerForm(toolbox, reasoning, frame=frame)
+
+
+def test_an_answer_is_plain_if_nothing_is_to_be_told_apart() -> None:
+    reasoning = REASONING_FORMS[0]
+    assert form().is_plain
+    assert not form(reasoning=reasoning).is_plain
+    assert not form(HermesFormat()).is_plain
+    assert not form(frame=HarmonyFormat()).is_plain
+
+
+def test_several_calls_are_read_unless_only_one_is_wanted() -> None:
+    assert HarmonyFormat.takes_one
+    for family in FORMATS:
+        calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a"}), ("save", {"path": "b"})]
+        text = family().write(calls)
+        counts = []
+        for options in ({}, {"only_one": False}, {"only_one": True}):
+            parser = family().parser([SAVE], **options)
+            counts.append(sum(part.kind == "call" for part in parser.feed(text) + parser.finish()))
+        assert counts == [2, 2, 1], family.name
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -> None:
+    inputs = SimpleNamespace(
+        has_chat_template=has_template,
+        chat_templates=["<tool_call> </think>"],
+        chat_text=lambda *_args, **_options: "",
+        tokenizer=SimpleNamespace(token_id={"</think>": 7}.get, is_special=lambda _id: False),
+        model_info=SimpleNamespace(vocab_size=10),
+    )
+    style = AnswerStyle.find("auto", "auto", inputs)  # type: ignore[arg-type]
+    assert (style.tools is not None, style.has_reasoning, style.reasoning_end_id) == (
+        (True, True, 7) if has_template else (False, False, None)
+    )
+
+
+# --- outputs of several prompts ---------------------------------------------------------------------------------------
+
+
+async def numbers(count: int) -> Any:
+    for number in range(count):
+        yield number
+
+
+async def collect(at_once: int, num_streams: int) -> list[Any]:
+    merged = MergedOutputs([numbers(2) for _ in range(num_streams)], at_once=at_once)
+    found = [each async for each in merged]
+    assert len(merged._tasks) == min(at_once, num_streams)
+    return found
+
+
+@pytest.mark.parametrize(("at_once", "num_streams"), [(2, 3), (5, 3), (1, 4)])
+def test_as_many_streams_run_at_once_as_there_are_places(at_once: int, num_streams: int) -> None:
+    assert sorted(asyncio.run(collect(at_once, num_streams))) == sorted([0, 1] * num_streams)
+
+
+# --- JSON of models whose template knows no tools ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("escape", "is_half"),
+    [("\\ud83d", True), ("\\uDBff", True), ("\\udc00", False), ("\\u0041", False), ("\\ud8", False), ("\\n", False)],
+)
+def test_half_of_a_pair_of_surrogates_waits_for_the_other(escape: str, is_half: bool) -> None:
+    assert generic_calls._is_half(escape) is is_half
