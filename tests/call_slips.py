@@ -528,13 +528,32 @@ def run(count: int, seed: int = 1, first: int = 0) -> tuple[dict[str, Counter[st
     return counts, wrong
 
 
+def told_of_a_cut(form: ToolFormat, text: str) -> str:
+    """Return what is told of an answer that a limit cut off.
+
+    j, b, e: a call with arguments that are JSON, broken JSON, or empty. w: the whole text. s: a shorter one.
+    """
+    parts = read(form, [text], is_cut=True)
+    if calls := calls_of(parts):
+        _, arguments = calls[-1]
+        try:
+            return "j" if json.loads(arguments) is not None else "b"
+        except ValueError:
+            return "b" if arguments else "e"
+    return "w" if "".join(part.text for part in parts) == text else "s"
+
+
 def outcomes(slip: str, count: int = 64) -> str:
-    """Return the verdicts of the first cases of a slip, a letter each: c for call, l for letter, t for text."""
+    """Return the outcomes of the first cases of a slip.
+
+    Two letters for each: c for call, l for letter, t for text, of the whole answer; then `told_of_a_cut` of a part.
+    """
     found = []
     for number in range(count):
         case, text = made(random.Random(f"outcomes {slip} {number}"), slip)
-        found.append(verdict(case, slip, text)[0])
-    return "".join(found)
+        begun = text[: case.rng.randrange(1, len(text) + 1)]
+        found.append(verdict(case, slip, text)[0] + told_of_a_cut(case.form, begun))
+    return " ".join(found)
 
 
 def table(counts: dict[str, Counter[str]]) -> str:

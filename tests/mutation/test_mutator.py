@@ -100,15 +100,16 @@ def test_only_what_runs_when_a_module_is_imported_needs_an_import():
 
 
 def test_a_function_of_the_core_is_patched(monkeypatch):
+    from octavo.core.kv.content_pool import ContentPool
     from octavo.core.kv.host_block_pool import HostBlockPool
 
-    function = HostBlockPool.take
+    function = ContentPool.take
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
-    module = Module("octavo.core.kv.host_block_pool")
+    module = Module("octavo.core.kv.content_pool")
     [mutant] = [
         each
         for each in module.mutants()
-        if each.function == "HostBlockPool.take" and each.after == "if count >= self.num_free_blocks:"
+        if each.function == "ContentPool.take" and each.after == "if count >= self.num_free_blocks:"
     ]
     assert HostBlockPool(2).take(2) == [0, 1]
     mutant.patch()
@@ -196,8 +197,8 @@ from mutation.checks import Judges
 from mutation.mutator import Module
 from mutation.sweep import Sweep
 
-module = Module("octavo.core.kv.host_block_pool")
-functions = {"HostBlockPool.take", "HostBlockPool.free_block_ids", ""}
+module = Module("octavo.core.kv.content_pool")
+functions = {"ContentPool.take", "ContentPool.cached_blocks", ""}
 mutants = [each for each in module.mutants() if each.function in functions]
 for verdict in Sweep([module], Judges((sys.argv[1],), Path(sys.argv[1]))).judge(mutants):
     print(verdict.killed_by, "|", verdict.num_checks, "|", verdict.mutant.function, "|", verdict.mutant.after)
@@ -214,6 +215,6 @@ def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
     for line in done.stdout.splitlines():
         killed_by, num_checks, function, after = line.split(" | ")
         outcomes[function, after] = (killed_by.rpartition("::")[2], int(num_checks))
-    assert outcomes["HostBlockPool.take", "if count <= self.num_free_blocks:"] == ("test_take", 1)
-    assert outcomes["HostBlockPool.take", "if count >= self.num_free_blocks:"] == ("None", 1)  # lives
-    assert outcomes["HostBlockPool.free_block_ids", "pass"] == ("None", 0)  # is not reached
+    assert outcomes["ContentPool.take", "if count <= self.num_free_blocks:"] == ("test_take", 1)
+    assert outcomes["ContentPool.take", "if count >= self.num_free_blocks:"] == ("None", 1)  # lives
+    assert outcomes["ContentPool.cached_blocks", "pass"] == ("None", 0)  # is not reached

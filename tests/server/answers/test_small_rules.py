@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.server.answers import argument_values, generic_calls
-from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.argument_values import UnreadableError, property_of, value_text
 from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.job_outputs import MergedOutputs
@@ -229,6 +229,19 @@ def test_templates_are_looked_at_only_if_the_model_has_one(has_template: bool) -
     assert (style.tools is not None, style.has_reasoning, style.reasoning_end_id) == (
         (True, True, 7) if has_template else (False, False, None)
     )
+
+
+def test_a_long_answer_is_read_whole_and_once() -> None:
+    text = "".join(map(str, range(2500)))
+    assert len(text) > 2 * 4096
+    for each in (form(), form(HermesFormat())):
+        completion = SimpleNamespace(text=text, token_ids=[1], finished=True, finish_reason="stop", stop_reason=None)
+        assert "".join(part.text for part in AnswerReader(each).read(completion)) == text  # type: ignore[arg-type]
+
+
+def test_formats_with_marks_around_content_are_read_without_tools_as_well() -> None:
+    framing = {each.name for each in FORMATS if each.frames_content}
+    assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
 
 
 # --- outputs of several prompts ---------------------------------------------------------------------------------------
