@@ -34,12 +34,15 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def read_architecture(config, name) -> Architecture:
     """Read a model of four layers: attention, recurrence, latent attention, and attention with a window."""
     rope, mlp = read_rope(config, 2048), GatedMLPConfig.read(config)
+    num_dims = config.values.get("num_position_dims", 1)
     attention = AttentionConfig.read(config, rope=rope)
+    if num_dims > 1:  # attention has a rotary embedding of one dimension
+        attention = replace(attention, rope=None)
     size = config.count("hidden_size")
     mixers = (attention, RecurrenceConfig(size), LatentConfig(size, 8), replace(attention, window=32))
     layers = tuple(LayerConfig(attention=mixer, mlp=mlp) for mixer in mixers)
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=2048)
-    return replace(architecture, num_position_dims=config.values.get("num_position_dims", 1))
+    return replace(architecture, num_position_dims=num_dims)
 
 
 @register

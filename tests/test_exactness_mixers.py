@@ -10,7 +10,7 @@ from test_exactness import SCHEDULES, Schedule, answers, make_engine, make_reque
 from octavo import SamplingParams
 from octavo.core.invariants import check
 from octavo.data.kv_groups import FullAttention, SlidingWindow
-from octavo.data.request import ContentSpan, Request
+from octavo.data.request import Request
 from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
@@ -97,7 +97,7 @@ def test_positions_may_have_two_dimensions(tmp_path):
     def answer(schedule, *places):
         """Return the answers to requests with the prompt's tokens at these positions, sent together."""
         core = make_engine(path, "float32", schedule, "cpu").core
-        requests = [Request(str(index), prompt, params, rotary_positions=each, spans=(ContentSpan(0, 20, str(each)),))
+        requests = [Request(str(index), prompt, params, rotary_positions=each)
                     for index, each in enumerate(places)]  # fmt: skip
         for request in requests:
             core.scheduler.add_request(request)

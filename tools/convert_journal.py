@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Lines = list[list[Any]]
 
 SHORT_RESULT = 4  # members of the line of a result in which nothing was guessed and nothing copied
+NOTHING_GUESSED: tuple[Any, ...] = (0.0, 0, [], [])  # the further members; versions 2 and 3 may leave out the last ones
 MOST_QUESTIONS_AT_AN_END = 2  # which blocks to save, and which without their window parts
 
 
@@ -78,8 +79,7 @@ def to_version_4(header: Header, lines: Lines) -> tuple[Header, Lines]:
         if line[0] == "d":
             if result is None:
                 raise ConfigError("drafts do not follow a result")
-            guessing = [] if len(result) > SHORT_RESULT else [0.0, 0, [], []]
-            result += [*guessing, line[1]]
+            result += [*NOTHING_GUESSED[len(result) - SHORT_RESULT :], line[1]]
             result = None
             continue
         merged.append(list(line))

@@ -147,3 +147,12 @@ def test_tensor_of_groups_is_declared_checked_and_counted(checkpoint):
     save_file(weights | {name: weights[name][:1]}, path)
     with pytest.raises(ModelError, match=r"adapters\.weight has shape \[1, 64, 64\], but config.json asks for \[2, 64"):
         load(checkpoint, "reference")
+
+
+def test_attention_with_a_rotary_embedding_refuses_positions_of_several_dimensions(checkpoint):
+    architecture = replace(adapted(checkpoint.architecture), num_position_dims=3)
+    with pytest.raises(ModelError, match="takes positions of one dimension"):
+        load_model(
+            checkpoint.weights, architecture, create_kernels(CPU, "reference"), dtype="float32", device=CPU,
+            max_model_len=64,
+        )  # fmt: skip

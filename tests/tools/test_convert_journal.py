@@ -69,6 +69,14 @@ def test_drafts_move_into_the_line_of_their_result(tmp_path):
     assert [line[2] for line in new if line[0] == "s"] == [11, 12, 13]
 
 
+@pytest.mark.parametrize("count", range(5))
+def test_drafts_follow_results_of_any_length(tmp_path, count):
+    """Recorders of version 2 did not write all members."""
+    members = [0.5, 1, [1], [["host", 2, 200, 0.25]]]
+    _, [result] = converted(tmp_path, HEADER, ["u", 2, [], [], *members[:count]], ["d", {"1": 2}])
+    assert result == ["u", 2, [], [], *members[:count], *[0.0, 0, [], []][count:], {"1": 2}]
+
+
 @pytest.mark.parametrize("lines", [[["d", {}]], [["u", 2, [], []], ["s", 1, 1], ["d", {}]]])
 def test_drafts_without_a_result_are_refused(tmp_path, lines):
     with pytest.raises(ConfigError, match="old: drafts do not follow a result"):

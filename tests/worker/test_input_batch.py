@@ -346,3 +346,6 @@ def test_positions_of_several_dimensions_count_on_after_the_prompt():
     batch.update(scheduled)
     positions = batch.prepare_inputs(scheduled).attention.rotary_positions
     assert sorted(map(tuple, positions.T.tolist())) == [(1, 1), (4, 4)]
+    with pytest.raises(ValueError, match="positions of 3 dimensions, not of 2"):
+        batch.add_request(replace(image, request_id="c", rotary_positions=[[0] * 5] * 3))
+    assert set(batch.requests) == {"a", "b"}

@@ -158,7 +158,7 @@ class ResultProcessor:
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not compute. Other requests go on. Returns their outputs.
+        """End every request of a step that the worker could not compute, and return their outputs. Others go on.
 
         Later steps in flight are not computed either.
         """

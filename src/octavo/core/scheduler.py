@@ -157,9 +157,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide how many tokens of the next step each request gets: first the running, then the waiting in order.
 
-        If ranks are fixed, a running prompt gets none while a more important request waits.
-        A step that preempted a request admits none, and a step that admitted one preempts none. Neither does a step
-        that is decided before the last result is in: decide such a step only if `may_look_ahead` is True.
+        If ranks are fixed, a running prompt comes after waiting requests that are more important.
+        A step that preempted a request admits none, and a step that admitted one preempts none. A step that is decided
+        before the last result is in preempts none either: decide such a step only if `may_look_ahead` is True.
         """
         assert self.config.async_scheduling or not self._state.in_flight.steps, "the result of the last step is not in"
         self._num_steps += 1

@@ -186,6 +186,8 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.adapter = adapter
         self.spans = spans
+        if rotary_positions is not None and {*map(len, rotary_positions)} != {len(prompt_token_ids)}:
+            raise ValueError("rotary_positions must have one position of each dimension for each token of the prompt")
         self.rotary_positions = rotary_positions
         self.deadline = deadline
         self.predicted_token_ids = predicted_token_ids

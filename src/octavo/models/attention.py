@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from octavo.errors import ModelError
 from octavo.models.declared import Linear, Norm
 from octavo.models.kv_layout import KVShape
 
@@ -132,13 +133,18 @@ class AttentionConfig:
 
 
 class Attention:
-    """The attention of one layer, whose weights are packed."""
+    """The attention of one layer, whose weights are packed.
+
+    Raises `ModelError` for a rotary embedding in a model whose positions have several dimensions.
+    """
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
+        if config.rope is not None and context.architecture.num_position_dims > 1:
+            raise ModelError("the rotary embedding of attention takes positions of one dimension")
         self.config = config
         self.kernels = context.kernels
         self.cos_sin = context.cos_sin(config.rope, config.head_dim)

@@ -19,7 +19,8 @@ class TokenMixer(Protocol):
     """The first part of a layer: computes each token from the tokens of its sequence up to it (attention, recurrence).
 
     cache: the views that `CacheSpec.views` returns. Rows are written at `AttentionBatch.slot_mapping` and read through
-    `AttentionBatch.block_tables`, both of the layer's KV group. A row's result must not depend on rows of other
+    `AttentionBatch.block_tables`, both of the layer's KV group. Only steps of models whose layers are all `Attention`
+    are captured as graphs, so a batch has no padding here. A row's result must not depend on rows of other
     sequences, nor on how the rows of its own are divided among steps.
     """
 

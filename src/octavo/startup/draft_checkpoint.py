@@ -109,6 +109,11 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
             f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, the model one of "
             f"{target.vocab_size:,}; a draft model must have the model's"
         )
+    if draft.num_position_dims != target.num_position_dims:
+        raise ConfigError(
+            f"model of speculative_config: positions of {name} have {draft.num_position_dims} dimensions, those of the "
+            f"model {target.num_position_dims}"
+        )
     if draft.num_parameters > target.num_parameters:
         raise ConfigError(
             f"model of speculative_config: {name} has {draft.num_parameters:,} parameters, more than the model's "

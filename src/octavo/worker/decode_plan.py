@@ -42,8 +42,8 @@ def make_decode_plan(
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}
-    has_plain_positions = architecture.num_position_dims == 1
-    if not sizes or not has_plain_positions or not model.kernels.captures_graphs(head_dims, model.dtype):
+    is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
+    if not sizes or not is_plain or not model.kernels.captures_graphs(head_dims, model.dtype):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")
     most_seqs = max(of_rows[-1] for of_rows in sizes.values())

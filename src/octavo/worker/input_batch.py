@@ -96,8 +96,7 @@ class InputBatch:
     its own. num_groups: number of KV groups. num_changes: how often a request left or failed.
     block_tables: for each KV group [max_num_seqs, blocks]. Where a request has released blocks they hold any number.
     num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
-    rotary_positions: int64 [num_position_dims, max_num_seqs, max_model_len + 1]; None for one dimension. After the
-    prompt, all dimensions count on from the largest position in it.
+    num_position_dims: of positions. After a prompt, all dimensions count on from the largest position in it.
     """
 
     def __init__(
@@ -118,8 +117,8 @@ class InputBatch:
         self.num_changes = 0
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        has_dims, shape = num_position_dims > 1, (num_position_dims, max_num_seqs, max_model_len + 1)
-        self.rotary_positions = np.zeros(shape, dtype=np.int64) if has_dims else None
+        self.num_position_dims = num_position_dims
+        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts, by row: [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
@@ -140,7 +139,12 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Learn all of a request."""
+        """Learn all of a request.
+
+        Raises `ValueError` for positions of another number of dimensions than the model's; nothing changes then.
+        """
+        if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
+            raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
         self.requests[data.request_id] = RequestRow(
             row,
@@ -155,19 +159,12 @@ class InputBatch:
         self.num_tokens[row], self.num_blocks[:, row] = len(data.token_ids), 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
-        if self.rotary_positions is not None:
-            self._set_rotary_positions(self.rotary_positions[:, row], data.rotary_positions)
+        if data.rotary_positions is not None:
+            self._rotary_positions[row] = np.array(data.rotary_positions, dtype=np.int64)
         params = data.sampling_params
         self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
         for group, block_ids in enumerate(data.block_ids):
             self._append_blocks(group, row, block_ids)
-
-    @staticmethod
-    def _set_rotary_positions(row: NDArray[np.int64], of_prompt: list[list[int]] | None) -> None:
-        """Write the positions of a request, [num_position_dims, max_model_len + 1]; None: those of a text."""
-        known = np.array([[]] if of_prompt is None else of_prompt, dtype=np.int64)
-        row[:] = np.arange(row.shape[1]) + known.max(initial=-1) + 1 - known.shape[1]
-        row[:, : known.shape[1]] = known
 
     def remove_request(self, request_id: str) -> None:
         """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
@@ -175,6 +172,7 @@ class InputBatch:
         if request is not None:
             self._free_rows.append(request.row)
             self.num_awaited[request.row] = 0
+            self._rotary_positions.pop(request.row, None)
             self.num_changes += 1
             if request.walk is not None:
                 request.walk.result.cancel()
@@ -386,9 +384,22 @@ class InputBatch:
         for tables in self.block_tables[:num_groups]:
             slots = tables[row_of_token, indices].astype(np.int64) * self.block_size + offsets
             arrays += [tables[rows, :width], slots]
-        if self.rotary_positions is not None:
-            arrays.append(self.rotary_positions[:, row_of_token, positions])
+        if self.num_position_dims > 1:
+            arrays.append(self._rotary(query_start, rows, positions))
         return arrays
+
+    def _rotary(
+        self, query_start: NDArray[np.integer], rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the positions of tokens in all dimensions: [num_position_dims, num_tokens]."""
+        rotary = np.repeat(positions[None], self.num_position_dims, axis=0)
+        for row, start, end in zip(rows.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
+            known = self._rotary_positions.get(row)
+            if known is not None:
+                own, num_known = positions[start:end], known.shape[1]
+                after = own + int(known.max()) + 1 - num_known
+                rotary[:, start:end] = np.where(own < num_known, known[:, np.minimum(own, num_known - 1)], after)
+        return rotary
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
         """Return the batch of the next tensors, which are in the order of `_attention_arrays`."""
@@ -399,7 +410,7 @@ class InputBatch:
                 replace(batch, block_tables=next(tensors), slot_mapping=next(tensors)) for _ in range(1, num_groups)
             ]
             batch = replace(batch, more_groups=tuple(others))
-        if self.rotary_positions is not None:
+        if self.num_position_dims > 1:
             rotary = next(tensors)
             others = [replace(each, rotary_positions=rotary) for each in batch.more_groups]
             batch = replace(batch, more_groups=tuple(others), rotary_positions=rotary)

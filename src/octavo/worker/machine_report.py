@@ -201,9 +201,11 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     """Return (out_features, in_features) of each kind of product, fused as the model computes them."""
     tensors = architecture.tensors()
-    attention = next(each.attention for each in tensors.layers if isinstance(each.attention, AttentionTensors))
     gate_up, down = tensors.layers[0].mlp
-    linears = {"qkv": attention.qkv, "o": attention.o, "gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
+    linears = {"gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
+    attentions = (each.attention for each in tensors.layers if isinstance(each.attention, AttentionTensors))
+    if (attention := next(attentions, None)) is not None:
+        linears = {"qkv": attention.qkv, "o": attention.o, **linears}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 

@@ -37,7 +37,7 @@ def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> i
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
     """Upper bound of what the kernels allocate for themselves in a step: what the layer takes that takes most."""
     attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
-    return max(
+    needed = (
         kernels.scratch_bytes(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -48,6 +48,7 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
         )
         for num_heads, num_kv_heads, head_dim in attentions
     )
+    return max(needed, default=0)
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:

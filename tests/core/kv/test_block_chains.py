@@ -59,9 +59,26 @@ def test_blocks_that_hold_a_span_are_named_by_its_content():
     request = make_request(tokens=tokens, spans=(ContentSpan(1, 4, "image"),))
     chain = chains.extended(request)
     assert [chain.keys(index) for index in range(4)] == [
-        ("model:m", "span:1:image"), ("model:m", "span:-1:image"), ("model:m",), ("model:m",)
+        ("model:m", "span:1:4:image"), ("model:m", "span:-1:2:image"), ("model:m",), ("model:m",)
     ]  # fmt: skip
     other = chains.extended(make_request("b", tokens, spans=(ContentSpan(1, 4, "other"),))).hashes
     assert all(mine != its for mine, its in zip(chain.hashes, other, strict=True))
     later = chains.extended(make_request("c", tokens, spans=(ContentSpan(2, 4, "image"),))).hashes
     assert later[0] == chains.extended(make_request("d", tokens)).hashes[0] != chain.hashes[0]
+    longer = chains.extended(make_request("e", tokens, spans=(ContentSpan(1, 5, "image"),))).hashes
+    assert longer[0] != chain.hashes[0], "the span has another content at each of its positions"
+
+
+def test_blocks_are_named_by_positions_of_several_dimensions():
+    chains, hashes = BlockChains(2), []
+    text, image = [[0, 1, 2, 3]] * 2, [[0, 1, 1, 2], [0, 1, 2, 1]]
+    for index, each in enumerate([None, text, image, [list(row) for row in image]]):
+        request = make_request(str(index), [1, 2, 3, 4], rotary_positions=each)
+        request.sequence.token_ids += [5, 6]
+        hashes.append(chains.extended(request).hashes)
+    assert hashes[2] == hashes[3]
+    assert hashes[1][0] == hashes[2][0] != hashes[0][0]
+    assert hashes[1][1] != hashes[2][1]
+    assert hashes[1][2] != hashes[2][2], "what follows the prompt depends on it"
+    with pytest.raises(ValueError, match="one position of each dimension for each token"):
+        make_request("short", [1, 2, 3], rotary_positions=[[0, 1]] * 2)

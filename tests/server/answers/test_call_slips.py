@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,35 @@ def test_the_head_of_a_call_within_a_value_arrives_in_pieces(name: str) -> None:
 def test_a_slip_with_two_readings_stays_text(body: str) -> None:
     content, calls = told(read(Qwen3CoderFormat(), qwen("read", body)))
     assert (content, calls) == (qwen("read", body), [])
+
+
+def test_a_function_without_parameters_may_be_closed_by_its_section_alone() -> None:
+    functions = [Function("now", {"type": "object", "properties": {}})]
+    text = "<tool_call>\n<function=now>\n\n</tool_call>"
+    parser = Qwen3CoderFormat().parser(functions)
+    assert told(joined(parser.feed(text) + parser.finish())) == ("", [("now", {})])
+    assert told(read(Qwen3CoderFormat(), text.replace("now", "read"))) == (text.replace("now", "read"), [])
+
+
+def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
+    """Counted in lines of code that run: no neighbour changes it."""
+    lines = []
+    for count in (20, 40):
+        calls: list[tuple[str, dict[str, Any]]] = [("write", {"path": "a", "content": EXAMPLE * count})]
+        text, parser, total = Qwen3CoderFormat().write(calls), Qwen3CoderFormat().parser(FUNCTIONS), [0]
+
+        def watch(_frame: Any, event: str, _argument: Any, total: list[int] = total) -> Any:
+            total[0] += event == "line"
+            return watch
+
+        sys.settrace(watch)
+        try:
+            parts = [part for start in range(0, len(text), 8) for part in parser.feed(text[start : start + 8])]
+        finally:
+            sys.settrace(None)
+        assert told(joined(parts + parser.finish())) == ("", calls)
+        lines.append(total[0])
+    assert lines[1] < 2.3 * lines[0], lines
 
 
 @pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])

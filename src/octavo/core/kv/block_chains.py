@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class BlockChain:
     """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's name.
 
-    extra_keys: what the KV of all its blocks depends on beside their tokens. spans: see `Request`.
+    extra_keys: what the KV of all its blocks depends on beside their tokens. spans, positions: see `Request`.
     partial: the name under which the last, partly filled block of its prompt can be copied by others.
     """
 
     extra_keys: tuple[str, ...]
     spans: tuple[ContentSpan, ...]
+    positions: list[list[int]] | None
     block_size: int
     hashes: list[BlockHash]
     num_committed: int = 0
@@ -34,11 +35,14 @@ class BlockChain:
 
     def keys(self, index: int) -> tuple[str, ...]:
         """Return what the KV of a block depends on beside its tokens and the block before it."""
-        if not self.spans:
+        if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
         met = (each for each in self.spans if each.first < end and each.end > start)
-        return (*self.extra_keys, *(f"span:{each.first - start}:{each.key}" for each in met))
+        keys = [f"span:{each.first - start}:{each.end - start}:{each.key}" for each in met]
+        if self.positions is not None and start < len(self.positions[0]):
+            keys.append(f"positions:{[each[start:end] for each in self.positions]}")
+        return (*self.extra_keys, *keys)
 
 
 class BlockChains:
@@ -78,7 +82,9 @@ class BlockChains:
                 keys.append(f"weights:{self._weights_epoch}")
             request.block_hashes = []
             keys_of_all = (*self.extra_keys, *keys)
-            chain = BlockChain(keys_of_all, request.spans, self._block_size, request.block_hashes)
+            chain = BlockChain(
+                keys_of_all, request.spans, request.rotary_positions, self._block_size, request.block_hashes
+            )
             self._chains[request.request_id] = chain
         return chain
 

@@ -23,9 +23,9 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Reads calls in tags. A call ends with its own closing tag or, after an argument, with its section's.
+    """Reads calls in tags. A call ends with its own closing tag; after an argument, with its section's as well.
 
-    Otherwise it is text.
+    So does a call of a function without parameters. Otherwise it is text.
     """
 
     _given: set[str]  # the names of the arguments that the call has so far
@@ -51,7 +51,7 @@ class TaggedParser(ValueParser):
         while (yield from self._takes_all(form.argument_opens)):
             told = yield from self._argument(call, ", " if told else "{")
             yield from self._takes_all(form.argument_closes)
-        if not (yield from self._takes_end()):
+        if not (yield from self._takes_end(call)):
             raise MalformedError
         self._tell("arguments", "}" if told else "{}", call)
 
@@ -62,7 +62,7 @@ class TaggedParser(ValueParser):
             return False
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
-    def _takes_end(self) -> Wait[bool]:
+    def _takes_end(self, call: Call) -> Wait[bool]:
         """Skip the mark that closes a call. Returns whether it came, or the end of the section after arguments."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
@@ -71,8 +71,10 @@ class TaggedParser(ValueParser):
             for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
-        # without arguments and without a closing mark it may be a sentence about the marks
-        return (bool(self._given) or not closes) and (yield from self._sees(self._closes))
+        # Without arguments and without a closing mark it may be a sentence about the marks.
+        parameters = self._parameters.get(call.name or "", {})
+        may_end = self._given or not closes or not property_names(parameters, parameters)
+        return bool(may_end) and (yield from self._sees(self._closes))
 
     def _sees(self, *marks: str) -> Wait[bool]:
         """Whether one of these marks comes."""

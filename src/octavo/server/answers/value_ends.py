@@ -112,9 +112,10 @@ class TagEnd:
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value holds a closing tag as text
         self._longest = max(map(len, (closes, *self._openers, *self._breaks))) + 1
-        # Places where looking ahead from the mark at `looked_at` continues with more text; 0: at the mark.
+        # Places up to which the text after the mark at `looked_at` was looked at; 0: not yet.
         self._ahead_at = self._inner_at = 0
         self._inner_depth = 0  # calls that are open there
+        self._surplus_at = 0  # where more calls end than begin within the value up to there; 0: not known
         self.looked_at = 0
         self._before = ""  # the value's last characters before the text
 
@@ -126,7 +127,8 @@ class TagEnd:
     def drop(self, text: str) -> None:
         """Forget the beginning of the text, which is the value's."""
         self.looked_at -= len(text)
-        self._ahead_at, self._inner_at = (max(0, each - len(text)) for each in (self._ahead_at, self._inner_at))
+        known = (self._ahead_at, self._inner_at, self._surplus_at)
+        self._ahead_at, self._inner_at, self._surplus_at = (max(0, each - len(text)) for each in known)
         self._before = (self._before + text)[-_MAX_MARK_CHARS:]
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -140,7 +142,7 @@ class TagEnd:
             if ends is not False:
                 return ends
             self.looked_at += 1
-            self._ahead_at = self._inner_at = 0
+            self._ahead_at = 0
         self.looked_at = len(text)
         self.looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
         if is_over:
@@ -166,7 +168,9 @@ class TagEnd:
         """
         if not self._num_open:
             return False
-        start, depth = (self._inner_at, self._inner_depth) if self._inner_at else (place, self._num_open)
+        if place < self._surplus_at:
+            return True
+        start, depth = (self._inner_at, self._inner_depth) if self._inner_at > place else (place, self._num_open)
         for mark in self._calls.finditer(text, start):
             if mark.group() == self._openers[-1]:
                 begins = self._begins_call(text, mark.start(), is_over=is_over)
@@ -177,6 +181,7 @@ class TagEnd:
             elif depth:
                 depth -= 1
             else:
+                self._surplus_at = mark.start()
                 return True
             start = mark.end()
         self._inner_at, self._inner_depth = max(start, len(text) - self._longest), depth
