@@ -208,7 +208,7 @@ def test_a_function_without_parameters_may_be_closed_by_its_section_alone() -> N
 def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
     """Counted in lines of code that run: no neighbour changes it."""
     lines = []
-    for count in (20, 40):
+    for count in (80, 160):
         calls: list[tuple[str, dict[str, Any]]] = [("write", {"path": "a", "content": EXAMPLE * count})]
         text, parser, total = Qwen3CoderFormat().write(calls), Qwen3CoderFormat().parser(FUNCTIONS), [0]
 
@@ -223,7 +223,7 @@ def test_calls_within_a_value_take_time_in_proportion_to_their_number() -> None:
             sys.settrace(None)
         assert told(joined(parts + parser.finish())) == ("", calls)
         lines.append(total[0])
-    assert lines[1] < 2.3 * lines[0], lines
+    assert lines[1] < 2.2 * lines[0], lines
 
 
 @pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])
