@@ -1,8 +1,8 @@
-"""Whether the next waiting request may start.
+"""Decides whether the next waiting request may start.
 
-Optimistic: as soon as its known tokens fit. By reservation: once all it may ever need is set aside, so that nobody is
-ever preempted for want of memory, but for what saves hold (`ReservationAdmission`). The second is the rule of Hugging
-Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
+Optimistic: as soon as its known tokens fit. Reservation: when everything that it may ever need can be set aside, so
+that no request is preempted for lack of memory, except for blocks that saves hold (`ReservationAdmission`). The second
+is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """Asked for each request that may start, and told of each that does or leaves."""
+    """The rule of admission. It is told of each request that starts or leaves."""
 
     def check_fits(self, request: Request) -> None:
         """Raise `PromptTooLongError` for a request that could never start."""
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step; a reason means that nobody is admitted in it."""
+        """Begin a step. A reason means that no request is admitted in it."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
@@ -38,23 +38,23 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Tokens to make room for at once when it starts, 0 for no more than it is given."""
+        """Return the tokens that a request gets room for when it starts; 0 for those that it is given."""
         ...
 
     def admitted(self, request: Request) -> None:
-        """Take note that it started."""
+        """Note that a request started."""
         ...
 
     def left(self, request: Request) -> None:
-        """Take note that it ended or was preempted."""
+        """Note that a request ended or was preempted."""
         ...
 
 
 class OptimisticAdmission:
-    """Start what fits now; when memory runs out later, somebody is preempted.
+    """Starts a request if it fits now. If memory runs out later, a request is preempted.
 
-    Each running request is left a block to grow into, or the newcomer would be the first to be evicted. One that was
-    preempted often enough starts only with all it may ever need, and is then nobody's victim.
+    Each running request keeps one block to grow into; otherwise the new request would be preempted at once. A request
+    that was preempted often enough starts only with everything that it may ever need, and is never a victim again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -62,7 +62,7 @@ class OptimisticAdmission:
         self._max_preemptions = config.max_num_preemptions
 
     def check_fits(self, request: Request) -> None:
-        """Its prompt must fit an empty cache, with one more token unless it is pooled."""
+        """Check that the prompt fits an empty cache, with one more token unless it is pooled."""
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         least = request.sampling_params.least_output_tokens
         if num_prompt + least > capacity:
@@ -74,18 +74,18 @@ class OptimisticAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Admit in every step."""
+        """Return None: requests are admitted in every step."""
         del num_running, num_waiting
         return None
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """All its known tokens must fit."""
+        """Return NO_BLOCKS unless all known tokens fit."""
         num_tokens = max(request.num_tokens, self.num_reserved_tokens(request))
         fits = self._manager.can_hold(num_tokens, computed, num_running)
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """All it may ever need, for one that was preempted often enough. The newest token needs no slot."""
+        """Return all tokens that a request that was preempted often enough may need. The newest needs no slot."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)

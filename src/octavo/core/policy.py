@@ -1,6 +1,6 @@
-"""The questions the scheduler asks: how many tokens, who goes first, who is evicted, what shares a step.
+"""The rules that the scheduler applies: how many tokens, which order, which victim, what shares a step.
 
-Pure functions and small objects, chosen once from the configuration.
+They are pure functions and small objects, chosen once from the configuration.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ Rank = tuple[float, ...]
 def num_tokens_to_schedule(
     num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, whole_budget: int
 ) -> int:
-    """How many of `num_remaining` tokens a request gets of what is left of a step's budget; 0 when it has to wait.
+    """Return how many of `num_remaining` tokens a request gets of a step's remaining budget; 0 if it has to wait.
 
-    budget: in tokens of this request (`num_tokens_within`). threshold: most tokens one request gets in a step, 0 for no
-    such limit. A request that may not be cut waits until it fits whole, unless even an empty step (`whole_budget`)
-    could not take it.
+    A request that may not be cut waits until it fits whole, unless even an empty step (`whole_budget`) is too small.
+
+    budget: in tokens of this request (`num_tokens_within`). threshold: the most tokens that one request gets in a step;
+    0 for no such limit.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -46,10 +47,10 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """What a prompt's tokens take of a step's budget: a token far into a prompt attends to all before it.
+    """What a prompt's tokens take of a step's budget. Later tokens of a prompt cost more: they attend to all before.
 
-    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000, position that of the chunk's first
-    token: so a long prompt's steps take equally long from its beginning to its end.
+    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000, where position is that of the chunk's
+    first token. So the steps of a long prompt take equally long from its beginning to its end.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
@@ -69,15 +70,15 @@ class PromptCost:
 PLAIN_COST = PromptCost(0.0)
 
 
-# --- who goes first ---------------------------------------------------------------------------------------------------
+# --- order ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who waits in which order, and how important each request is now: a smaller rank is more important.
+    """The order in which requests wait, and the present rank of each: a smaller one is more important.
 
-    counters: what each tenant was served; kept under every policy, read by `fair`. ranks_are_fixed: a request keeps its
-    rank, so that two can be compared once and for all; not so where it depends on what a tenant was served.
+    counters: tokens served to each tenant; kept under every policy, read by `fair`. ranks_are_fixed: a request keeps
+    its rank. False if ranks depend on what tenants were served.
     """
 
     waiting: RequestQueue
@@ -110,8 +111,8 @@ def create_request_queue(
 ) -> RequestQueue:
     """Create the queue in which requests wait under `policy`.
 
-    rank: their order under `priority` and `deadline`, and that of one tenant's under `fair`. counters: what decides
-    between tenants.
+    rank: the order of requests under `priority` and `deadline`, and of one tenant's requests under `fair`.
+    counters: the order of tenants.
     """
     if policy is SchedulingPolicy.FAIR:
         return FairRequestQueue(counters, rank)
@@ -121,10 +122,10 @@ def create_request_queue(
 
 
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
-    """Rank lower numbers first, then arrival. A priority that falls by one every `ageing_s` seconds of waiting.
+    """Rank lower numbers first, then earlier arrivals. A priority falls by one every `ageing_s` seconds of waiting.
 
-    Two requests age alike, so their order never changes, and neither do their ranks: p - (now - arrival) / ageing_s
-    is p + arrival / ageing_s, less something that is the same for all.
+    All requests age alike, so neither their order nor their ranks change: p - (now - arrival) / ageing_s is
+    p + arrival / ageing_s, less a number that is the same for all.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -134,7 +135,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 
 
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
-    """Rank the earliest deadline first, then arrival; a far or missing one counts as `ageing_s` after the arrival."""
+    """Rank the earliest deadline first, then arrival. A later or missing one counts as `ageing_s` after the arrival."""
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
     return (min(deadline, horizon), request.arrival_index)
@@ -143,7 +144,7 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
     """Return the least important running request that may be preempted, or None.
 
-    The most important one never falls, and nobody falls more than `max_preemptions` times.
+    The most important one is never preempted, and no request more than `max_preemptions` times.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -151,7 +152,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Whether a victim with `num_tokens` computed in `num_blocks` had better be swapped out than computed again."""
+    """Return whether swapping out a victim of `num_tokens` in `num_blocks` is better than computing it again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -161,7 +162,7 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Whether more than the newest generated token of a request is still to be computed.
+    """Return whether more than the newest generated token of a request is still to be computed.
 
     num_computed_tokens: as if so many were computed; by default the request's own.
     """
@@ -171,12 +172,12 @@ def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool
 
 
 def is_decode(request: Request) -> bool:
-    """Whether only the newest generated token, and drafts behind it, are to be computed."""
+    """Return whether only the newest generated token, and drafts after it, are to be computed."""
     return not is_prefill(request)
 
 
 class Batching(Protocol):
-    """In which order a step is filled: grow(plan, requests) serves the running, admit(plan, before) the waiting."""
+    """The order in which a step is filled: grow(plan, requests) for running, admit(plan, before) for waiting ones."""
 
     @property
     def prefill_limit(self) -> int:
@@ -186,24 +187,24 @@ class Batching(Protocol):
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Fill the plan of one step.
 
-        outranked: those of the running whose prompts give way to more important newcomers, in order of rank.
+        outranked: running prompts that more important waiting requests precede, in order of rank.
         """
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take in how long a step took that was filled."""
+        """Learn from the duration of a step."""
         ...
 
 
 class MixedBatching:
-    """Everyone who runs, then who waits: prompts and answers share steps.
+    """Serves running requests, then waiting ones: prompts and answers share steps.
 
-    Who reads an answer waits for the whole step, so prompts get no more of one than `most` (0: what is left), and with
-    `step_s` as much as lets it end within about so many seconds, but `least` at least (Sarathi-Serve, Agrawal et al.
-    2024, chooses such a budget by profiling; here steps are watched as they come, and the limit follows what runs).
+    The readers of answers wait for the whole step. So prompts get at most `most` tokens of one (0: all that is left).
+    With `step_s` they get as many as let the step end within about so many seconds, but at least `least`.
+    Sarathi-Serve (Agrawal et al. 2024) chooses such a budget by profiling; here the limit follows measured steps.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # at most at once: a step may be slow, or fast, for reasons of its own
+    _SHRINK, _GROW = 0.5, 1.25  # largest changes by one step, which may be slow or fast for other reasons
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -215,11 +216,13 @@ class MixedBatching:
         return int(self._limit)
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Serve the running first."""
+        """Serve running requests first."""
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # a token for each running prompt at least, or they would take those of who decodes behind them
+            if (
+                decoded
+            ):  # at least a token for each running prompt: otherwise they would take those of decodes after them
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -227,7 +230,7 @@ class MixedBatching:
         plan.beside_answers = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Follow steps that prompts and answers share; only one that was too short for its prompts lets them grow."""
+        """Follow steps that prompts and answers share. The limit grows only after a step too short for its prompts."""
         if not self._step_s or plan.beside_answers <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -236,25 +239,25 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Only prompts as long as there are any, else only answers: no step holds both."""
+    """Serves only prompts while there are any, then only answers: no step has both."""
 
     prefill_limit = 0
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Serve prompts, or else answers."""
+        """Serve prompts, or answers if there is no prompt."""
         grow(plan, [request for request in running if is_prefill(request) and request not in outranked])
         admit_in_turn(plan, outranked, grow, admit)
         if not (plan.num_tokens or plan.has_admitted):
             grow(plan, [request for request in running if is_decode(request)])
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Nobody who decodes waits for a prompt of the same step."""
+        """Learn nothing: no answer waits for a prompt of the same step."""
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit the waiting, but serve each outranked prompt before those that are less important than it.
+    """Admit waiting requests, but serve each outranked prompt before less important ones.
 
-    Behind one that finds no block nobody is admitted; those who run go on, as it may be they whose blocks it waits for.
+    After a prompt that finds no block, none is admitted. Running requests go on: the prompt may wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

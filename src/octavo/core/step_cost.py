@@ -1,4 +1,4 @@
-"""What a step takes, by its size: learned from steps as they are measured."""
+"""How long a step takes by its size, learned from measured steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Measured:
 
 
 class StepCost:
-    """How long a step of so many rows takes, as measured lately; or a pass of a drafting model.
+    """Recent durations of steps, or of passes of a draft model, by number of rows.
 
-    Where nothing was measured, more rows are taken to be free, and fewer ones to take proportionally less: so whichever
-    looks better is tried.
+    For sizes that were not measured, more rows count as free, and fewer rows as proportionally faster. So the better
+    looking size is tried.
     """
 
     _WEIGHT = 0.2  # of the newest step among those like it
-    _LARGEST = 2.0  # so many times the average at most: a step may be slow for reasons of its own
-    _NUM_STEPS_KEPT = 1000  # what was measured before these is no more known
+    _LARGEST = 2.0  # a slower step counts as so many times the average: it may be slow for other reasons
+    _NUM_STEPS_KEPT = 1000  # older measurements are forgotten
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -33,7 +33,7 @@ class StepCost:
         self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Take in a step."""
+        """Learn from a step."""
         self._num_steps += 1
         shift = max(rows.bit_length() - 3, 0)  # 1 to 8, then four sizes up to each power of two
         known = self._measured.get(rows >> shift << shift)
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Let a step pass in which there was nothing to measure; what is known becomes older by it."""
+        """Count a step without a measurement: older measurements age by it."""
         self._num_steps += 1
         self._forget_old()
 
@@ -57,11 +57,11 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Whether steps of so many rows, or of fewer, are among those that were measured."""
+        """Return whether steps of so many rows, or of fewer, were measured."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return how long a step takes; 0 where nothing is known."""
+        """Return how long a step takes, in seconds; 0 if nothing was measured."""
         curve = self._curve
         if not curve:
             return 0.0

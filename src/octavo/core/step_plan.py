@@ -1,4 +1,4 @@
-"""A step while it is being decided: budget left, who gets how much, and who lost its blocks."""
+"""A step while it is decided: the budget that is left, the tokens of each request, and preempted requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step computes, while it is decided. Budget is in tokens.
+    """A step while it is decided. Budgets are in tokens.
 
     num_tokens: how many tokens each request gets, in the order in which they were scheduled.
     prompt_room: tokens of prompts that the step may still take (`max_batch_prefill_tokens`).
     of_prompts: the requests that used prompt_room.
     surcharge: what prompts took of the budget beyond their number of tokens.
-    is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
+    is_short: whether a request got fewer tokens than it has left to compute, or none, because the budget was used up.
     beside_answers: what prompts took of the budget, if others decode in the step.
-    held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
+    held_up: why no further request may be admitted in this step. has_admitted: no request may be preempted in it then.
     """
 
     whole_budget: int
@@ -39,12 +39,12 @@ class StepPlan:
         self.budget = self.whole_budget
 
     def lower_budget(self, whole_budget: int) -> None:
-        """Let a step that gave nothing yet take no more than this."""
+        """Lower the budget of a step that gave nothing yet."""
         self.whole_budget = self.budget = min(whole_budget, self.whole_budget)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether what was given and what is left are the whole budget."""
+        """Return whether the tokens given and the budget left are the whole budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.whole_budget
 
     def within_room(self, count: int, *, of_prompt: bool) -> int:
