@@ -74,7 +74,8 @@ class ResultProcessor:
             output = self._update(request, count, num_drafts, sampled, result)
             if output is not None:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
-                num_served[request.tenant] += num_new / request.tenant_weight
+                options = request.options
+                num_served[options.tenant] += num_new / options.tenant_weight
                 outputs.append(output)
         if requests:  # otherwise the last request ended, and the counters were reset
             for tenant, num_tokens in num_served.items():
