@@ -65,7 +65,7 @@ class PromptTooLongError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already; the same request may be served in about `retry_after_s` seconds."""
+    """Too much is open or waits already; the same request may be served in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, parameter: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, parameter=parameter)

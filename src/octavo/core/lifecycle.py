@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class RequestLifecycle:
     """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
 
-    It is the only writer of the queue, too, except that `Admitter` lets the queue's head wait beside it.
+    It is the only writer of the queue, too, except that `Admitter` moves its head beside it and back.
     """
 
     def __init__(self, state: CoreState) -> None:

@@ -1,4 +1,4 @@
-"""The rules that the scheduler applies: how many tokens, which order, which victim, what shares a step.
+"""The scheduler's rules: how many tokens, the order of requests, which one is preempted, what shares a step.
 
 They are pure functions and small objects, chosen once from the configuration.
 """

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by what a step computed: the only writer of output tokens, and of drafts until a preemption."""
+    """Advances requests by what a step computed: the only writer of output tokens.
+
+    It alone sets drafts. `RequestLifecycle` clears them when a request is preempted or ends.
+    """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter

@@ -68,7 +68,7 @@ class WaitingRequests:
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Put a request that was taken back to the front of its class."""
+        """Return a request, which was taken before, to the front of its class."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 

@@ -113,7 +113,7 @@ class HttpError:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the standard asks for beside the status."""
+        """Headers that belong to the status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:

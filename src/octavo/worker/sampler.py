@@ -3,7 +3,8 @@
 A token is a pure function of its row of logits, the request's parameters, known tokens and grammar, and the noise of
 (seed, position, sample index).
 
-Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, min_tokens, logit bias and
+Order as in vLLM, except that a grammar masks after log probabilities are taken: log probabilities are those of the raw
+logits; then allowed ids, min_tokens, logit bias and
 penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for
 who asks for that. Most requests ask for nothing but the kernel: its parameters stand in columns, a row for each request
 that the worker knows, and only the others of a step are looked at one by one.

@@ -1,9 +1,9 @@
-"""How it is decided which drafts stand, and how a drafting model draws them: exactly, or by classic rejection sampling.
+"""Decides which drafts are kept, and how a draft model draws them: exactly, or by classic rejection sampling.
 
-Both make a choice in every row of logits: a draft stands where the choice is the draft, and so does the first choice
-that is not. Exact verification chooses what would have come without drafts. Rejection sampling has the draft for its
-choice more often where it was drawn from a distribution like the target's; the answer is then distributed as it would
-be without drafts, and is another one.
+Both choose a token in every row of logits. A draft is kept if it equals the choice; the first choice that differs is
+kept, too. Exact verification chooses the token that would have come without drafts. Rejection sampling chooses the
+draft more often if it was drawn from a distribution like the target's: the answer then has the same distribution as
+without drafts, but is another one.
 """
 
 from __future__ import annotations

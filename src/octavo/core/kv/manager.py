@@ -47,7 +47,7 @@ class KVCacheManager:
     max_step_tokens: the largest number of tokens of one request that a step computes.
     num_host_blocks: room in host memory for the blocks of preempted requests, and for cached blocks that are evicted.
     extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks, on_cached: see `PrefixCache`.
-    on_evict: called with the id of each cached block that loses its content.
+    on_evict: called with the id of each cached block that is evicted.
     on_offload: called with a block, the host block to which it is copied, and the groups whose blocks are copied.
     on_host_evict: called with the id of each host block that loses its content.
     """
@@ -326,7 +326,7 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Give up what is saved of a request in host memory: it is computed again."""
+        """Give up what host memory holds of a request."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)

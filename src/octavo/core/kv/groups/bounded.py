@@ -3,7 +3,7 @@
 Each held or cached block has the content of one block of the first group: its part of it in this group. It is in
 exactly one place: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and the
 first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
-takes a free block first, then a cached one that its request released while it ran, then the least recently used
+takes a free block first, then a cached one that some request released behind its window, then the least recently used
 one. The first group's block stays findable, without its part in this group.
 
 If memory is set aside for a request, it is given at once all blocks that it may ever hold together. These are its own:
@@ -33,7 +33,7 @@ class BoundedGroup:
 
     blocks: all blocks of the first group.
     max_step_tokens: the largest number of tokens of one request that a step computes.
-    on_evict: called with the first group's block before it loses its part in this group.
+    on_evict: called with the first group's block before its part in this group is evicted.
     """
 
     def __init__(
