@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.server.answers import argument_values, generic_calls
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.argument_values import UnreadableError, property_of, value_text
 from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.job_outputs import MergedOutputs
+from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
+from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
 from octavo.server.answers.parts import Heads, Part, PlainParser, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasoning_form
+from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_formats import HermesFormat
 from octavo.server.answers.tools import NO_TOOLS, Choice, Toolbox, read_chat_tools
@@ -273,3 +277,61 @@ def test_as_many_streams_run_at_once_as_there_are_places(at_once: int, num_strea
 )
 def test_half_of_a_pair_of_surrogates_waits_for_the_other(escape: str, is_half: bool) -> None:
     assert generic_calls._is_half(escape) is is_half
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_kimi_k3_are_numbered_from_one() -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a"}), ("save", {"path": "b"})]
+    written = KimiK3Format().write(calls)
+    assert [written.count(f'index="{index}"') for index in range(4)] == [0, 1, 1, 0]
+
+
+def test_an_argument_of_kimi_k3_may_have_one_kind_only() -> None:
+    for kind, types in (("string", ["string"]), ("integer", ["number"]), ("boolean", ["boolean"])):
+        function = Function("f", {"type": "object", "properties": {"a": {"type": kind}}, "required": ["a"]})
+        grammar = KimiK3Format().forced([function], only_one=True)
+        head = next(line for line in grammar.splitlines() if ' type=\\"" (' in line)
+        assert head.partition('type=\\"" (')[2].partition(")")[0] == " | ".join(f'"{each}"' for each in types)
+
+
+def test_a_comment_names_patterns_only() -> None:
+    plain = Function("f", {"type": "object", "properties": {"a": STRING}})
+    assert argument_values.schema_comment(plain) == ""
+    told = Function("f", {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}})
+    assert argument_values.schema_comment(told).startswith("// ")
+
+
+def test_a_pattern_that_looks_ahead_is_named() -> None:
+    error = argument_values.LookaheadError("(?=a)b")
+    assert str(error) == (
+        "the pattern `(?=a)b` looks ahead, and this model's form of calls cannot check that: write it without"
+    )
+    assert len(str(argument_values.LookaheadError("x" * 999))) < 400
+
+
+def test_alternatives_without_arguments_are_empty_rules() -> None:
+    options = {"anyOf": [{"type": "object", "properties": {"a": STRING}}, {"type": "object", "properties": {}}]}
+    function = Function("f", {**options, "additionalProperties": False})
+    grammar = Qwen3CoderFormat().forced([function], only_one=True)
+    [call] = [line for line in grammar.splitlines() if line.startswith("call0: ")]
+    assert '| "")' in call or "any0" in call
+
+
+@pytest.mark.parametrize("starts_after", [None, "</other>"])
+def test_a_structure_begins_after_reasoning_unless_it_begins_elsewhere(starts_after: str | None) -> None:
+    structure = StructuredOutputsParams(regex="a+", starts_after=starts_after)
+    reasoning = REASONING_FORMS[0]
+    applied = form(reasoning=reasoning).applied_to(SamplingParams(structured_outputs=structure)).structured_outputs
+    assert applied is not None
+    assert applied.starts_after == (starts_after or reasoning.closes)
+    assert applied.free_from == (None if starts_after else reasoning.opens)
+    assert not NO_TOOLS.is_limited
+
+
+@pytest.mark.parametrize(("recipient", "kind"), [("self", "reasoning"), ("user", "content")])
+def test_messages_to_reserved_recipients_are_no_calls(recipient: str, kind: str) -> None:
+    parser = MuseGlimmerFormat().parser([Function(recipient, {})])
+    text = f"<|start|>assistant to={recipient}<|message|>hello<|eom|>"
+    assert [(part.kind, part.text) for part in joined(parser.feed(text) + parser.finish())] == [(kind, "hello")]
