@@ -163,7 +163,7 @@ FAULTS_AHEAD = [
 
 FAULTS_OF_SPANS = [
     ("kv.block_chains", "BlockChain.keys", "met = (each for each in self.spans if each.first < end and each.end > start)", "met = (each for each in self.spans if not (each.first < end and each.end > start))"),
-    ("kv.block_chains", "BlockChain.keys", "if not self.spans:", "if self.spans:"),
+    ("kv.block_chains", "BlockChain.keys", "if not self.spans and self.positions is None:", "if self.positions is None:"),
 ]  # fmt: skip
 
 

@@ -43,10 +43,13 @@ class OutputBuilder:
         req_ids: list[str] = []
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
-        known = self._num_sent
+        known, grown = self._num_sent, self._manager.grown
+        places: list[int] = []  # in req_ids, of requests that got blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
+                if request_id in grown:
+                    places.append(len(req_ids))
                 req_ids.append(request_id)
                 num_computed.append(request.num_computed_tokens)
             else:
@@ -57,8 +60,8 @@ class OutputBuilder:
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
         new_block_ids = [[_NONE] * len(req_ids) for _ in self._manager.groups]
-        if self._manager.grown:
-            self._add_new_blocks(new_block_ids, req_ids, requests)
+        for place in places:
+            self._add_new_blocks(new_block_ids, place, requests[req_ids[place]])
         for data in new:
             known[data.request_id] = list(map(len, data.block_ids))
         finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
@@ -79,22 +82,16 @@ class OutputBuilder:
             num_pending_transfers=self._transfers.num_pending,
         )
 
-    def _add_new_blocks(
-        self, new_block_ids: list[list[list[int]]], req_ids: list[str], requests: dict[str, Request]
-    ) -> None:
-        """Write the blocks that the worker lacks of requests that it knows, by group. They count as sent.
+    def _add_new_blocks(self, new_block_ids: list[list[list[int]]], place: int, request: Request) -> None:
+        """Write the blocks that the worker lacks of a request that it knows, by group. They count as sent.
 
         Mutates new_block_ids.
         """
-        grown = self._manager.grown
-        for place, request_id in enumerate(req_ids):
-            if request_id not in grown:
-                continue
-            grown.discard(request_id)
-            tables, num_sent = requests[request_id].sequence.block_tables, self._num_sent[request_id]
-            for new, table, count in zip(new_block_ids, tables, num_sent, strict=True):
-                new[place] = table[count:]
-            num_sent[:] = map(len, tables)
+        self._manager.grown.discard(request.request_id)
+        tables, num_sent = request.sequence.block_tables, self._num_sent[request.request_id]
+        for new, table, count in zip(new_block_ids, tables, num_sent, strict=True):
+            new[place] = table[count:]
+        num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
         """Send the whole request when it resumes."""

@@ -200,25 +200,30 @@ class KVCacheManager:
     def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
         """Give a request the claimed blocks, which are free; return the new ids in the first group's table."""
         sequence: TokenSequence = request.sequence
-        source_ids: list[int | None] = [None] * len(claims)
-        num_held = len(sequence.block_table)
+        num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
-        for group, claim in claims:
-            group.hold(claim)
-        self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
-        if computed.source is not None:
-            source_ids = [group.id_of(computed.source) for group in self.groups]
-            for group in self.groups:
-                group.renew(computed.source)
+        source_ids = self._hold_found(computed, claims) if is_any_found else []
         for group, claim in claims:
             group.extend(sequence, claim)
         self._count_slots(sequence)
-        if computed is not NO_COMPUTED_BLOCKS:
+        if is_any_found:
             self._adopt(request, computed, source_ids)
         if not num_held:
             self._lend_saved(request)
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
+
+    def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
+        """Hold found blocks before others are taken. Returns for each group the block to copy from, or None."""
+        for group, claim in claims:
+            group.hold(claim)
+        self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
+        if computed.source is None:
+            return [None] * len(claims)
+        source_ids = [group.id_of(computed.source) for group in self.groups]
+        for group in self.groups:
+            group.renew(computed.source)
+        return source_ids
 
     def _count_slots(self, sequence: TokenSequence) -> None:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size

@@ -56,6 +56,8 @@ class FullAttentionGroup:
         """Return what is missing of `num_all_blocks` blocks."""
         del num_read, num_step_blocks
         num_new = num_all_blocks - len(sequence.block_tables[0]) - len(found)
+        if not found:  # as after the first step of a request
+            return Claim(0, [], num_new, num_new)
         num_unheld = sum(block.ref_count == 0 for block in found)
         return Claim(0, [block.block_id for block in found], num_new, num_new + num_unheld)
 

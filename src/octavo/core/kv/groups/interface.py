@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,8 +12,7 @@ if TYPE_CHECKING:
     from octavo.data.request import Sequence as TokenSequence
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """The blocks of a group that a request needs to go on.
 
     first: index of the first block that the request will hold.
