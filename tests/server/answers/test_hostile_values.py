@@ -1,0 +1,26 @@
+"""Values that are made of the format's own marks are read as they were when the readings were recorded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hostile_values
+
+sys.path.pop(0)
+RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "hostile_outcomes.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", hostile_values.FAMILIES)
+def test_values_of_marks_are_read_as_recorded(name: str) -> None:
+    """After a change on purpose, look at what changed, and record anew: see `hostile_values`."""
+    assert hostile_values.outcomes(name) == RECORDED[name]
+
+
+def test_no_format_reads_only_text() -> None:
+    assert RECORDED.keys() == hostile_values.FAMILIES.keys()
+    for outcomes in RECORDED.values():
+        assert {each[0] for each in outcomes.split()} >= {"c", "t"}
