@@ -448,3 +448,14 @@ def test_generated_tokens_are_cached_only_if_wanted(make_core):
         core.run()
         history = Request("x", [1, 2, 3, 4, 5, 50, 51, 52, 53, 54, 55, 56, 57, 58], SamplingParams(max_tokens=1))
         assert core.scheduler.kv_cache_manager.get_computed_blocks(history).num_tokens == expected
+
+
+def test_an_evicted_block_is_found_no_more(make_core):
+    core = make_core()
+    core.add("a", list(range(9)), max_tokens=1)
+    core.run()
+    pool = core.scheduler.kv_cache_manager.pool
+    [first, *_] = pool.cached_blocks()
+    core.scheduler.faults.evict(first)
+    assert first not in pool.cached_blocks()
+    assert first.hash is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from stores import Store
 
@@ -258,3 +260,11 @@ def test_before_the_first_step_every_result_is_late(make_core):
     core = make_core()
     assert take(core, scheduled, {"a": [7]}) == []
     assert core.scheduler.fail_step(scheduled, "broken") == []
+
+
+def test_drafts_come_with_the_result(make_core):
+    core = make_core()
+    core.add("a", 3)
+    scheduled = core.scheduler.schedule()
+    core.scheduler.update_from_output(scheduled, replace(core.compute(scheduled), draft_token_ids={"a": [1, 2]}))
+    assert core.scheduler.schedule().scheduled_spec_decode_tokens == {"a": [1, 2]}

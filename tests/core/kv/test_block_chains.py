@@ -80,5 +80,9 @@ def test_blocks_are_named_by_positions_of_several_dimensions():
     assert hashes[1][0] == hashes[2][0] != hashes[0][0]
     assert hashes[1][1] != hashes[2][1]
     assert hashes[1][2] != hashes[2][2], "what follows the prompt depends on it"
+    chain = chains.of(make_request("2", [1, 2, 3, 4], rotary_positions=image))
+    assert [chain.keys(index) for index in range(3)] == [
+        ("positions:[[0, 1], [0, 1]]",), ("positions:[[1, 2], [2, 1]]",), ()
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="one position of each dimension for each token"):
         make_request("short", [1, 2, 3], rotary_positions=[[0, 1]] * 2)
