@@ -63,7 +63,11 @@ class TaggedParser(ValueParser):
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self, call: Call) -> Wait[bool]:
-        """Skip the mark that closes a call. Returns whether it came, or the end of the section after arguments."""
+        """Skip the mark that closes a call. Returns whether the call is complete.
+
+        A call without that mark is complete if the section ends here and one of three holds: the call has arguments,
+        its function takes none, or the format has no such mark.
+        """
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
@@ -71,7 +75,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # the rest of a tag with a slip
                 yield from self._takes(char)
             return True
-        # Without arguments and without a closing mark it may be a sentence about the marks.
+        # A call that lacks both its arguments and its closing mark may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))

@@ -3,8 +3,8 @@
 Each held or cached block has the content of one block of the first group: its part of it in this group. It is in
 exactly one place: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and the
 first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
-takes a free block first, then a cached one that some request released behind its window, then the least recently used
-one. The first group's block stays findable, without its part in this group.
+takes a free block first, then a cached one that some request released when its window had passed it, then the least
+recently used one. The first group's block stays findable, without its part in this group.
 
 If memory is set aside for a request, it is given at once all blocks that it may ever hold together. These are its own:
 other requests do not find them until it releases them. So the blocks that it releases suffice for the positions to
