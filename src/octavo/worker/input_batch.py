@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """What does not fit into the arrays. `row` is its place in them.
+    """What the worker knows of one request and does not keep in arrays.
 
-    predicted_token_ids: int32, what its client expects as its output. has_failed: in a step, no token could be chosen
-    say; what steps that were launched behind that one compute of it is for nobody.
+    row: the request's index in the arrays.
+    predicted_token_ids: int32, the output that the client expects.
+    has_failed: a step could not choose a token; the results of steps launched after that one are discarded.
     """
 
     row: int
@@ -46,26 +47,26 @@ class RequestRow:
     stop_token_ids: frozenset[int]
     cache_salt: str | None = None
     predicted_token_ids: NDArray[np.int32] | None = None
-    matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
-    walk: Walk | None = None  # the last one there
+    matcher: Matcher | None = None  # the position in the grammar; built again after a preemption
+    walk: Walk | None = None  # the matcher's last walk
     has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One step, ready for the model. Nothing is padded: rows of all requests stand behind one another.
+    """One step, ready for the model. Nothing is padded: the rows of one request follow those of another.
 
     token_ids       int64 [num_tokens]
     attention       positions, slots, block tables (see `AttentionBatch`)
     requests        the step's requests, in the order of their rows (see `prepare_inputs`)
-    output_start    first of each request's rows of hidden states, then their number: all rows of a request whose prompt
-                    is looked at, or else those that are sampled
-    sampled         indices into `requests` of those whose known tokens are all computed after this step; a token is
-                    chosen behind the newest and behind each draft
-    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each of them, then the number of rows
-    sampled_rows    int64 [num_logits], whose row of the worker's arrays each row of logits is
-    num_known       int64 [num_logits], how many tokens stand before the one that is chosen there
-    logits_indices  int64 [num_logits], their rows of hidden states; None where these are all rows
+    output_start    the first row of hidden states of each request, then the number of all: a request has every row if
+                    its prompt's logprobs or hidden states are wanted, otherwise the rows that are sampled
+    sampled         indices into `requests` of the requests that have no known token left to compute after this step;
+                    each gets one token after its newest token and one after each draft
+    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each sampled request, then the number of rows
+    sampled_rows    int64 [num_logits], for each row of logits the request's row in the worker's arrays
+    num_known       int64 [num_logits], the number of tokens before the one that is chosen from each row of logits
+    logits_indices  int64 [num_logits], the row of hidden states of each row of logits; None if these are all rows
     rows_there, known_there: sampled_rows, and num_known as int32, on the device
     """
 
@@ -88,15 +89,18 @@ class ModelInputs:
 
 
 class InputBatch:
-    """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
+    """The requests that the worker knows, one row each, at most `max_num_seqs`. `update` applies a scheduler's output.
 
-    What is sampled becomes known with `append_sampled`: nobody else adds tokens. Behind the known tokens of a row there
-    may stand others: those that are awaited (`await_sampled`), or drafts of the step.
-    copies: to the device; None for a CPU. num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind
-    its own. num_groups: number of KV groups. num_changes: how often a request left or failed.
-    block_tables: for each KV group [max_num_seqs, blocks]. Where a request has released blocks they hold any number.
+    Only `append_sampled` makes sampled tokens known. The known tokens of a row may be followed by tokens that are
+    awaited (`await_sampled`) or by drafts of the step.
+    copies: to the device; None for a CPU.
+    num_scratch_blocks: of each request; `write_scratch_blocks` appends them to the request's own blocks.
+    num_groups: number of KV groups.
+    num_changes: how often a request left or failed.
+    block_tables: for each KV group [max_num_seqs, blocks]. The entries of released blocks are undefined.
     num_blocks: int64 [num_groups, max_num_seqs], the length of each table.
-    num_position_dims: of positions. After a prompt, all dimensions count on from the largest position in it.
+    num_position_dims: the number of dimensions of a position. After a prompt, all dimensions count on from the largest
+        position in it.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class InputBatch:
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # behind those
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # that follow these
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -131,7 +135,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Forget who ended or was preempted, learn who is new, append blocks that are new of the others."""
+        """Remove requests that ended or were preempted, add new ones, and append the new blocks of the others."""
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
             self.remove_request(request_id)
         for data in scheduled.scheduled_new_reqs:
@@ -196,7 +200,7 @@ class InputBatch:
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Await one token less in rows: what was sampled is here. Those of who `left` may be others' now."""
+        """Await one token less in rows, since it has arrived. The rows of requests that `left` may have new owners."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
@@ -236,7 +240,7 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens behind those that are known, until others are sampled; return both: a view."""
+        """Write tokens after the known ones, valid until others are sampled. Returns a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
@@ -248,8 +252,8 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step. The next position of a request is its number of computed tokens.
 
-        Long work comes first; then requests that begin with the same block stand beside one another, so that attention
-        can read what they share once for all of them.
+        Long work comes first; then requests that begin with the same block follow one another, so that attention reads
+        the blocks that they share once for all of them.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -309,12 +313,13 @@ class InputBatch:
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
 
-        output_start: of each row's tokens the last ones have hidden states that are wanted; where these begin among all
-        such, then their number. others: arrays that go to the device by the same copy; the third are these, there.
+        output_start: where the wanted hidden states of each row begin among all that are wanted, then the number of
+            all. Those of a row are of its last tokens.
+        others: arrays that the same copy brings to the device; the third value returned holds them there.
         num_groups: number of KV groups of the cache.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first  # where each has one token
+        row_of_token, positions = rows, first  # if each has one token
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -342,9 +347,9 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Return what is fed to the model as int64 on the device: there stands what was sampled for what is awaited.
+        """Return the model's input tokens as int64 on the device, with awaited tokens replaced by the sampled ones.
 
-        fed: the token ids there. Where no token could be chosen it is token 0: what comes of that is for nobody.
+        fed: the token ids on the device. Token 0 replaces a token that could not be chosen; its results are discarded.
         """
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
@@ -360,7 +365,7 @@ class InputBatch:
             tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
-        """Write drafts behind the known tokens of their requests, for this step; return how many each has."""
+        """Write drafts after the known tokens of their requests, for this step. Returns how many each has."""
         num_drafts = np.zeros(len(requests), dtype=np.int64)
         for index, request in enumerate(requests):
             token_ids = drafts.get(request.request_id, [])
@@ -418,13 +423,13 @@ class InputBatch:
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return where each of so many begins, all behind one another, then their number."""
+    """Return the start of each of consecutive runs of these lengths, then the sum of the lengths."""
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     return starts
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers from each first on, as many as counts says, behind one another."""
+    """Return, for each pair of first and count, the numbers first, first + 1, ..., one run after another."""
     offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
     return offsets + np.arange(len(offsets))
