@@ -21,6 +21,9 @@ from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
+from octavo.kernels.operations.add import add
+from octavo.kernels.operations.divide import divide
+from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
 
@@ -237,8 +240,8 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
         def gelu(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
             return kernels.gate(gate_up, "gelu_tanh")
 
-        def add(_: int, x=x, residual=residual) -> object:  # noqa: ANN001
-            return kernels.add(x, residual)
+        def added(_: int, x=x, residual=residual) -> object:  # noqa: ANN001
+            return add(kernels, x, residual, 1.0)
 
         def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
             q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -249,7 +252,7 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
             return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1], interleaved=True)
 
         yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
-        yield case(f"add x{rows}", kernels, add, 0, 3 * x.nbytes)
+        yield case(f"add x{rows}", kernels, added, 0, 3 * x.nbytes)
         yield case(f"gate x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
         yield case(f"gate, gelu_tanh x{rows}", kernels, gelu, 0, 1.5 * gate_up.nbytes)
         yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
@@ -264,7 +267,7 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
         logits = torch.randn(rows, VOCAB) * 3
 
         def cap(_: int, logits=logits) -> object:  # noqa: ANN001
-            return kernels.soft_cap(logits, 30.0)
+            return soft_cap(kernels, logits, 30.0)
 
         yield case(f"soft_cap x{rows}", kernels, cap, 0, 2 * logits.nbytes)
         for name, (temperature, top_k, top_p, min_p) in filters.items():
@@ -279,10 +282,10 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
 
             yield case(f"sample {name} x{rows}", kernels, call, 0, logits.nbytes)
 
-        def divide(_: int, logits=logits) -> object:  # noqa: ANN001
-            return kernels.divide(logits, 1.0)
+        def divided(_: int, logits=logits) -> object:  # noqa: ANN001
+            return divide(kernels, logits, 1.0)
 
-        yield case(f"divide logits x{rows}", kernels, divide, 0, 2 * logits.nbytes)
+        yield case(f"divide logits x{rows}", kernels, divided, 0, 2 * logits.nbytes)
 
         def top(_: int, logits=logits) -> object:  # noqa: ANN001
             return kernels.top_tokens(logits, 20)

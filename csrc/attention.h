@@ -12,6 +12,10 @@
 
 #include <type_traits>
 
+#include "attention_args.h"
+
+#if defined(OCTAVO_ISA)
+
 #include "attention_float.h"
 #include "attention_pairs.h"
 #include "attention_prefix.h"
@@ -315,3 +319,5 @@ inline void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

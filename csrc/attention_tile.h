@@ -1,6 +1,7 @@
 // What attention works on: rows of queries, and where the keys and values of a tile stand.
 #pragma once
 
+#include "attention_args.h"
 #include "kv_rows.h"
 #include "linear.h"
 

@@ -1,5 +1,5 @@
 // octavo._kernels: the kernels for Python. Tensors come as addresses (tensor.data_ptr()), shapes and strides, so that a call
-// costs about two microseconds and this library needs no torch. Callers have checked types and shapes.
+// costs about two microseconds and this library needs no torch. Callers have checked types and shapes, except those of `Tensor`.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -31,16 +31,23 @@
 
 namespace nb = nanobind;
 
+// A `Tensor` comes as (address, number of its dtype, shape, strides).
+template <>
+struct nanobind::detail::type_caster<octavo::Tensor> {
+  using Parts = std::tuple<octavo::Address, int, std::vector<int64_t>, std::vector<int64_t>>;
+  NB_TYPE_CASTER(octavo::Tensor, make_caster<Parts>::Name)
+
+  bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<Parts> parts;
+    if (!parts.from_python(source, flags, cleanup)) return false;
+    auto [address, dtype, shape, strides] = parts.operator cast_t<Parts>();
+    value = {address, octavo::DType(dtype), std::move(shape), std::move(strides)};
+    return true;
+  }
+};
+
 namespace octavo {
 namespace {
-
-using Address = uintptr_t;
-using Strides = std::pair<int64_t, int64_t>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // The permission to use AMX, for which Linux must be asked once in a process. It counts for all threads.
 struct TilePermission {
@@ -108,15 +115,6 @@ const KernelTable& table_of(const std::string& isa) {
   throw std::invalid_argument("no kernels for instruction set '" + isa + "' on this processor");
 }
 
-void check_ids(const int64_t* ids, int64_t count, int64_t n) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= n) {
-      throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " +
-                              std::to_string(n));
-    }
-  }
-}
-
 void rejection_sample(Address target, Address draft_ids, Address cu_num_logits, int64_t num_requests, int64_t num_steps,
                       Address sampled, Address num_sampled) {
   if (!accept_drafts(at<int64_t>(target), at<int64_t>(draft_ids), at<int32_t>(cu_num_logits), num_requests, num_steps,
@@ -133,120 +131,6 @@ void check_rows(const StepArgs& step) {
   if (!is_known) throw std::out_of_range("output rows are no rows of the step");
 }
 
-// Others would write all n features where half of them have room.
-void check_gated(const KernelTable& table, const LinearArgs& args) {
-  if (args.gated && !table.fuses_gate(args.x_dtype, args.weight_dtype, args.n)) {
-    throw std::invalid_argument("this product is not gated by its kernel");
-  }
-}
-
-// --- arguments as Python gives them: the same for a call that is made and for one that is recorded -----------------------
-
-LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
-                       int64_t n, int64_t k, Address bias, Address out, int64_t out_stride, int out_dtype, bool gated,
-                       int activation, int64_t group_size, bool has_zeros, Address order) {
-  return {at<void>(x),
-          DType(x_dtype),
-          x_stride,
-          rows,
-          at<void>(weight),
-          DType(weight_dtype),
-          n,
-          k,
-          at<float>(bias),
-          at<void>(out),
-          out_stride,
-          DType(out_dtype),
-          gated,
-          Activation(activation),
-          {group_size, has_zeros},
-          at<int32_t>(order)};
-}
-
-EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
-                             Address out, int out_dtype, double scale, int64_t group_size, bool has_zeros) {
-  return {at<int64_t>(ids), count,         at<void>(packed),  DType(weight_dtype),       n,
-          k,                at<void>(out), DType(out_dtype), static_cast<float>(scale), {group_size, has_zeros}};
-}
-
-NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
-                   int64_t size, double eps, double scale, int64_t together, int64_t x_stride) {
-  return {at<void>(x),  at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows,
-          size, static_cast<float>(eps), static_cast<float>(scale), together, x_stride};
-}
-
-TakeArgs take_args(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
-  return {at<void>(x), x_stride, at<int64_t>(rows), count, row_bytes, at<void>(out)};
-}
-
-GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size,
-                   int activation) {
-  return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation)};
-}
-
-AddArgs add_args(Address x, Address sum, int dtype, int64_t rows, int64_t size, double scale) {
-  return {at<void>(x), at<void>(sum), DType(dtype), rows, size, static_cast<float>(scale)};
-}
-
-RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
-                   Address cos_sin, Address query_scale, Address positions, Address slot_mapping, Address k_cache,
-                   Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype,
-                   int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
-                   bool interleaved, int64_t block_size) {
-  return {at<void>(q),
-          at<void>(k),
-          at<void>(v),
-          {q_strides.first, q_strides.second},
-          {k_strides.first, k_strides.second},
-          {v_strides.first, v_strides.second},
-          at<float>(cos_sin),
-          at<float>(query_scale),
-          at<int64_t>(positions),
-          at<int64_t>(slot_mapping),
-          at<void>(k_cache),
-          at<void>(v_cache),
-          {k_cache_strides.first, k_cache_strides.second},
-          {v_cache_strides.first, v_cache_strides.second},
-          DType(kv_dtype),
-          DType(dtype),
-          tokens,
-          num_heads,
-          num_kv_heads,
-          head_dim,
-          rotary_dim,
-          interleaved,
-          block_size};
-}
-
-AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
-                             Strides v_cache_strides, int kv_dtype, Address out, int64_t out_stride, int dtype,
-                             Address query_start, Address block_tables, int64_t block_table_stride, Address positions,
-                             int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                             int64_t block_size, double scale, int64_t window, double softcap) {
-  return {at<void>(q),
-          {q_strides.first, q_strides.second},
-          at<void>(k_cache),
-          at<void>(v_cache),
-          {k_cache_strides.first, k_cache_strides.second},
-          {v_cache_strides.first, v_cache_strides.second},
-          DType(kv_dtype),
-          at<void>(out),
-          out_stride,
-          DType(dtype),
-          at<int32_t>(query_start),
-          at<int32_t>(block_tables),
-          block_table_stride,
-          at<int64_t>(positions),
-          num_seqs,
-          num_heads,
-          num_kv_heads,
-          head_dim,
-          block_size,
-          static_cast<float>(scale),
-          window,
-          static_cast<float>(softcap)};
-}
-
 // positions, slot_mapping, query_start, block_tables, their stride, num_seqs.
 using Batch = std::tuple<Address, Address, Address, Address, int64_t, int64_t>;
 
@@ -256,15 +140,19 @@ BatchArgs batch_args(const Batch& batch) {
           at<int32_t>(block_tables), block_table_stride,        num_seqs};
 }
 
-// Of layers without a window, and of those with one.
-using Rows = std::pair<Batch, Batch>;
+// One for each KV group.
+using Batches = std::vector<Batch>;
 
-RowsArgs rows_args(const Rows& rows) { return {batch_args(rows.first), batch_args(rows.second)}; }
+std::vector<BatchArgs> batches_args(const Batches& batches) {
+  std::vector<BatchArgs> args;
+  for (const Batch& batch : batches) args.push_back(batch_args(batch));
+  return args;
+}
 
-StepArgs step_args(Address token_ids, int64_t num_tokens, const Rows& rows, Address output_rows, int64_t num_outputs,
-                   const Rows& outputs) {
-  return {at<int64_t>(token_ids), num_tokens, rows_args(rows), at<int64_t>(output_rows), num_outputs,
-          rows_args(outputs)};
+StepArgs step_args(Address token_ids, int64_t num_tokens, const Batches& groups, Address output_rows, int64_t num_outputs,
+                   const Batches& output_groups) {
+  return {at<int64_t>(token_ids), num_tokens, batches_args(groups), at<int64_t>(output_rows), num_outputs,
+          batches_args(output_groups)};
 }
 
 // The kernels of one instruction set and the threads they run on.
@@ -277,97 +165,23 @@ class KernelSet {
   void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
   void shutdown() { pool_.shutdown(); }
 
-  void round_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, int64_t group_size, Address values,
-                    Address scales, Address zeros) {
+  template <class Args>
+  void call(Kernel<Args> KernelTable::*kernel, const Args& args) {
+    check(table_, args);
     ThreadPool::Session session(pool_);
-    table_.round_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, group_size, at<void>(values),
-                                at<void>(scales), at<void>(zeros)});
-  }
-
-  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address multiples,
-                   Address offsets, int64_t group_size, Address packed) {
-    ThreadPool::Session session(pool_);
-    table_.pack_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<int16_t>(multiples),
-                               at<int16_t>(offsets), {group_size, offsets != 0}, at<void>(packed)});
-  }
-
-  void linear(const LinearArgs& args) {
-    check_gated(table_, args);
-    ThreadPool::Session session(pool_);
-    table_.linear(pool_, args);
+    (table_.*kernel)(pool_, args);
   }
 
   bool fuses_gate(int x_dtype, int weight_dtype, int64_t n) const {
     return table_.fuses_gate(DType(x_dtype), DType(weight_dtype), n);
   }
 
-  void embedding(const EmbeddingArgs& args) {
-    check_ids(args.ids, args.count, args.n);
-    ThreadPool::Session session(pool_);
-    table_.embedding(pool_, args);
-  }
-
-  void take_rows(const TakeArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.take_rows(pool_, args);
-  }
-
-  void rms_norm(const NormArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.rms_norm(pool_, args);
-  }
-
-  void gate(const GateArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.gate(pool_, args);
-  }
-
-  void add(const AddArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.add(pool_, args);
-  }
-
-  void soft_cap(Address x, int64_t count, double cap) {
-    ThreadPool::Session session(pool_);
-    table_.soft_cap(pool_, at<float>(x), count, static_cast<float>(cap));
-  }
-
-  void divide(Address x, int64_t count, double divisor) {
-    ThreadPool::Session session(pool_);
-    table_.divide(pool_, at<float>(x), count, static_cast<float>(divisor));
-  }
-
-  void rope_and_write_kv(const RopeArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.rope_and_write_kv(pool_, args);
-  }
-
-  void paged_attention(const AttentionArgs& args) {
-    ThreadPool::Session session(pool_);
-    table_.paged_attention(pool_, args);
-  }
-
-  // A program without calls yet, for the batch that they will be made with.
-  Program begin_program(const StepArgs& recorded) { return {table_, recorded}; }
+  const KernelTable& table() const { return table_; }
 
   void run(Program& program, const StepArgs& step, int64_t* nanoseconds) {
-    check_ids(step.token_ids, step.num_tokens, program.vocab_size());
     check_rows(step);
     ThreadPool::Session session(pool_);
     program.run(pool_, step, nanoseconds);
-  }
-
-  void sample(Address logits, int64_t rows, int64_t vocab, Address temperature, Address top_k, Address top_p,
-              Address min_p, Address seed, Address sample_index, Address position, Address out) {
-    ThreadPool::Session session(pool_);
-    table_.sample(pool_, {at<float>(logits), rows, vocab, at<float>(temperature), at<int32_t>(top_k), at<float>(top_p),
-                          at<float>(min_p), at<int64_t>(seed), at<int32_t>(sample_index), at<int32_t>(position),
-                          at<int64_t>(out)});
-  }
-
-  void top_tokens(Address values, int64_t rows, int64_t vocab, int64_t k, Address out_values, Address out_ids) {
-    ThreadPool::Session session(pool_);
-    table_.top_tokens(pool_, at<float>(values), rows, vocab, k, at<float>(out_values), at<int64_t>(out_ids));
   }
 
   int64_t spin_fma(int64_t rounds) {
@@ -432,35 +246,26 @@ void advise_huge_pages(Address address, int64_t bytes) {
 
 uint64_t xxh64(Address address, int64_t bytes, uint64_t seed) { return Xxh64::of(at<uint8_t>(address), bytes, seed); }
 
-// A method that makes a call at once, and one that adds it to a program, of the function that reads its arguments.
-template <auto kArgs, class Args, class... Values>
-auto call_of(void (KernelSet::*method)(const Args&), Args (*)(Values...)) {
-  return [method](KernelSet& set, Values... values) { (set.*method)(kArgs(values...)); };
+// A kernel as a method that runs it at once, and, if it can be recorded, as one that adds a call to a program.
+template <class Args, class... Values>
+void define(nb::class_<KernelSet>& set, nb::class_<Program>& program, const char* name, Kernel<Args> KernelTable::*kernel,
+            Args (*of)(Values...)) {
+  set.def(
+      name, [kernel, of](KernelSet& kernels, Values... values) { kernels.call(kernel, of(values...)); },
+      nb::call_guard<nb::gil_scoped_release>());
+  if constexpr (kIsRecorded<Args>) {
+    program.def(name, [kernel, of](Program& calls, Values... values) { calls.add(kernel, of(values...)); });
+  }
 }
 
-template <auto kArgs, class Args>
-auto calling(void (KernelSet::*method)(const Args&)) {
-  return call_of<kArgs>(method, kArgs);
+Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Batches& groups, Address output_rows,
+                      int64_t num_outputs, const Batches& output_groups) {
+  return {set.table(), step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups)};
 }
 
-template <auto kArgs, class Args, class... Values>
-auto addition_of(Args (*)(Values...)) {
-  return [](Program& program, Values... values) { program.add(kArgs(values...)); };
-}
-
-template <auto kArgs>
-auto adding() {
-  return addition_of<kArgs>(kArgs);
-}
-
-Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Rows& rows, Address output_rows,
-                      int64_t num_outputs, const Rows& outputs) {
-  return set.begin_program(step_args(token_ids, num_tokens, rows, output_rows, num_outputs, outputs));
-}
-
-void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Rows& rows,
-                 Address output_rows, int64_t num_outputs, const Rows& outputs, Address nanoseconds) {
-  const StepArgs step = step_args(token_ids, num_tokens, rows, output_rows, num_outputs, outputs);
+void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Batches& groups,
+                 Address output_rows, int64_t num_outputs, const Batches& output_groups, Address nanoseconds) {
+  const StepArgs step = step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups);
   set.run(program, step, at<int64_t>(nanoseconds));
 }
 
@@ -478,37 +283,18 @@ NB_MODULE(_kernels, m) {
   m.def("xxh64", &octavo::xxh64, Released());
   m.def("rejection_sample", &octavo::rejection_sample, nb::call_guard<nb::gil_scoped_release>());
   m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
-  nb::class_<Program>(m, "Program")
-      .def("linear", adding<linear_args>())
-      .def("embedding", adding<embedding_args>())
-      .def("take_rows", adding<take_args>())
-      .def("rms_norm", adding<norm_args>())
-      .def("gate", adding<gate_args>())
-      .def("add", adding<add_args>())
-      .def("rope_and_write_kv", adding<rope_args>())
-      .def("paged_attention", adding<attention_args>());
-  nb::class_<KernelSet>(m, "KernelSet")
-      .def(nb::init<const std::string&, int, std::vector<int>>())
+  nb::class_<Program> program(m, "Program");
+  nb::class_<KernelSet> set(m, "KernelSet");
+#define OCTAVO_METHOD(name, Args) define(set, program, #name, &KernelTable::name, &Args::of);
+  OCTAVO_KERNELS(OCTAVO_METHOD)
+#undef OCTAVO_METHOD
+  set.def(nb::init<const std::string&, int, std::vector<int>>())
       .def_prop_ro("num_threads", &KernelSet::num_threads)
       .def("set_num_threads", &KernelSet::set_num_threads, Released())
       .def("shutdown", &KernelSet::shutdown, Released())
-      .def("round_weight", &KernelSet::round_weight, Released())
-      .def("pack_weight", &KernelSet::pack_weight, Released())
-      .def("linear", calling<linear_args>(&KernelSet::linear), Released())
       .def("fuses_gate", &KernelSet::fuses_gate)
-      .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())
-      .def("take_rows", calling<take_args>(&KernelSet::take_rows), Released())
-      .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
-      .def("gate", calling<gate_args>(&KernelSet::gate), Released())
-      .def("add", calling<add_args>(&KernelSet::add), Released())
-      .def("soft_cap", &KernelSet::soft_cap, Released())
-      .def("divide", &KernelSet::divide, Released())
-      .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())
-      .def("paged_attention", calling<attention_args>(&KernelSet::paged_attention), Released())
       .def("begin_program", &begin_program, nb::keep_alive<0, 1>())
       .def("run", &run_program, Released())
-      .def("sample", &KernelSet::sample, Released())
-      .def("top_tokens", &KernelSet::top_tokens, Released())
       .def("spin_fma", &KernelSet::spin_fma, Released())
       .def("spin_bytes", &KernelSet::spin_bytes, Released())
       .def("spin_pairs", &KernelSet::spin_pairs, Released())

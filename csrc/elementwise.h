@@ -1,14 +1,124 @@
-// Copies, sums, norms, gates, soft caps, rotary embedding: one pass over each row, sums in a fixed order of lanes.
+// Copies, norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
 #pragma once
 
 #include <cmath>
+
+#include "arguments.h"
+
+namespace octavo {
+
+// Rows that are copied out of others.
+struct TakeArgs {
+  const void* x;
+  int64_t x_stride;  // bytes between rows
+  const int64_t* rows;  // [count], of x
+  int64_t count;
+  int64_t row_bytes;
+  void* out;  // [count, row_bytes], contiguous
+
+  static constexpr auto kRows = &TakeArgs::count;
+  static constexpr bool kTakesOutputs = true;  // calls that follow in a recorded step are of the rows that it takes
+  static TakeArgs of(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
+    return {at<void>(x), x_stride, at<int64_t>(rows), count, row_bytes, at<void>(out)};
+  }
+
+  bool reads(const StepArgs& step, const BatchArgs&) const { return rows == step.output_rows; }
+  void read(const StepArgs& step, const BatchArgs&) { rows = step.output_rows; }
+};
+
+struct NormArgs {
+  const void* x;   // [rows / together, together, size], the last two dimensions contiguous
+  void* residual;  // [rows, size], contiguous, or null: x * scale is added to it, and the sum is normalized
+  const void* weight;
+  DType weight_dtype;
+  void* out;
+  DType dtype;  // of x, residual and out
+  int64_t rows;
+  int64_t size;
+  float eps;
+  float scale;       // of x where it is added
+  int64_t together;  // rows of x that stand together: the heads of a token
+  int64_t x_stride;  // from one such group to the next
+
+  static constexpr auto kRows = &NormArgs::rows;
+  static NormArgs of(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
+                     int64_t size, double eps, double scale, int64_t together, int64_t x_stride) {
+    return {at<void>(x), at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows, size,
+            static_cast<float>(eps), static_cast<float>(scale), together, x_stride};
+  }
+};
+
+struct GateArgs {
+  const void* gate_up;  // [rows, 2 * size], contiguous
+  void* out;            // [rows, size]
+  int64_t out_stride;
+  DType dtype;  // of both
+  int64_t rows;
+  int64_t size;
+  Activation activation;
+
+  static constexpr auto kRows = &GateArgs::rows;
+  static GateArgs of(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size,
+                     int activation) {
+    return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation)};
+  }
+};
+
+struct RopeArgs {
+  void* q;        // [tokens, num_heads, head_dim]
+  const void* k;  // [tokens, num_kv_heads, head_dim]
+  const void* v;
+  int64_t q_strides[2];  // of tokens and of heads
+  int64_t k_strides[2];
+  int64_t v_strides[2];
+  const float* cos_sin;      // [max_positions, rotary_dim]: cosines, then sines
+  const float* query_scale;  // [max_positions] of rotated queries, or null
+  const int64_t* positions;
+  const int64_t* slot_mapping;
+  void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
+  void* v_cache;
+  int64_t k_cache_strides[2];  // of blocks and of heads
+  int64_t v_cache_strides[2];
+  DType kv_dtype;  // that of q, k and v, or int8
+  DType dtype;
+  int64_t tokens;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t rotary_dim;  // the first dimensions of a head, which turn; the others stay
+  bool interleaved;    // each even one turns with the next, not each of the first half with one of the second
+  int64_t block_size;
+
+  static constexpr auto kRows = &RopeArgs::tokens;
+  static RopeArgs of(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
+                     Address cos_sin, Address query_scale, Address positions, Address slot_mapping, Address k_cache,
+                     Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype,
+                     int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
+                     bool interleaved, int64_t block_size) {
+    return {at<void>(q), at<void>(k), at<void>(v), {q_strides.first, q_strides.second}, {k_strides.first, k_strides.second},
+            {v_strides.first, v_strides.second}, at<float>(cos_sin), at<float>(query_scale), at<int64_t>(positions),
+            at<int64_t>(slot_mapping), at<void>(k_cache), at<void>(v_cache),
+            {k_cache_strides.first, k_cache_strides.second}, {v_cache_strides.first, v_cache_strides.second},
+            DType(kv_dtype), DType(dtype), tokens, num_heads, num_kv_heads, head_dim, rotary_dim, interleaved, block_size};
+  }
+
+  bool reads(const StepArgs&, const BatchArgs& batch) const {
+    return positions == batch.positions && slot_mapping == batch.slot_mapping;
+  }
+  void read(const StepArgs&, const BatchArgs& batch) {
+    positions = batch.positions;
+    slot_mapping = batch.slot_mapping;
+  }
+};
+
+}  // namespace octavo
+
+#if defined(OCTAVO_ISA)
 
 #include "kv_rows.h"
 #include "math.h"
 
 namespace octavo::OCTAVO_ISA {
-
-constexpr int64_t kLeastElements = 8192;  // per piece of work: below it a thread costs more than it brings
 
 inline void take_rows(ThreadPool& pool, const TakeArgs& args) {
   parallel_ranges(pool, args.count, divide_up(4 * kLeastElements, args.row_bytes), [&](int64_t first, int64_t last) {
@@ -96,43 +206,6 @@ inline void gate(ThreadPool& pool, const GateArgs& args) {
   } else {
     gate_of<bf16>(pool, args);
   }
-}
-
-template <class T>
-void add_of(ThreadPool& pool, const AddArgs& args) {
-  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
-    const int64_t begin = first * args.size, end = last * args.size;
-    const T* x = static_cast<const T*>(args.x);
-    T* sum = static_cast<T*>(args.sum);
-    const Vec scale = splat(args.scale);
-    for (int64_t i = begin; i < end; i += kLanes) {
-      store_first(sum + i, load_first(x + i, end - i) * scale + load_first(sum + i, end - i), end - i);
-    }
-  });
-}
-
-inline void add(ThreadPool& pool, const AddArgs& args) {
-  if (args.dtype == DType::kFloat32) {
-    add_of<float>(pool, args);
-  } else {
-    add_of<bf16>(pool, args);
-  }
-}
-
-inline void soft_cap(ThreadPool& pool, float* x, int64_t count, float cap) {
-  parallel_ranges(pool, divide_up(count, kLanes), kLeastElements / kLanes, [&](int64_t first, int64_t last) {
-    for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
-      store_first(x + i, soft_cap(load_first(x + i, count - i), splat(cap)), count - i);
-    }
-  });
-}
-
-inline void divide(ThreadPool& pool, float* x, int64_t count, float divisor) {
-  parallel_ranges(pool, divide_up(count, kLanes), kLeastElements / kLanes, [&](int64_t first, int64_t last) {
-    for (int64_t i = first * kLanes; i < last * kLanes; i += kLanes) {
-      store_first(x + i, load_first(x + i, count - i) / splat(divisor), count - i);
-    }
-  });
 }
 
 // Su et al., "RoFormer" (2021): dimension i turns with dimension i + rotary_dim / 2. `out` may be `x`.
@@ -226,3 +299,5 @@ inline void rope_and_write_kv(ThreadPool& pool, const RopeArgs& args) {
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

@@ -1,20 +1,15 @@
 // The table of one instruction set. Included by one translation unit each.
 #pragma once
 
-#include "attention.h"
-#include "elementwise.h"
+#include "kernels.h"
 #include "limits.h"
-#include "packing.h"
-#include "rounding.h"
-#include "sampling.h"
 
 namespace octavo::OCTAVO_ISA {
 
+#define OCTAVO_ENTRY(name, Args) name,
 constexpr KernelTable kTable{
-    round_weight, pack_weight, linear,     fuses_gate, embedding,         take_rows,
-    rms_norm,     gate,        add,        soft_cap,   divide,            rope_and_write_kv,
-    paged_attention, sample,   top_tokens, spin_fma,   spin_bytes,        spin_pairs,
-    read_memory,  gumbel_noise,
+    OCTAVO_KERNELS(OCTAVO_ENTRY) fuses_gate, spin_fma, spin_bytes, spin_pairs, read_memory, gumbel_noise,
 };
+#undef OCTAVO_ENTRY
 
 }  // namespace octavo::OCTAVO_ISA

@@ -9,6 +9,7 @@
 
 #include <utility>
 
+#include "linear_args.h"
 #include "parallel.h"
 
 namespace octavo::OCTAVO_ISA {

@@ -4,6 +4,10 @@
 // rows.
 #pragma once
 
+#include "linear_args.h"
+
+#if defined(OCTAVO_ISA)
+
 #include "linear_blocks.h"
 #include "linear_tiles.h"
 
@@ -182,3 +186,5 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

@@ -1,7 +1,7 @@
 // Elementary functions over lanes: the same bits on every instruction set that has a fused multiply-add.
 #pragma once
 
-#include "kernels.h"
+#include "arguments.h"
 #include "vec.h"
 
 namespace octavo::OCTAVO_ISA {

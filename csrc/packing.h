@@ -1,6 +1,10 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
+#include "packing_args.h"
+
+#if defined(OCTAVO_ISA)
+
 #include "packing_blocks.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -226,3 +230,5 @@ inline void embedding(ThreadPool& pool, const EmbeddingArgs& args) {
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_int4_tiles.h"
+#include "packing_args.h"
 
 namespace octavo::OCTAVO_ISA {
 

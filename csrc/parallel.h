@@ -3,10 +3,13 @@
 
 #include <type_traits>
 
-#include "kernels.h"
+#include "arguments.h"
+#include "thread_pool.h"
 #include "vec.h"
 
 namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kLeastElements = 8192;  // per piece of work: below it a thread costs more than it brings
 
 // body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: see ThreadPool::run.
 template <class F>

@@ -1,176 +1,140 @@
-// A forward pass as the list of kernel calls that it made once: run again for other tokens without returning to Python
-// between two of them, which costs more than a small kernel does. What a step changes is the number of rows and the arrays
-// of its batch; all other addresses (weights, KV cache, buffers between kernels) stay. From the first rows that are taken
-// out of others on, calls are of the output rows alone; the step that is recorded must want all of its rows.
+// A forward pass as the list of kernel calls that it made once. Later steps run the list for other tokens without returning to
+// Python between two calls, which costs more than a small kernel does.
+//
+// A step changes the number of rows and the arrays of its batch. All other addresses (weights, KV cache, buffers between
+// kernels) stay. After the first call that takes output rows, calls are of the output rows alone; the step that is recorded must
+// return all of its rows.
+//
+// The arguments of a recorded kernel say what changes:
+//   kRows          the member that counts rows: a multiple of the step's tokens. Without it a call has one row for each token.
+//   reads, read    whether the arrays are those of a step and a KV group; replaces them by those of another step
+//   kTakesOutputs  true if the kernel takes the output rows out of all rows
+//   check          throws if the arguments of a step must not reach the kernel
 #pragma once
 
 #include <chrono>
-#include <stdexcept>
+#include <memory>
 #include <type_traits>
 #include <utility>
-#include <variant>
-#include <vector>
 
 #include "kernels.h"
 
 namespace octavo {
 
-// The arrays of octavo.kernels.interface.AttentionBatch.
-struct BatchArgs {
-  const int64_t* positions;
-  const int64_t* slot_mapping;
-  const int32_t* query_start;
-  const int32_t* block_tables;
-  int64_t block_table_stride;
-  int64_t num_seqs;
-};
+template <class Args, class = void>
+struct HasRows : std::false_type {};
+template <class Args>
+struct HasRows<Args, std::void_t<decltype(Args::kRows)>> : std::true_type {};
 
-// Rows as layers without a window find them in the cache, and as layers with one do.
-struct RowsArgs {
-  BatchArgs plain, windowed;  // alike where the same tables are of both
-};
+template <class Args, class = void>
+struct ReadsStep : std::false_type {};
+template <class Args>
+struct ReadsStep<Args, std::void_t<decltype(&Args::read)>> : std::true_type {};
 
-// A step: its tokens, and those rows of them of which hidden states are wanted (octavo.kernels.interface.OutputRows).
-struct StepArgs {
-  const int64_t* token_ids;  // [num_tokens], inside the vocabulary
-  int64_t num_tokens;
-  RowsArgs rows;
-  const int64_t* output_rows;  // [num_outputs]
-  int64_t num_outputs;
-  RowsArgs outputs;
-};
+template <class Args, class = void>
+struct TakesOutputs : std::false_type {};
+template <class Args>
+struct TakesOutputs<Args, std::void_t<decltype(Args::kTakesOutputs)>> : std::true_type {};
+
+template <class Args, class = void>
+struct IsChecked : std::false_type {};
+template <class Args>
+struct IsChecked<Args, std::void_t<decltype(std::declval<const Args&>().check(std::declval<const KernelTable&>()))>>
+    : std::true_type {};
+
+template <class Args>
+constexpr bool kIsRecorded = HasRows<Args>::value || ReadsStep<Args>::value;
+
+template <class Args>
+void check(const KernelTable& table, const Args& args) {
+  if constexpr (IsChecked<Args>::value) args.check(table);
+}
 
 class Program {
  public:
-  // recorded: the batch that the calls were made with, so that its arrays are known again.
-  Program(const KernelTable& table, const StepArgs& recorded) : table_(table), recorded_(recorded) {
-    if (recorded.num_outputs != recorded.num_tokens) throw std::invalid_argument("a step of all rows is recorded");
+  // recorded: the step that the calls were made in.
+  Program(const KernelTable& table, StepArgs recorded) : table_(table), recorded_(std::move(recorded)) {
+    if (recorded_.num_outputs != recorded_.num_tokens) throw std::invalid_argument("a step of all rows is recorded");
+    if (recorded_.groups.empty()) throw std::invalid_argument("a step has at least one KV group");
+    check_groups(recorded_);
   }
+  Program(Program&&) = default;
 
   template <class Args>
-  void add(const Args& args) {
-    if constexpr (std::is_same_v<Args, TakeArgs>) of_outputs_ = true;
-    const int64_t rows = rows_of(args);
+  void add(Kernel<Args> KernelTable::*kernel, const Args& args) {
+    if constexpr (TakesOutputs<Args>::value) of_outputs_ = true;
+    int64_t rows = recorded_.num_tokens;
+    if constexpr (HasRows<Args>::value) rows = args.*Args::kRows;
     if (rows % recorded_.num_tokens != 0) throw std::invalid_argument("a call's rows are no multiple of the tokens");
-    const bool of_windows = check_batch(args);
-    calls_.push_back({args, rows / recorded_.num_tokens, of_outputs_, of_windows});
+    calls_.push_back(std::make_unique<CallOf<Args>>(table_.*kernel, args));
+    calls_.back()->rows_per_token = rows / recorded_.num_tokens;
+    calls_.back()->of_outputs = of_outputs_;
+    calls_.back()->group = group_of(args);
   }
-
-  int64_t vocab_size() const { return vocab_size_; }
 
   // nanoseconds [calls]: what each call takes is added to it, if it is given.
   void run(ThreadPool& pool, const StepArgs& step, int64_t* nanoseconds) {
     using Clock = std::chrono::steady_clock;
-    for (Call& call : calls_) {
+    check_groups(step);
+    for (const std::unique_ptr<Call>& call : calls_) {
       const Clock::time_point begin = nanoseconds == nullptr ? Clock::time_point() : Clock::now();
-      const int64_t rows = call.rows_per_token * (call.of_outputs ? step.num_outputs : step.num_tokens);
-      const RowsArgs& of_call = call.of_outputs ? step.outputs : step.rows;
-      const BatchArgs& batch = call.of_windows ? of_call.windowed : of_call.plain;
-      if (rows > 0) std::visit([&](auto& args) { execute(pool, args, rows, step, batch); }, call.args);
+      const int64_t rows = call->rows_per_token * (call->of_outputs ? step.num_outputs : step.num_tokens);
+      const BatchArgs& batch = (call->of_outputs ? step.output_groups : step.groups)[call->group];
+      if (rows > 0) call->run(table_, pool, rows, step, batch);
       if (nanoseconds != nullptr) *nanoseconds++ += std::chrono::nanoseconds(Clock::now() - begin).count();
     }
   }
 
  private:
   struct Call {
-    std::variant<EmbeddingArgs, TakeArgs, LinearArgs, NormArgs, GateArgs, AddArgs, RopeArgs, AttentionArgs> args;
-    int64_t rows_per_token;
-    bool of_outputs;
-    bool of_windows;
+    int64_t rows_per_token = 1;
+    bool of_outputs = false;
+    size_t group = 0;  // the KV group whose arrays are read
+
+    virtual ~Call() = default;
+    virtual void run(const KernelTable& table, ThreadPool& pool, int64_t rows, const StepArgs& step,
+                     const BatchArgs& batch) = 0;
   };
 
-  static int64_t rows_of(const EmbeddingArgs& args) { return args.count; }
-  static int64_t rows_of(const TakeArgs& args) { return args.count; }
-  static int64_t rows_of(const LinearArgs& args) { return args.rows; }
-  static int64_t rows_of(const NormArgs& args) { return args.rows; }
-  static int64_t rows_of(const GateArgs& args) { return args.rows; }
-  static int64_t rows_of(const AddArgs& args) { return args.rows; }
-  static int64_t rows_of(const RopeArgs& args) { return args.tokens; }
-  int64_t rows_of(const AttentionArgs&) const { return recorded_.num_tokens; }
+  template <class Args>
+  struct CallOf final : Call {
+    const Kernel<Args> kernel;
+    Args args;
 
-  static void expect(bool is_known) {
-    if (!is_known) throw std::invalid_argument("a call reads an array that is not the batch's");
-  }
-  // Each tells whether the call is of a layer whose keys and values stand apart because it has a window.
-  bool check_batch(const EmbeddingArgs& args) {
-    expect(args.ids == recorded_.token_ids);
-    vocab_size_ = args.n;
-    return false;
-  }
-  bool check_batch(const TakeArgs& args) const {
-    expect(args.rows == recorded_.output_rows);
-    return false;
-  }
-  bool check_batch(const RopeArgs& args) const {
-    return is_of_windows([&](const BatchArgs& batch) {
-      return args.positions == batch.positions && args.slot_mapping == batch.slot_mapping;
-    });
-  }
-  bool check_batch(const AttentionArgs& args) const {
-    return is_of_windows([&](const BatchArgs& batch) {
-      return args.positions == batch.positions && args.query_start == batch.query_start &&
-             args.block_tables == batch.block_tables;
-    });
-  }
-  bool check_batch(const LinearArgs&) const { return false; }
-  bool check_batch(const NormArgs&) const { return false; }
-  bool check_batch(const GateArgs&) const { return false; }
-  bool check_batch(const AddArgs&) const { return false; }
+    CallOf(Kernel<Args> kernel_, const Args& args_) : kernel(kernel_), args(args_) {}
 
-  template <class F>
-  bool is_of_windows(F&& reads) const {
-    const RowsArgs& rows = of_outputs_ ? recorded_.outputs : recorded_.rows;
-    if (reads(rows.plain)) return false;
-    expect(reads(rows.windowed));
-    return true;
+    void run(const KernelTable& table, ThreadPool& pool, [[maybe_unused]] int64_t rows,
+             [[maybe_unused]] const StepArgs& step, [[maybe_unused]] const BatchArgs& batch) override {
+      if constexpr (HasRows<Args>::value) args.*Args::kRows = rows;
+      if constexpr (ReadsStep<Args>::value) args.read(step, batch);
+      check(table, args);
+      kernel(pool, args);
+    }
+  };
+
+  // The first KV group whose arrays a call reads; 0 if it reads none.
+  template <class Args>
+  size_t group_of([[maybe_unused]] const Args& args) const {
+    if constexpr (ReadsStep<Args>::value) {
+      const std::vector<BatchArgs>& groups = of_outputs_ ? recorded_.output_groups : recorded_.groups;
+      for (size_t group = 0; group < groups.size(); ++group) {
+        if (args.reads(recorded_, groups[group])) return group;
+      }
+      throw std::invalid_argument("a call reads an array that is not the batch's");
+    }
+    return 0;
   }
 
-  void execute(ThreadPool& pool, EmbeddingArgs& args, int64_t rows, const StepArgs& step, const BatchArgs&) const {
-    args.ids = step.token_ids;
-    args.count = rows;
-    table_.embedding(pool, args);
-  }
-  void execute(ThreadPool& pool, TakeArgs& args, int64_t rows, const StepArgs& step, const BatchArgs&) const {
-    args.rows = step.output_rows;
-    args.count = rows;
-    table_.take_rows(pool, args);
-  }
-  void execute(ThreadPool& pool, LinearArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
-    args.rows = rows;
-    table_.linear(pool, args);
-  }
-  void execute(ThreadPool& pool, NormArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
-    args.rows = rows;
-    table_.rms_norm(pool, args);
-  }
-  void execute(ThreadPool& pool, GateArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
-    args.rows = rows;
-    table_.gate(pool, args);
-  }
-  void execute(ThreadPool& pool, AddArgs& args, int64_t rows, const StepArgs&, const BatchArgs&) const {
-    args.rows = rows;
-    table_.add(pool, args);
-  }
-  void execute(ThreadPool& pool, RopeArgs& args, int64_t rows, const StepArgs&, const BatchArgs& batch) const {
-    args.tokens = rows;
-    args.positions = batch.positions;
-    args.slot_mapping = batch.slot_mapping;
-    table_.rope_and_write_kv(pool, args);
-  }
-  void execute(ThreadPool& pool, AttentionArgs& args, int64_t, const StepArgs&, const BatchArgs& batch) const {
-    args.query_start = batch.query_start;
-    args.block_tables = batch.block_tables;
-    args.block_table_stride = batch.block_table_stride;
-    args.positions = batch.positions;
-    args.num_seqs = batch.num_seqs;
-    table_.paged_attention(pool, args);
+  void check_groups(const StepArgs& step) const {
+    if (step.groups.size() != recorded_.groups.size() || step.output_groups.size() != recorded_.groups.size()) {
+      throw std::invalid_argument("a step has another number of KV groups than the recorded one");
+    }
   }
 
   const KernelTable& table_;
   StepArgs recorded_;
-  int64_t vocab_size_ = 0;
-  bool of_outputs_ = false;  // what is added now
-  std::vector<Call> calls_;
+  bool of_outputs_ = false;  // whether calls that are added now are of the output rows
+  std::vector<std::unique_ptr<Call>> calls_;
 };
 
 }  // namespace octavo

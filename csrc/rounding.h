@@ -3,6 +3,32 @@
 
 #include <cfloat>
 
+#include "arguments.h"
+
+namespace octavo {
+
+// A weight that is rounded to integers.
+struct RoundArgs {
+  const void* weight;  // [n, k]
+  DType dtype;         // float32, bfloat16 or float16
+  int64_t n;
+  int64_t k;
+  int64_t stride;
+  int64_t group_size;  // int4: k that share a scale; 0: int8, rotated
+  void* values;        // int8 or uint8 [n, k], contiguous
+  void* scales;        // int8: float32 [n]; int4: bfloat16 [n, groups]
+  void* zeros;         // int4: float16 [n, groups] of zero points, or null: all of them are 8
+
+  static RoundArgs of(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, int64_t group_size, Address values,
+                      Address scales, Address zeros) {
+    return {at<void>(weight), DType(dtype), n, k, stride, group_size, at<void>(values), at<void>(scales), at<void>(zeros)};
+  }
+};
+
+}  // namespace octavo
+
+#if defined(OCTAVO_ISA)
+
 #include "quantized_rows.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -186,3 +212,5 @@ inline void round_weight(ThreadPool& pool, const RoundArgs& args) {
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

@@ -1,6 +1,47 @@
 // One token per row: argmax of the logits, or of logits / temperature + noise over the tokens that the filters leave.
 #pragma once
 
+#include "arguments.h"
+
+namespace octavo {
+
+struct SampleArgs {
+  const float* logits;  // [rows, vocab], contiguous
+  int64_t rows;
+  int64_t vocab;
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seed;
+  const int32_t* sample_index;
+  const int32_t* position;
+  int64_t* out;  // [rows]
+
+  static SampleArgs of(Address logits, int64_t rows, int64_t vocab, Address temperature, Address top_k, Address top_p,
+                       Address min_p, Address seed, Address sample_index, Address position, Address out) {
+    return {at<float>(logits), rows, vocab, at<float>(temperature), at<int32_t>(top_k), at<float>(top_p), at<float>(min_p),
+            at<int64_t>(seed), at<int32_t>(sample_index), at<int32_t>(position), at<int64_t>(out)};
+  }
+};
+
+struct TopTokensArgs {
+  const float* values;  // [rows, vocab], contiguous
+  int64_t rows;
+  int64_t vocab;
+  int64_t k;
+  float* out_values;  // [rows, k]
+  int64_t* out_ids;   // [rows, k]
+
+  static TopTokensArgs of(Address values, int64_t rows, int64_t vocab, int64_t k, Address out_values, Address out_ids) {
+    return {at<float>(values), rows, vocab, k, at<float>(out_values), at<int64_t>(out_ids)};
+  }
+};
+
+}  // namespace octavo
+
+#if defined(OCTAVO_ISA)
+
 #include "noise.h"
 #include "parallel.h"
 #include "selection.h"
@@ -193,12 +234,14 @@ inline void top_tokens_of_row(const float* values, int64_t vocab, int64_t k, voi
   }
 }
 
-inline void top_tokens(ThreadPool& pool, const float* values, int64_t rows, int64_t vocab, int64_t k, float* out_values,
-                       int64_t* out_ids) {
-  pool.reserve_local(SelectionMemory::bytes(vocab));
-  parallel(pool, rows, [&](int64_t row, int thread) {
-    top_tokens_of_row(values + row * vocab, vocab, k, pool.local(thread), out_values + row * k, out_ids + row * k);
+inline void top_tokens(ThreadPool& pool, const TopTokensArgs& args) {
+  pool.reserve_local(SelectionMemory::bytes(args.vocab));
+  parallel(pool, args.rows, [&](int64_t row, int thread) {
+    top_tokens_of_row(args.values + row * args.vocab, args.vocab, args.k, pool.local(thread), args.out_values + row * args.k,
+                      args.out_ids + row * args.k);
   });
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#endif  // OCTAVO_ISA

@@ -21,6 +21,8 @@ enum class DType : int {
   kQ5_K = 11,
   kQ6_K = 12,
   kMXFP4 = 13,
+  kInt32 = 14,  // this and the next one: of a Tensor alone
+  kInt64 = 15,
 };
 
 // Storage only: arithmetic happens in float32 lanes.

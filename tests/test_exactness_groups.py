@@ -75,6 +75,7 @@ def test_tokens_of_three_groups_are_those_of_one(checkpoint, alone, schedule, dt
     engine = make_engine(checkpoint, dtype, schedule, "cpu")
     cache = engine.core.executor.worker.kv_cache
     assert [group.kind for group in cache.groups] == [FullAttention(), SlidingWindow(32), SlidingWindow(64)]
+    assert engine.core.executor.worker.runner.forward_pass.recorded is not None
     requests = make_requests()[:NUM_TRIED]
     assert answers(engine, requests) == alone(dtype)
     for index, answer in enumerate(answers(engine, requests) if schedule.rounds > 1 else []):

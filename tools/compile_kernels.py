@@ -88,15 +88,16 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None
 
 
 def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
-    """Return a call of an operation of `TritonKernels` on tensors of these shapes."""
+    """Return a call of a method of `TritonKernels`, or of an operation, on tensors of these shapes."""
 
     def call() -> None:
         import torch  # noqa: PLC0415
 
-        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+        from octavo.kernels.triton.backend import TritonKernels, kernel_of  # noqa: PLC0415
 
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape in shapes]
-        getattr(TritonKernels(), name)(*tensors, **options)
+        kernel = kernel_of(name) or getattr(TritonKernels(), name)
+        kernel(*tensors, **options)
 
     return call
 
@@ -221,7 +222,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
     "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),
     "add_rms_norm bfloat16 4096": operation("add_rms_norm", (8, 4096), (8, 4096), (4096,), eps=1e-6),
-    "add bfloat16": operation("add", (8, 2048), (8, 2048)),
+    "add bfloat16": operation("add", (8, 2048), (8, 2048), scale=1.0),
     "gate bfloat16 silu": operation("gate", (8, 4096)),
     "gate bfloat16 gelu_tanh": operation("gate", (8, 4096), activation="gelu_tanh"),
     "soft_cap": operation("soft_cap", (8, 4096), dtype="float32", cap=30.0),

@@ -298,8 +298,8 @@ void elementwise(Run& run) {
   const Memory logits = random.floats(count);
   run.same("soft_cap and divide", count * 4, [&](ThreadPool& pool, const Memory& out) {
     std::memcpy(out.as(), logits.as(), static_cast<size_t>(count * 4));
-    run.table.soft_cap(pool, out.as<float>(), count, 2.0f);
-    run.table.divide(pool, out.as<float>(), count, 3.0f);
+    run.table.soft_cap(pool, {out.as<float>(), count, 2.0f});
+    run.table.divide(pool, {out.as<float>(), count, 3.0f});
   });
   run.same("gumbel_noise", count * 4, [&](ThreadPool&, const Memory& out) {
     run.table.gumbel_noise(5, 6, 7, 3, count, out.as<float>());
@@ -381,7 +381,7 @@ void sampling(Run& run) {
                             min_p.as<float>(), seed.as<int64_t>(), index.as<int32_t>(), position.as<int32_t>(), out.as<int64_t>()});
   });
   run.same("top_tokens", rows * k * 16, [&](ThreadPool& pool, const Memory& out) {
-    run.table.top_tokens(pool, logits.as<float>(), rows, vocab, k, out.as<float>(), reinterpret_cast<int64_t*>(out.as<char>() + rows * k * 8));
+    run.table.top_tokens(pool, {logits.as<float>(), rows, vocab, k, out.as<float>(), reinterpret_cast<int64_t*>(out.as<char>() + rows * k * 8)});
   });
 }
 

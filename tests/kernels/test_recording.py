@@ -9,6 +9,8 @@ import torch
 from kernel_backends import ISAS, compiled_kernels
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
+from octavo.kernels.operations.add import add
+from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
@@ -347,6 +349,77 @@ def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
     with pytest.raises(IndexError, match="vocabulary"):
         again(torch.tensor([1, 512, 3]), batch)
     assert torch.equal(again(ids, batch), before)
+
+
+def grouped(batch, num_groups):
+    """The batch with tables and slots of further KV groups: each has other blocks."""
+
+    def group(of, index):
+        tables = (of.block_tables + 6 * index) % NUM_BLOCKS
+        slots = (of.slot_mapping + 6 * index * BLOCK_SIZE) % (NUM_BLOCKS * BLOCK_SIZE)
+        return replace(of, outputs=None, block_tables=tables, slot_mapping=slots)
+
+    groups = tuple(group(batch, index) for index in range(1, num_groups))
+    if batch.outputs is None:
+        return replace(batch, more_groups=groups)
+    rows = batch.outputs.attention
+    outputs = replace(
+        batch.outputs, attention=replace(rows, more_groups=tuple(group(rows, i) for i in range(1, num_groups)))
+    )
+    return replace(batch, more_groups=groups, outputs=outputs)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 4])
+def test_a_step_of_any_number_of_kv_groups(num_groups, tmp_path, compiled, generator):
+    config = tiny_config("Qwen2ForCausalLM", num_hidden_layers=num_groups)
+    model = load(write_checkpoint(tmp_path, config, std=0.1), compiled, "bfloat16", None)
+    for index, layer in enumerate(model.layers):
+        layer.kv_group = index
+    plain, recorded = Cache(model), Cache(model)
+    with torch.inference_mode():
+        ids, batch = step_of([4, 2], generator, [0, 0])
+        _, again = compiled.record_forward(
+            lambda *step: model.forward(*step, recorded), ids, grouped(batch, num_groups), MAX_TOKENS
+        )
+        model.forward(ids, grouped(batch, num_groups), plain)
+        for lengths, counts in (([5, 1, 3], [1, 1, 1]), ([1, 1, 1], [0, 1, 1]), ([20, 1, 7], [3, 0, 1])):
+            ids, batch = step_of(lengths, generator, [4, 2, 0])
+            step = grouped(with_outputs(batch, counts), num_groups)
+            assert torch.equal(again(ids, step), model.forward(ids, step, plain))
+        for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+        with pytest.raises(ValueError, match="another number of KV groups"):
+            again(ids, grouped(with_outputs(batch, [1, 1, 1]), num_groups + 1))
+
+
+def test_an_operation_is_recorded(compiled, generator):
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
+
+    def forward(ids, _batch):
+        x, residual = (compiled.embedding(ids, table, torch.bfloat16) for _ in range(2))
+        add(compiled, x, residual, 0.5)
+        return residual
+
+    ids, batch = step_of([3], generator, [0])
+    _, again = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
+    assert again.calls == ("embedding", "embedding", "add")
+    ids, batch = step_of([20, 1, 7], generator, [0] * 3)
+    assert torch.equal(again(ids, batch), forward(ids, batch))
+
+
+def test_a_kernel_that_cannot_be_recorded_is_called_in_each_step(compiled, generator):
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
+
+    def forward(ids, _batch):
+        x = compiled.embedding(ids, table, torch.float32)
+        soft_cap(compiled, x, 0.5)
+        return x
+
+    ids, batch = step_of([3], generator, [0])
+    hidden, again = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
+    assert again is None
+    assert torch.equal(hidden, forward(ids, batch))
 
 
 def test_other_backends_record_nothing(generator):

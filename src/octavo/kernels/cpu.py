@@ -39,10 +39,12 @@ if TYPE_CHECKING:
         SamplingRows,
         WeightToPack,
     )
+    from octavo.kernels.operation import Arguments, Operation
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
-ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as csrc/kernels.h has them
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as csrc/arguments.h has them
+_TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}  # as csrc/types.h has them
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and where there are few; csrc/attention_tile.h
@@ -112,7 +114,7 @@ class CpuKernels:
     def layout(self) -> str:
         """To be counted up when one of these says something else of a weight.
 
-        csrc/kernels.h, csrc/block_formats.h, `rotate`, `Int4Weight.whole_scales`.
+        csrc/arguments.h, csrc/block_formats.h, `rotate`, `Int4Weight.whole_scales`.
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
@@ -144,6 +146,17 @@ class CpuKernels:
     def set_num_threads(self, num_threads: int) -> None:
         """Change the number of threads; results do not depend on it."""
         self.kernel_set.set_num_threads(num_threads)
+
+    def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
+        """Compute an operation by the compiled kernel of its name, or by its plain version if there is none.
+
+        Raises `ValueError` if the compiled kernel does not take tensors of such a dtype, shape or stride.
+        """
+        call = getattr(self._calls, operation.name, None)
+        if call is None:
+            operation.reference(*args)
+        else:
+            call(*(_described(each) if isinstance(each, torch.Tensor) else each for each in args))
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -201,6 +214,10 @@ class CpuKernels:
         assert data.data_ptr() % 64 == 0
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         return data
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """Return memory of undefined content; at its place of the plan, while a forward pass is recorded."""
+        return self._empty(*shape, dtype=like.dtype)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
@@ -273,11 +290,10 @@ class CpuKernels:
     ) -> tuple[Tensor, RecordedForward | None]:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`.
 
-        A recording has the tables of two KV groups, and positions of one dimension. Steps of a model with more of
-        either are not recorded.
+        Steps of a model whose positions have several dimensions are not recorded.
         """
         del decodes
-        if len(batch.more_groups) > 1 or batch.rotary_positions is not None:
+        if batch.rotary_positions is not None:
             return forward(token_ids, batch), None
         wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
@@ -291,7 +307,7 @@ class CpuKernels:
             self._calls, self._empty = recorder, recorder.empty
             hidden = forward(token_ids, batch)
         except NotRecordableError:
-            self._empty = torch.empty
+            self._calls, self._empty = self.kernel_set, torch.empty
             return forward(token_ids, replace(batch, outputs=wanted)), None
         finally:
             self._calls, self._empty = self.kernel_set, torch.empty
@@ -334,13 +350,6 @@ class CpuKernels:
         assert residual.dtype == x.dtype
         return self._norm(x, residual, weight, eps, scale)
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
-        """Add x * scale to `residual` in place."""
-        assert x.is_contiguous()
-        assert residual.is_contiguous()
-        assert residual.dtype == x.dtype
-        self._calls.add(x.data_ptr(), residual.data_ptr(), DTYPE_NUMBERS[x.dtype], *x.shape, scale)
-
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         size, together = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
         assert x[0].is_contiguous() if x.dim() == 3 and x.shape[0] else x.is_contiguous()
@@ -351,12 +360,6 @@ class CpuKernels:
             scale, together, x.stride(0) if x.dim() > 1 else size,
         )  # fmt: skip
         return out
-
-    def divide(self, x: Tensor, divisor: float) -> None:
-        """Divide x in place."""
-        assert x.dtype == torch.float32
-        assert x.is_contiguous()
-        self.kernel_set.divide(x.data_ptr(), x.numel(), divisor)
 
     def rope_and_write_kv(
         self,
@@ -421,12 +424,6 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def soft_cap(self, x: Tensor, cap: float) -> None:
-        """Replace x by cap * tanh(x / cap)."""
-        assert x.dtype == torch.float32
-        assert x.is_contiguous()
-        self.kernel_set.soft_cap(x.data_ptr(), x.numel(), cap)
-
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id per row."""
         assert logits.dtype == torch.float32
@@ -465,3 +462,8 @@ class CpuKernels:
             values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
         )
         return largest, ids
+
+
+def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor as csrc/arguments.h wants it."""
+    return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

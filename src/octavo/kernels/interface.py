@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.block_weight import BlockWeight
+    from octavo.kernels.operation import Arguments, Operation
     from octavo.kernels.quantization import QuantizedWeight
 
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
@@ -177,6 +178,10 @@ class Kernels(Protocol):
         """Upper bound of what attention and sampling allocate for themselves in a step of up to `max_tokens` tokens."""
         ...
 
+    def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
+        """Compute an operation in place: by the kernel of its name, or by the plain version if there is none."""
+        ...
+
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight [out_features, in_features] of any floating type to integers of 8 or 4 bits.
 
@@ -213,6 +218,13 @@ class Kernels(Protocol):
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return uint8 [num_bytes] of undefined content, as this backend wants that of packed weights and of KV."""
+        ...
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """Return contiguous memory of undefined content for a result, of the dtype and device of `like`.
+
+        A forward pass allocates its results here and not by torch, so that its steps can be recorded.
+        """
         ...
 
     def linear(
@@ -297,10 +309,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
-        """Add x * scale to `residual` in place, as `add_rms_norm` does. Both [num_tokens, hidden]."""
-        ...
-
     def rope_and_write_kv(
         self,
         q: Tensor,
@@ -342,20 +350,13 @@ class Kernels(Protocol):
 
         Rows of the result may stand further apart than they are long. Row at position p sees positions
         max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes as in `rope_and_write_kv`. Sums
-        run over tiles that are fixed by absolute position. softcap: the cap of scaled scores (see `soft_cap`), or None.
+        run over tiles that are fixed by absolute position. softcap: the cap of scaled scores
+        (see `octavo.kernels.operations.soft_cap`), or None.
         """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
-        ...
-
-    def soft_cap(self, x: Tensor, cap: float) -> None:
-        """Replace float32 x, contiguous, by cap * tanh(x / cap) (Gemma Team 2024)."""
-        ...
-
-    def divide(self, x: Tensor, divisor: float) -> None:
-        """Divide float32 x, contiguous, in place."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

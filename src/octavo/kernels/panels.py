@@ -1,4 +1,4 @@
-"""A packed weight, in the layout of csrc/kernels.h."""
+"""A packed weight, in the layout of csrc/arguments.h."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
 KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # as there, behind those
-PANEL_COLUMNS = 32  # as in csrc/kernels.h
+PANEL_COLUMNS = 32  # as in csrc/arguments.h
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise.
+    """Our own layout (csrc/arguments.h): panels of 32 columns, zero padded; the bias in float32, padded likewise.
 
     dtype_number: of `DTYPE_NUMBERS`, or of `KIND_NUMBERS` where it is a part of `octavo.kernels.block_panels`.
     data: uint8; behind the panels the order of an int4 weight's columns, if it has one: int32 [in_features].
@@ -133,7 +133,7 @@ class PanelWeight:
 
 
 class Int4Format(NamedTuple):
-    """How the kernels are told of an int4 weight (csrc/kernels.h).
+    """How the kernels are told of an int4 weight (csrc/arguments.h).
 
     has_order: its columns meet input features in an order of their own, which the kernels are given beside it.
     """

@@ -30,7 +30,7 @@ _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel
 
 
 class NotRecordableError(Exception):
-    """The forward pass computes something with torch itself, which a recording would leave out."""
+    """The forward pass computes something with torch, or by a kernel whose calls a recording cannot hold."""
 
 
 class Rehearsal:
@@ -102,8 +102,14 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return the kernel of that name, which is noted when it is called."""
-        call, add = getattr(self._set, name), getattr(self._program, name)
+        """Return the kernel of that name, which is noted when it is called.
+
+        Raises `NotRecordableError` if its calls cannot be part of a recorded step.
+        """
+        call = getattr(self._set, name)
+        add = getattr(self._program, name, None)
+        if add is None:
+            raise NotRecordableError(name)
 
         def call_and_add(*args: Any) -> None:
             call(*args)
@@ -177,7 +183,7 @@ def _copy(batch: AttentionBatch) -> AttentionBatch:
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
-    """Return the arguments that csrc/program.h calls StepArgs."""
+    """Return the arguments that csrc/arguments.h calls StepArgs."""
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
@@ -188,14 +194,13 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
     )
 
 
-def _arrays_of_groups(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the arguments that csrc/program.h calls RowsArgs: the arrays of the first KV group and of the second."""
-    first = _arrays(batch)
-    return first, _arrays(batch.more_groups[0]) if batch.more_groups else first
+def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
+    """Return the arrays of each KV group."""
+    return [_arrays(batch), *map(_arrays, batch.more_groups)]
 
 
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
-    """Return the arguments that csrc/program.h calls BatchArgs."""
+    """Return the arguments that csrc/arguments.h calls BatchArgs."""
     return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from octavo.kernels.block_weight import BlockWeight
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedGroups, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
+from octavo.kernels.operations.add import add
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
     ROUNDED_KV_DTYPES,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Activation, DecodePlan, Kernels, WeightToPack
+    from octavo.kernels.operation import Arguments, Operation
 
 _PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
@@ -55,6 +57,10 @@ class ReferenceKernels:
     kv_cache_dtypes: tuple[str, ...] = ("int8", "fp8")
     has_fp8_weights = True
     multiplies_fp8 = False
+
+    def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
+        """Compute an operation by its plain version."""
+        operation.reference(*args)
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
@@ -87,6 +93,10 @@ class ReferenceKernels:
     def allocate(self, num_bytes: int) -> Tensor:
         """Return plain memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def empty(self, *shape: int, like: Tensor) -> Tensor:
+        """Return memory of undefined content."""
+        return like.new_empty(shape)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
@@ -165,16 +175,8 @@ class ReferenceKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """Add x * scale to `residual` in place and return its norm."""
-        self.add(x, residual, scale)
+        add(self, x, residual, scale)
         return self.rms_norm(residual, weight, eps)
-
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
-        """Add x * scale to `residual` in place."""
-        residual.copy_(residual.float() + x.float() * scale)
-
-    def divide(self, x: Tensor, divisor: float) -> None:
-        """Divide x in place."""
-        x.div_(divisor)
 
     def rope_and_write_kv(
         self,
@@ -238,10 +240,6 @@ class ReferenceKernels:
         gate, up = gate_up.float().chunk(2, dim=-1)
         activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         return (activated * up).to(gate_up.dtype)
-
-    def soft_cap(self, x: Tensor, cap: float) -> None:
-        """Replace x by cap * tanh(x / cap)."""
-        x.div_(cap).tanh_().mul_(cap)
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int

@@ -46,7 +46,7 @@ class Architecture:
     has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
     embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
     norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
-    logit_softcap       the cap of logits (see `Kernels.soft_cap`), or None
+    logit_softcap       the cap of logits (see `octavo.kernels.operations.soft_cap`), or None
     text_part_of        the class of the model of text and images whose text part this is, or None
     logits_scaling      logits are divided by it
     num_position_dims   dimensions of a position, see `AttentionBatch.rotary_positions`

@@ -36,7 +36,7 @@ class AttentionConfig:
     rope          how queries and keys are rotated, or None: they are not
     window        tokens a position sees, itself included, or None for all
     scale         of products of queries and keys, or None: head_dim ** -0.5
-    softcap       the cap of these scaled products (see `Kernels.soft_cap`), or None
+    softcap       the cap of these scaled products (see `octavo.kernels.operations.soft_cap`), or None
     qk_norm       queries and keys are normalized before they are rotated: "head" has one weight of [head_dim] each, for
                   all heads; "width" takes all heads of a token as one row
     is_fused      the checkpoint holds queries, keys and values as one matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from octavo.kernels.operations.add import add
 from octavo.models.declared import Norm
 
 if TYPE_CHECKING:
@@ -189,5 +190,5 @@ class ResidualNorm:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:
             return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)
-        self.kernels.add(hidden, residual, self.scale)
+        add(self.kernels, hidden, residual, self.scale)
         return residual

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from octavo.kernels.operations.divide import divide
+from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.models.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class CausalLM:
         """Return float32 [rows, vocab_size] of the rows that are sampled, in `out` if given."""
         logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
         if self.architecture.logits_scaling != 1.0:
-            self.kernels.divide(logits, self.architecture.logits_scaling)
+            divide(self.kernels, logits, self.architecture.logits_scaling)
         if self.architecture.logit_softcap is not None:
-            self.kernels.soft_cap(logits, self.architecture.logit_softcap)
+            soft_cap(self.kernels, logits, self.architecture.logit_softcap)
         return logits

@@ -108,9 +108,9 @@ MASS = "lanes = tl.zeros([BLOCK], tl.float64)\n    for first in "
 FIRST_TILE = "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)"
 MISTAKES = {
     add: [
-        ("elementwise", "_add[num_rows, triton.cdiv(width, _BLOCK)]", "_add[num_rows, 1]"),
-        ("elementwise", ".to(tl.float32) + x * scale", ".to(tl.float32) + x"),
-        ("elementwise", "+ x * scale", "+ round_to(x * scale, residual_ptr.dtype.element_ty).to(tl.float32)"),
+        ("add", "_add[num_rows, triton.cdiv(width, _BLOCK)]", "_add[num_rows, 1]"),
+        ("add", ".to(tl.float32) + x * scale", ".to(tl.float32) + x"),
+        ("add", "+ x * scale", "+ round_to(x * scale, residual_ptr.dtype.element_ty).to(tl.float32)"),
     ],
     silu: [
         ("elementwise", "_gate[num_rows, triton.cdiv(width, _BLOCK)]", "_gate[num_rows, 1]"),
@@ -118,12 +118,12 @@ MISTAKES = {
     ],
     gelu: [("elementwise", "0.044715", "0.0447")],
     soft_cap: [
-        ("elementwise", "_soft_cap[(triton.cdiv(x.numel(), _BLOCK),)]", "_soft_cap[(x.numel() // _BLOCK,)]"),
+        ("soft_cap", "_soft_cap[(triton.cdiv(x.numel(), _BLOCK),)]", "_soft_cap[(x.numel() // _BLOCK,)]"),
     ],
     divide: [
-        ("elementwise", "_divide[(triton.cdiv(x.numel(), _BLOCK),)]", "_divide[(x.numel() // _BLOCK,)]"),
+        ("divide", "_divide[(triton.cdiv(x.numel(), _BLOCK),)]", "_divide[(x.numel() // _BLOCK,)]"),
         (
-            "elementwise",
+            "divide",
             "tl.div_rn(tl.load(x_ptr + index, mask=is_there), divisor)",
             "tl.load(x_ptr + index, mask=is_there) * tl.div_rn(1.0, divisor)",
         ),

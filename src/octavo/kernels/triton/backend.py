@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import logging
 import warnings
 from dataclasses import replace
@@ -32,13 +35,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Activation, AttentionBatch, DecodePlan, SamplingRows, WeightToPack
+    from octavo.kernels.operation import Arguments, Operation
     from octavo.kernels.triton.graphs import GraphPool
 
 logger = logging.getLogger(__name__)
 _OPERATIONS = (
-    "add",
     "add_rms_norm",
-    "divide",
     "embedding",
     "gate",
     "gated_linear",
@@ -49,7 +51,6 @@ _OPERATIONS = (
     "rms_norm",
     "rope_and_write_kv",
     "sample",
-    "soft_cap",
     "take_rows",
     "top_tokens",
 )
@@ -78,6 +79,15 @@ class TritonKernels(ReferenceKernels):
         self._warned_of: set[str] = set()
         self._product_bytes_per_row = 0  # of partial sums: the most that a weight packed so far takes
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
+
+    def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
+        """Compute an operation by the function of its name in the module of its name, or by plain torch."""
+        kernel = kernel_of(operation.name)
+        if kernel is None:
+            self._leave_to_torch(operation.name)
+            operation.reference(*args)
+        else:
+            kernel(*args)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Keep a weight of floats, int8 or fp8 as it is, pack one of int4 or in blocks."""
@@ -189,21 +199,9 @@ class TritonKernels(ReferenceKernels):
         """Add x * scale to `residual` in place and return its norm."""
         return norms.add_rms_norm(x, residual, weight, eps, scale)
 
-    def add(self, x: Tensor, residual: Tensor, scale: float = 1.0) -> None:
-        """Add x * scale to `residual` in place."""
-        elementwise.add(x, residual, scale)
-
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up."""
         return elementwise.gate(gate_up, activation)
-
-    def soft_cap(self, x: Tensor, cap: float) -> None:
-        """Replace x by cap * tanh(x / cap)."""
-        elementwise.soft_cap(x, cap)
-
-    def divide(self, x: Tensor, divisor: float) -> None:
-        """Divide x in place."""
-        elementwise.divide(x, divisor)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id per row."""
@@ -265,6 +263,16 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+@functools.cache
+def kernel_of(name: str) -> Callable[..., None] | None:
+    """Return the function that computes an operation; None if it has no module."""
+    path = f"octavo.kernels.triton.{name}"
+    if importlib.util.find_spec(path) is None:
+        return None
+    kernel: Callable[..., None] = getattr(importlib.import_module(path), name)
+    return kernel
 
 
 def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:

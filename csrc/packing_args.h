@@ -1,0 +1,58 @@
+// The arguments of kernels that pack a weight, and that take rows out of a packed one.
+#pragma once
+
+#include "arguments.h"
+
+namespace octavo {
+
+// A weight before it is packed.
+struct PackArgs {
+  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte; blocks: [n, bytes of a row], `stride` apart
+  DType dtype;
+  int64_t n;
+  int64_t k;
+  int64_t stride;
+  const float* scales;       // int8: [n]; int4: the units of the columns' scales [n]
+  const int16_t* multiples;  // int4: of these units [n, groups]; times a value less its zero point, at most 32,639
+  const int16_t* offsets;    // int4: (zero point - 8) times the multiple [n, groups] or null
+  Int4Format int4;
+  void* packed;
+
+  static PackArgs of(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address multiples,
+                     Address offsets, int64_t group_size, Address packed) {
+    return {at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<int16_t>(multiples), at<int16_t>(offsets),
+            {group_size, offsets != 0}, at<void>(packed)};
+  }
+};
+
+struct EmbeddingArgs {
+  const int64_t* ids;  // [count], inside the vocabulary
+  int64_t count;
+  const void* packed;  // [n, k]
+  DType weight_dtype;
+  int64_t n;
+  int64_t k;
+  void* out;  // [count, k], contiguous
+  DType out_dtype;
+  float scale;      // every value is multiplied by it before it is rounded
+  Int4Format int4;  // of a weight of that type
+
+  static constexpr auto kRows = &EmbeddingArgs::count;
+  static EmbeddingArgs of(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,
+                          int out_dtype, double scale, int64_t group_size, bool has_zeros) {
+    return {at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out), DType(out_dtype),
+            static_cast<float>(scale), {group_size, has_zeros}};
+  }
+
+  template <class Table>
+  void check(const Table&) const {
+    for (int64_t i = 0; i < count; ++i) {
+      if (ids[i] >= 0 && ids[i] < n) continue;
+      throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(n));
+    }
+  }
+  bool reads(const StepArgs& step, const BatchArgs&) const { return ids == step.token_ids; }
+  void read(const StepArgs& step, const BatchArgs&) { ids = step.token_ids; }
+};
+
+}  // namespace octavo

@@ -1,0 +1,19 @@
+"""Sums with the residual."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.kernels.operation import Operation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@Operation
+def add(x: Tensor, residual: Tensor, scale: float) -> None:
+    """Add x * scale to `residual` in place. Both [num_tokens, hidden], contiguous, of one dtype.
+
+    The product and the sum are of float32; the latter is rounded to their dtype.
+    """
+    residual.copy_(residual.float() + x.float() * scale)
