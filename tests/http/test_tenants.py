@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,22 +173,55 @@ def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [remove_key, rotate_key, retire_key])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[keys.bob]\nsha256 = "{0}"\n[keys.carol]\nsha256 = "{1}"\n', "no key of the name 'alice'"),
-        ('keys.alice = {{ sha256 = "{0}", previous_sha256 = "{2}" }}\nkeys.bob = {{ sha256 = "{1}" }}\n', "by hand"),
-    ],
-)
-def test_a_file_that_cannot_be_changed_stays(
-    tmp_path: Path, change: Callable[[Path, str], object], text: str, message: str
-) -> None:
+def test_a_missing_name_changes_nothing(tmp_path: Path, change: Callable[[Path, str], object]) -> None:
     path = tmp_path / "keys.toml"
-    path.write_text(text.format(digest("a"), digest("b"), digest("c")))
+    path.write_text(f'[keys.bob]\nsha256 = "{digest("a")}"\n[keys.carol]\nsha256 = "{digest("b")}"\n')
     before = path.read_text()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="no key of the name 'alice'"):
         change(path, "alice")
     assert path.read_text() == before
+
+
+SPELLINGS = [
+    'keys.alice = {{ sha256 = "{0}", previous_sha256 = "{1}" }}\nkeys.bob = {{ sha256 = "{2}" }} # here\n',
+    '[keys]\nalice = {{ sha256 = "{0}", previous_sha256 = "{1}" }}\nbob.sha256 = "{2}" # here\n',
+    "[keys.'alice']\nprevious_sha256 = '{1}'\nsha256 = '{0}'\n\n[keys.bob] # here\nsha256 = '{2}'",
+]
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_every_spelling_of_a_table_can_be_changed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text.format(digest("new"), digest("old"), digest("bob")))
+    alice, bob = Tenant(name="alice"), Tenant(name="bob")
+
+    def owners(*keys: str) -> list[Tenant | None]:
+        assert "# here" in path.read_text()
+        keyring = Keyring.from_file(path)
+        return [keyring.find(key.encode()) for key in (*keys, "bob")]
+
+    assert owners("new", "old") == [alice, alice, bob]
+    retire_key(path, "alice")
+    assert owners("new", "old") == [alice, None, bob]
+    newer = rotate_key(path, "alice")
+    assert owners("new", "old", newer) == [alice, None, alice, bob]
+    if text.startswith("keys."):
+        before = path.read_text()
+        with pytest.raises(ConfigError, match=r"not written as tables like \[keys.alice\]; change them by hand"):
+            add_key(path, Tenant(name="carol"))
+        assert path.read_text() == before
+        return
+    carol = add_key(path, Tenant(name="carol", weight=2))
+    assert owners("new", newer, carol) == [alice, alice, Tenant(name="carol", weight=2), bob]
+    remove_key(path, "alice")
+    assert owners("new", newer, carol) == [None, None, Tenant(name="carol", weight=2), bob]
+
+
+def test_keys_are_not_changed_without_tomlkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomlkit", None)
+    with pytest.raises(ConfigError, match=r"needs tomlkit: pip install 'octavo\[server\]'"):
+        add_key(tmp_path / "keys.toml", Tenant(name="alice"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_salts_of_tenants_never_meet() -> None:
@@ -212,8 +246,8 @@ def test_file_of_keys_is_written_as_people_write_it(tmp_path: Path) -> None:
     first = add_key(path, Tenant(name="alice", weight=2.5, share_prefix_cache=True))
     second = add_key(path, Tenant(name="bob"))
     assert path.read_text() == (
-        f'[keys."alice"]\nsha256 = "{digest(first)}"\nweight = 2.5\nshare_prefix_cache = true\n'
-        f'\n[keys."bob"]\nsha256 = "{digest(second)}"\n'
+        f'[keys.alice]\nsha256 = "{digest(first)}"\nweight = 2.5\nshare_prefix_cache = true\n'
+        f'\n[keys.bob]\nsha256 = "{digest(second)}"\n'
     )
     assert first.startswith("octavo-")
     path.chmod(0o644)

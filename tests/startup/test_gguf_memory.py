@@ -11,7 +11,7 @@ from kernels_available import COMPILED
 
 MIB = 1 << 20
 KV_BYTES = 32 * MIB
-PAGES_BYTES = 32 * MIB  # of the file, that are being packed
+PAGES_BYTES = 64 * MIB  # of the file, that are being packed: more if the thread that releases them waits for a core
 STEP_BYTES = 64 * MIB  # activations, logits and scratch of the kernels
 # A small model first, so that what libraries take is not counted.
 MEASURE = """

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import re
 import secrets
 import stat
 import tomllib
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +30,13 @@ from octavo.data.request_options import check_salt
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from octavo.config import AccessConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_DIGEST_LINE = re.compile(r"^sha256[ \t]*=[^\n]*", re.MULTILINE)
-_PREVIOUS_LINE = re.compile(r"^previous_sha256[ \t]*=[^\n]*\n?", re.MULTILINE)
 KEY_PREFIX = "octavo-"
 
 
@@ -176,63 +174,48 @@ def _check(field: str, value: Any, place: str) -> None:
 
 
 def add_key(path: Path, tenant: Tenant) -> str:
-    """Make a key for a tenant, add its digest and limits to a file (made where there is none), and return the key.
+    """Make a key for a tenant, add its digest and limits to a file, and return the key.
 
-    Raises `ConfigError` for a name that is there already, or a file that cannot be read or written.
+    A missing file is created, for its owner alone. Raises `ConfigError` if the name exists, or the file cannot be read
+    or written.
     """
-    place = f"the key {tenant.name!r}"
     given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
     given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
     key, digest = _new_key()
     table = {"sha256": digest, **given}
-    _entries(tenant.name, table, place)
-    is_new = not path.exists()
-    if not is_new and any(known.name == tenant.name for known in Keyring.from_file(path).tenants):
+    _entries(tenant.name, table, f"the key {tenant.name!r}")
+    if path.exists() and any(known.name == tenant.name for known in Keyring.from_file(path).tenants):
         raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
-    lines = [f'[keys."{tenant.name}"]', *(f"{name} = {json.dumps(value)}" for name, value in table.items())]
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            if is_new:
-                path.chmod(0o600)
-            file.write(("" if is_new else "\n") + "\n".join(lines) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    with _changed(path) as tables:
+        tables[tenant.name] = table
     return key
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Take a tenant's keys out of a file. Raises `ConfigError`, also for the last ones in it."""
+    """Remove a tenant's keys from a file. Raises `ConfigError`, also for the last ones in it."""
     if [known.name for known in Keyring.from_file(path).tenants] == [name]:
         raise ConfigError(f"{name!r} is the only key of {path}: add another one first")
-    _change(path, name, lambda _: "", lambda tables: tables.pop(name))
+    with _changed(path) as tables:
+        del _table(path, tables, name)[name]
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Make a new key for a tenant and return it; the one before stays open until `retire_key`, or the next new one.
+    """Make a new key for a tenant and return it. The old key stays valid until `retire_key`, or until the next new one.
 
     Raises `ConfigError`.
     """
     key, digest = _new_key()
-
-    def edit(table: str) -> str:
-        table = _PREVIOUS_LINE.sub("", table)
-        return _DIGEST_LINE.sub(lambda old: f'sha256 = "{digest}"\nprevious_{old.group()}', table, count=1)
-
-    def expect(tables: dict[str, Any]) -> None:
-        tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
-
-    _change(path, name, edit, expect)
+    with _changed(path) as tables:
+        table = _table(path, tables, name)[name]
+        table.update(sha256=digest, previous_sha256=table["sha256"])
     return key
 
 
 def retire_key(path: Path, name: str) -> None:
-    """Take away the key that a tenant had before its present one. Raises `ConfigError` where there is none."""
-
-    def expect(tables: dict[str, Any]) -> None:
-        if tables[name].pop("previous_sha256", None) is None:
+    """Remove the key that a tenant had before its present one. Raises `ConfigError` if there is none."""
+    with _changed(path) as tables:
+        if _table(path, tables, name)[name].pop("previous_sha256", None) is None:
             raise ConfigError(f"{name!r} has no previous key in {path}")
-
-    _change(path, name, lambda table: _PREVIOUS_LINE.sub("", table), expect)
 
 
 def _new_key() -> tuple[str, str]:
@@ -240,38 +223,43 @@ def _new_key() -> tuple[str, str]:
     return key, _digest(key.encode()).hex()
 
 
-def _change(path: Path, name: str, edit: Callable[[str], str], expect: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the text of one table and leave all else in the file as it stands, comments too.
-
-    expect does to the tables what edit has to do to the text.
-    """
-    if not any(known.name == name for known in Keyring.from_file(path).tenants):
+def _table(path: Path, tables: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the tables, of which one has this name. Raises `ConfigError` without one."""
+    if name not in tables:
         raise ConfigError(f"{path} has no key of the name {name!r}")
-    text = path.read_text(encoding="utf-8")
-    expected = tomllib.loads(text)
-    expect(expected["keys"])
-    quoted = re.escape(name)
-    changed = re.sub(
-        rf"""^\[keys\.(?:{quoted}|"{quoted}"|'{quoted}')\][^\n]*\n(?:(?!\[)[^\n]*\n?)*""",
-        lambda table: edit(table.group()),
-        text,
-        count=1,
-        flags=re.MULTILINE,
-    )
+    return tables
+
+
+@contextmanager
+def _changed(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the tables of a file, and write them back. Comments, and all that does not change, stay as they are.
+
+    Nothing is written if the block raises. The file is replaced at once, and keeps its owner and its mode. Raises
+    `ConfigError`, also without tomlkit.
+    """
     try:
-        is_right = tomllib.loads(changed) == expected
-    except tomllib.TOMLDecodeError:
-        is_right = False
-    if not is_right:
-        raise ConfigError(f"{path}: keys.{name} is not written as `octavo keys add` writes it; change it by hand")
-    path = path.resolve()
-    beside, before = path.with_name(f"{path.name}.new"), path.stat()
+        import tomlkit  # noqa: PLC0415  a server only reads keys
+    except ImportError:
+        raise ConfigError("changing keys needs tomlkit: pip install 'octavo[server]'") from None
+
+    is_new, path = not path.exists(), path.resolve()
+    if not is_new:
+        _read(path)  # says what is wrong
+    document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
+    tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
+    yield tables
+    text = tomlkit.dumps(document)
+    if tomllib.loads(text) != {"keys": tables.unwrap()}:
+        raise ConfigError(f"{path}: the keys are not written as tables like [keys.alice]; change them by hand")
+    beside = path.with_name(f"{path.name}.new")
     try:
         beside.touch(mode=0o600)
-        beside.write_text(changed, encoding="utf-8")
-        beside.chmod(stat.S_IMODE(before.st_mode))
-        if hasattr(os, "chown"):  # the server has to be able to read it, also where root changes it
-            os.chown(beside, before.st_uid, before.st_gid)
+        beside.write_text(text, encoding="utf-8")
+        if not is_new:
+            before = path.stat()
+            beside.chmod(stat.S_IMODE(before.st_mode))
+            if hasattr(os, "chown"):  # the server must be able to read it, also if root changes it
+                os.chown(beside, before.st_uid, before.st_gid)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

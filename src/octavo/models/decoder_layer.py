@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from octavo.kernels.operations.add import add
 from octavo.models.declared import Norm
 
 if TYPE_CHECKING:
@@ -175,9 +174,12 @@ class ResidualNorm:
     scale: of what is added.
     """
 
-    __slots__ = ("added", "eps", "kernels", "scale", "stream")
+    __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
 
     def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
+        from octavo.kernels.operations.add import add  # noqa: PLC0415 - configurations are read without torch
+
+        self.add = add
         self.kernels = context.kernels
         self.eps = context.architecture.rms_norm_eps
         self.scale = scale
@@ -190,5 +192,5 @@ class ResidualNorm:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:
             return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)
-        add(self.kernels, hidden, residual, self.scale)
+        self.add(self.kernels, hidden, residual, self.scale)
         return residual

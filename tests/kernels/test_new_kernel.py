@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.test_recording import MAX_TOKENS, step_of
+from test_recording import MAX_TOKENS, step_of
 from triton_interpreter import interpreted_kernels, kernels_device
 
 from octavo.kernels import operations
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.reference import ReferenceKernels
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Adding a kernel\n")[1].split("\n## ")[0]
 PLAIN, HEADER, LINE, TRITON = (text for _, text in re.findall(r"```(\w+)\n(.*?)```", _TEXT, re.DOTALL))
 OTHER_SETS = ("Amx", "Avx512Bf16", "Avx512Vnni", "Avx512", "Avx2")
