@@ -191,7 +191,7 @@ def test_drafts_behind_the_token_that_ends_a_request_are_not_shared(make_core, p
     scheduled = core.scheduler.schedule()
     output, _ = take(core, scheduled, {"a": [1, 2, 3, 4], "keeps going": [7]})
     assert (output.new_token_ids, output.finish_reason) == ([1, 2], "stop")
-    assert core.scheduler.kv_cache_manager.num_cached_blocks == num_cached_blocks
+    assert core.scheduler.kv_cache_manager.pool.num_cached_blocks == num_cached_blocks
     assert invariants.check(core.scheduler) == []
 
 
@@ -199,9 +199,9 @@ def test_a_block_is_shared_with_the_step_that_fills_it(make_core):
     core = make_core()
     request = core.add("a", 5, max_tokens=50)
     while request.num_computed_tokens < 8:
-        assert core.scheduler.kv_cache_manager.num_cached_blocks == (request.num_computed_tokens > 0)
+        assert core.scheduler.kv_cache_manager.pool.num_cached_blocks == (request.num_computed_tokens > 0)
         core.step()
-    assert core.scheduler.kv_cache_manager.num_cached_blocks == 2
+    assert core.scheduler.kv_cache_manager.pool.num_cached_blocks == 2
 
 
 def test_what_was_pooled_goes_with_its_request(make_core):

@@ -116,7 +116,7 @@ class SchedulerStats:
             num_running=num_running,
             kv_cache_usage=manager.pool.usage,
             cache_hit_rate=counters.cache_hit_rate,
-            num_cached_blocks=manager.num_cached_blocks,
+            num_cached_blocks=manager.pool.num_cached_blocks,
             num_steps=counters.count[events.StepScheduled],
             prefill_limit=prefill_limit,
         )

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from octavo.data.metrics import EngineStats
     from octavo.data.request_options import OptionFields, RequestOptions
     from octavo.data.snapshot import Snapshot
-    from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
+    from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
-    from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
@@ -38,11 +37,14 @@ class AsyncLLM:
 
     The engine belongs to that thread alone; everything else reaches it through one inbox.
     max_unread_outputs: a request with more unread outputs is ended; None for no limit.
-    `text` has threads for work on large texts.
+    The engine's client, input processor, output processor and clock are attributes here, too. `text` has threads for
+    work on large texts.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
-        self.engine = engine
+        self.engine, self.client = engine, engine.client
+        self.input_processor, self.output_processor = engine.input_processor, engine.output_processor
+        self.clock = engine.clock
         self.text = TextWork()
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,22 +65,7 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests can be added now."""
-        return not self.is_dead and self.engine.client.is_ready
-
-    @property
-    def input_processor(self) -> InputProcessor:
-        """Prompts to requests."""
-        return self.engine.input_processor
-
-    @property
-    def output_processor(self) -> OutputProcessor:
-        """Token ids to text."""
-        return self.engine.output_processor
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The clock of arrival times, in seconds."""
-        return self.engine.clock
+        return not self.is_dead and self.client.is_ready
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -89,21 +76,6 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Counters of the core since its start."""
         return self.engine.stats
-
-    @property
-    def num_restarts(self) -> int:
-        """How often the engine's process was started again."""
-        return self.engine.client.num_restarts
-
-    @property
-    def num_failed_starts(self) -> int:
-        """How many engine processes in a row ended before they took a request."""
-        return self.engine.client.num_failed_starts
-
-    @property
-    def retry_after_s(self) -> float:
-        """Seconds until an engine that is not ready may be ready."""
-        return self.engine.client.retry_after_s
 
     async def generate(
         self,
@@ -130,12 +102,12 @@ class AsyncLLM:
         options = replace(options, **fields)
         deadline = None if options.timeout_s is None else asyncio.get_running_loop().time() + options.timeout_s
         process = partial(
-            self.engine.input_processor.process,
+            self.input_processor.process,
             request_id,
             prompt,
             sampling_params,
             options=options,
-            arrival_time=self.engine.clock(),
+            arrival_time=self.clock(),
         )
         processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=options.tenant)
         if on_processed is not None:
@@ -197,7 +169,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Stop the thread; open streams end with `EngineDeadError`."""
         self._inbox.put(None)
-        self.engine.client.wake()
+        self.client.wake()
         self._thread.join()
         self.text.shutdown()
 
@@ -206,7 +178,7 @@ class AsyncLLM:
             if self._dead is not None:
                 raise self._dead
             self._inbox.put(command)
-            self.engine.client.wake()
+            self.client.wake()
 
     # --- on the engine's thread
 
@@ -217,7 +189,7 @@ class AsyncLLM:
                 if self.engine.has_unfinished_requests():
                     self._deliver(self.engine.step())
                 else:
-                    self.engine.client.wait()
+                    self.client.wait()
         except Exception as error:  # every reader must get an error before the thread ends
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"

@@ -119,14 +119,14 @@ class Service(HttpService):
 
     def check_alive(self) -> None:
         """Raise where somebody must start this process anew: no request will be taken again, or none was for long."""
-        if self.engine.is_dead or self.engine.num_failed_starts >= MAX_FAILED_STARTS:
-            raise EngineDeadError("dead", retry_after_s=self.engine.retry_after_s)
+        if self.engine.is_dead or self.engine.client.num_failed_starts >= MAX_FAILED_STARTS:
+            raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
     def check_engine(self) -> None:
         """Raise if the engine cannot take a request now: it is dead, stuck or starting again."""
         self.check_alive()
         if not self.engine.is_alive:
-            raise EngineRestartingError("not ready", retry_after_s=self.engine.retry_after_s)
+            raise EngineRestartingError("not ready", retry_after_s=self.engine.client.retry_after_s)
 
     def _keys_changed(self) -> None:
         gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]

@@ -172,9 +172,9 @@ def test_reset_waits_for_holders():
     compute(manager, request)
     assert manager.reset_prefix_cache() is False
     manager.free(request)
-    assert manager.num_cached_blocks == 2
+    assert manager.pool.num_cached_blocks == 2
     assert manager.reset_prefix_cache() is True
-    assert manager.num_cached_blocks == 0
+    assert manager.pool.num_cached_blocks == 0
 
 
 @pytest.mark.parametrize(("num_computed", "num_blocks"), [(1, 1), (4, 1), (5, 2)])
@@ -247,7 +247,7 @@ def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
         assert request.sequence.next_commit == next_commit
     manager.release(request)
     assert request.sequence.next_commit == 0
-    assert manager.num_cached_blocks == (3 if enable_prefix_caching else 0)
+    assert manager.pool.num_cached_blocks == (3 if enable_prefix_caching else 0)
 
 
 def test_what_comes_back_commits_its_blocks_anew():
@@ -258,7 +258,7 @@ def test_what_comes_back_commits_its_blocks_anew():
     request.num_computed_tokens = 0
     assert manager.reset_prefix_cache()
     table = compute(manager, request)
-    assert manager.num_cached_blocks == 3
+    assert manager.pool.num_cached_blocks == 3
     assert [block.block_id for block in manager.get_computed_blocks(make_request("b", list(range(13)))).blocks] == table
 
 

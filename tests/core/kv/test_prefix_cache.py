@@ -88,7 +88,7 @@ def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
     assert not manager.take_copies()
     assert again.sequence.num_cached_tokens == 7
     assert manager.pool.blocks[table[1]].hash is None  # the block that was copied goes on standing for its content
-    assert manager.num_cached_blocks == 2
+    assert manager.pool.num_cached_blocks == 2
     longer = manager.get_computed_blocks(make_request("c", list(range(9))))
     assert [block.block_id for block in longer.blocks] == [0, 1]
 
@@ -260,7 +260,7 @@ def test_two_that_computed_the_same_share_one_entry():
     for request in (first, second):
         request.num_computed_tokens = 9
         manager.commit(request)
-    assert manager.num_cached_blocks == 2
+    assert manager.pool.num_cached_blocks == 2
     manager.free(first)
     manager.free(second)
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8

@@ -113,11 +113,6 @@ class KVCacheManager:
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found."""
-        return self.pool.num_cached_blocks
-
-    @property
     def num_tracked_requests(self) -> int:
         """Requests for which anything is kept; 0 when nobody is left."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks

@@ -63,16 +63,8 @@ _COUNTERS = (
     ("kv_load_tokens", "kv_load_tokens", "Tokens whose KV came from stores outside."),
     ("kv_load_seconds", "kv_load_seconds", "What requests waited for that, where it is known what computing takes."),
     ("kv_computing_seconds", "kv_load_computing_seconds", "What computing would have taken of these loads."),
-    (
-        "kv_dropped_save_blocks",
-        "kv_dropped_save_blocks",
-        "Blocks that a store wanted and did not get: too many other saves were under way when their request ended.",
-    ),
-    (
-        "num_quarantined_blocks",
-        "quarantined_blocks",
-        "KV blocks that are not used any more, as their books were wrong.",
-    ),
+    ("kv_dropped_save_blocks", "kv_dropped_save_blocks", "Blocks that were not saved: too many saves were under way."),
+    ("num_quarantined_blocks", "quarantined_blocks", "KV blocks taken out of use, as their records were inconsistent."),
 )
 # (attribute of DraftStats, what it says); names are spec_decode_ and the attribute
 _DRAFT_COUNTERS = (
@@ -150,7 +142,7 @@ class EngineCollector(Collector):
             for kind, count in zip(("prompt", "generation"), counts, strict=True)
         ]
         yield counter("tenant_tokens", "Tokens of ended requests, by API key.", [*_MODEL, "tenant", "kind"], tokens)
-        is_alive, restarts = [(model, float(engine.is_alive))], [(model, engine.num_restarts)]
+        is_alive, restarts = [(model, float(engine.is_alive))], [(model, engine.client.num_restarts)]
         yield gauge("engine_ready", "1 while the engine takes requests.", _MODEL, is_alive)
         yield counter("engine_restarts", "How often the engine process was started again.", _MODEL, restarts)
 

@@ -97,7 +97,12 @@ class Dashboard:
     def _state(self) -> dict[str, Any]:
         engine = self._service.engine
         tiers = tier_rows(engine.stats, engine.capacity)
-        return {"ready": engine.is_alive, "dead": engine.is_dead, "restarts": engine.num_restarts, "tiers": tiers}
+        return {
+            "ready": engine.is_alive,
+            "dead": engine.is_dead,
+            "restarts": engine.client.num_restarts,
+            "tiers": tiers,
+        }
 
     async def _open(self) -> LiveView:
         """Return the view; the first watcher lets the engine begin to tell."""
