@@ -434,7 +434,7 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     assert value("octavo:generation_tokens", "octavo:generation_tokens_total") >= 5
     assert value("octavo:num_requests_running") == value("octavo:num_requests_waiting") == 0
     assert value("octavo:engine_ready") == 1
-    capacity = shared.engine.capacity
+    capacity = shared.engine.client.capacity
     assert value("octavo:kv_cache_capacity_tokens") == capacity.kv_cache_tokens > 0
     assert value("octavo:max_batch_total_tokens") == capacity.max_batch_total_tokens
     assert value("octavo:max_batch_prefill_tokens") == capacity.max_batch_prefill_tokens

@@ -116,7 +116,7 @@ def test_route_gets_its_checked_body(
     monkeypatch.setattr(bodies, "beside", at_once)
     service = SimpleNamespace(
         config=SimpleNamespace(max_body_bytes=1 << 20, body_timeout_s=60.0, request_timeout_s=50.0),
-        engine=SimpleNamespace(capacity=SimpleNamespace(role="prefill"), text=None),
+        engine=SimpleNamespace(client=SimpleNamespace(capacity=SimpleNamespace(role="prefill")), text=None),
         limiter=SimpleNamespace(body_bytes=Pool(None)),
         timeouts=None,
     )

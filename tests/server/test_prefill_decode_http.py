@@ -136,7 +136,7 @@ def text_of(events: Any) -> Any:
 
 
 def loaded_tokens(server: Running) -> int:
-    return server.engine.stats.kv_load_tokens
+    return server.engine.client.stats.kv_load_tokens
 
 
 @pytest.mark.parametrize("number", range(len(ROUTES)))
@@ -185,9 +185,9 @@ def test_salts_keep_prompts_apart_here_as_well(pair: Pair) -> None:
     texts = set()
     with pair.routing.http() as http:
         for salt in ("pepper", "sugar"):
-            before = pair.prefill.engine.stats.prefix_cache_hits
+            before = pair.prefill.engine.client.stats.prefix_cache_hits
             answer = http.post("/v1/completions", json={**asked, "cache_salt": salt}).json()
             texts.add(answer["choices"][0]["text"])
-            assert pair.prefill.engine.stats.prefix_cache_hits == before
+            assert pair.prefill.engine.client.stats.prefix_cache_hits == before
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400, "of its own prefill"
     assert len(texts) == 1

@@ -316,7 +316,7 @@ def test_server_and_journal_have_the_fingerprint(checkpoint, tmp_path):
     assert made.weights
     assert read_journal(tmp_path / "journal")[0]["fingerprint"] == made.to_json()
     service = SimpleNamespace(
-        engine=SimpleNamespace(capacity=core.capacity),
+        engine=SimpleNamespace(client=SimpleNamespace(capacity=core.capacity)),
         model_names=["a"],
         model_info=SimpleNamespace(max_model_len=96),
         settings={},

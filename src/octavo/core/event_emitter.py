@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from octavo.data.events import Event, EventSink
 
 
+def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
+    """Emit no event, in place of `EventEmitter.emit`."""
+
+
 class EventEmitter:
     """Makes events and passes them to a sink. The scheduler sets `step` and `now` when it is called."""
 

@@ -88,12 +88,7 @@ class Scheduler:
             bounded_groups=bounded_groups,
             max_step_tokens=scheduler_config.max_num_batched_tokens,
             extra_keys=cache_keys,
-            on_cached=lambda block_id: emitter.emit(events.BlockCached, block_id),
-            on_evict=lambda block_id: emitter.emit(events.BlockEvicted, block_id),
-            on_offload=lambda block_id, host_block_id, groups: emitter.emit(
-                events.BlockOffloaded, block_id, host_block_id, tuple(sorted(groups))
-            ),
-            on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
+            emit=emitter.emit,
         )
         self.faults = Faults(manager)
         self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)

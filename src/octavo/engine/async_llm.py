@@ -19,8 +19,6 @@ from octavo.runtime.text_work import TextWork
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-    from octavo.data.capacity import EngineCapacity
-    from octavo.data.metrics import EngineStats
     from octavo.data.request_options import OptionFields, RequestOptions
     from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import ProcessedInput, Prompt
@@ -37,8 +35,7 @@ class AsyncLLM:
 
     The engine belongs to that thread alone; everything else reaches it through one inbox.
     max_unread_outputs: a request with more unread outputs is ended; None for no limit.
-    The engine's client, input processor, output processor and clock are attributes here, too. `text` has threads for
-    work on large texts.
+    client, input_processor, output_processor, clock: those of the engine. text: threads for work on large texts.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -66,16 +63,6 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether requests can be added now."""
         return not self.is_dead and self.client.is_ready
-
-    @property
-    def capacity(self) -> EngineCapacity:
-        """Limits of the core: tokens, sequences, blocks."""
-        return self.engine.capacity
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters of the core since its start."""
-        return self.engine.stats
 
     async def generate(
         self,

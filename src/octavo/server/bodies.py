@@ -44,7 +44,7 @@ async def read_body(
     config, state = service.config, request.state
     if not any_type or "origin" in request.headers:  # browsers send that with every POST
         _check_media_type(request.headers.get("content-type"))
-    state.kv_transfer = read_kv_transfer(request.headers, service.engine.capacity.role)
+    state.kv_transfer = read_kv_transfer(request.headers, service.engine.client.capacity.role)
     async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
         state.is_count = is_count
         state.num_body_bytes = sum(map(len, chunks))

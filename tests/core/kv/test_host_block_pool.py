@@ -57,7 +57,7 @@ def test_what_is_kept_is_found_only_with_its_whole_content():
 
 def test_the_least_recently_used_content_makes_room_and_is_told_of():
     told = []
-    pool = HostBlockPool(2, told.append)
+    pool = HostBlockPool(2, lambda _kind, block_id: told.append(block_id))
     assert kept(pool, 1, 2) == [0, 1]
     assert kept(pool, 1) == [None]  # it is there, and used again
     assert ids(pool) == [1, 0]
@@ -72,7 +72,7 @@ def test_the_least_recently_used_content_makes_room_and_is_told_of():
 @pytest.mark.parametrize("is_lent", [False, True])
 def test_other_content_of_one_hash_makes_room_unless_it_is_lent(is_lent):
     told = []
-    pool = HostBlockPool(2, told.append)
+    pool = HostBlockPool(2, lambda _kind, block_id: told.append(block_id))
     kept(pool, 1, 2)
     other = content(1)
     other.name = ("other", 1)
@@ -88,7 +88,7 @@ def test_other_content_of_one_hash_makes_room_unless_it_is_lent(is_lent):
 
 def test_a_preempted_request_takes_room_from_cached_content_and_not_the_other_way_round():
     told = []
-    pool = HostBlockPool(3, told.append)
+    pool = HostBlockPool(3, lambda _kind, block_id: told.append(block_id))
     kept(pool, 1, 2)
     assert pool.take(3) == [2, 0, 1]
     assert told == [0, 1]

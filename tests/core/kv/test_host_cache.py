@@ -57,16 +57,15 @@ def test_evicted_blocks_are_copied_before_their_step_and_told_of():
         4,
         4,
         num_host_blocks=8,
-        on_evict=lambda block_id: told.append(("evicted", block_id)),
-        on_offload=lambda block_id, host_block, _: told.append(("offloaded", block_id, host_block)),
+        emit=lambda *event: told.append(event),
     )
     assert not compute(manager, "first", PROMPT)
     copies = compute(manager, "other", range(16))
     assert copies.swap_out == [(0, 2, 0), (0, 1, 1), (0, 0, 2)]  # tail first
-    assert told == [
+    assert [event for event in told if event[0] is not events.BlockCached] == [
         event
         for _, block_id, host_block_id in copies.swap_out
-        for event in (("evicted", block_id), ("offloaded", block_id, host_block_id))
+        for event in ((events.BlockEvicted, block_id), (events.BlockOffloaded, block_id, host_block_id, (0,)))
     ]
     assert not manager.take_copies()
 
@@ -264,7 +263,9 @@ def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
 
 def test_who_is_preempted_takes_room_from_cached_content():
     told = []
-    manager = full(num_host_blocks=3, on_host_evict=told.append)
+    manager = full(
+        num_host_blocks=3, emit=lambda kind, *of: told.append(of) if kind is events.HostBlockEvicted else None
+    )
     request = make_request("preempted", range(50, 60))
     start(manager, request)
     manager.take_copies()

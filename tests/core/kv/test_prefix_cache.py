@@ -7,12 +7,18 @@ import pytest
 from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
+from octavo.data.events import BlockCached, BlockEvicted
 from octavo.data.request import ContentSpan, Request
 from octavo.sampling_params import SamplingParams
 
 
 def make_request(request_id: str, tokens: list[int], **options) -> Request:
     return Request(request_id, tokens, SamplingParams(), **options)
+
+
+def noting(kind: type, told: list[int]):
+    """Return an `emit` that appends the blocks of the events of one kind."""
+    return lambda emitted, block_id, *_: told.append(block_id) if emitted is kind else None
 
 
 def admit(manager: KVCacheManager, request: Request) -> list[int] | None:
@@ -95,7 +101,7 @@ def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
 
 def test_what_is_copied_is_not_evicted_for_its_copy():
     evicted: list[int] = []
-    manager = KVCacheManager(4, 4, on_evict=evicted.append)
+    manager = KVCacheManager(4, 4, emit=noting(BlockEvicted, evicted))
     for name, start in (("a", 0), ("b", 100)):
         request = make_request(name, list(range(start, start + 8)))
         admit(manager, request)
@@ -135,7 +141,7 @@ def test_salts_and_scored_prompts_copy_nothing():
 
 def test_lru_eviction():
     evicted: list[int] = []
-    manager = KVCacheManager(4, 4, on_evict=evicted.append)
+    manager = KVCacheManager(4, 4, emit=noting(BlockEvicted, evicted))
     old, new = make_request("old", list(range(8))), make_request("new", list(range(100, 108)))
     admit(manager, old)
     admit(manager, new)
@@ -356,7 +362,7 @@ def test_what_is_released_unfinished_is_no_longer_being_computed():
 
 def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
     told: list[int] = []
-    manager = KVCacheManager(16, 2, on_cached=told.append)
+    manager = KVCacheManager(16, 2, emit=noting(BlockCached, told))
     admit(manager, make_request("a", [1, 2, 3, 4, 5]))
     assert told == [0, 1]
     longer = make_request("b", [1, 2, 3, 4, 5, 6, 7])
@@ -368,7 +374,7 @@ def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
 
 def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
     told: list[int] = []
-    manager = KVCacheManager(8, 2, hash_function=lambda *_: b"one name for all", on_cached=told.append)
+    manager = KVCacheManager(8, 2, hash_function=lambda *_: b"one name for all", emit=noting(BlockCached, told))
     admit(manager, make_request("a", [1, 2, 9]))
     admit(manager, make_request("b", [3, 4, 9]))
     assert told == [0]

@@ -52,7 +52,7 @@ def test_settings_are_told_to_who_may_read_figures_and_without_secrets(tmp_path:
         for route in ("/server_info", "/get_server_info"):
             told = http.get(route, headers={"Authorization": f"Bearer {may}"}).json()
             assert (told["served_model_name"], told["tp_size"]) == ("fake", 1)
-            capacity = running.server._service.engine.capacity
+            capacity = running.server._service.engine.client.capacity
             assert told["max_total_tokens"] == capacity.num_gpu_blocks * capacity.block_size
             assert told["max_running_requests"] == capacity.max_num_seqs
             assert http.get(route, headers={"Authorization": f"Bearer {may_not}"}).status_code == 403

@@ -265,7 +265,7 @@ def test_info(shared: Running) -> None:
     with shared.http() as http:
         info = http.get("/info").json()
     assert (info["model_id"], info["max_total_tokens"], info["max_input_tokens"]) == ("fake", 2048, 2047)
-    capacity = shared.engine.capacity
+    capacity = shared.engine.client.capacity
     assert info["max_batch_prefill_tokens"] == capacity.max_batch_prefill_tokens > 0
     assert info["max_batch_total_tokens"] == info["kv_cache_tokens"] == capacity.num_gpu_blocks * capacity.block_size
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from octavo.core.kv.block_hash import BlockHash
-    from octavo.core.kv.block_pool import BlockLink
-
-
-class Content(Protocol):
-    """What is compared beside the hash."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...  # noqa: D102 - as in `Block`
-
-    @property
-    def parent(self) -> BlockLink | None: ...  # noqa: D102
-
-    @property
-    def extra_keys(self) -> tuple[str, ...]: ...  # noqa: D102
-
+    from octavo.core.kv.block_pool import Block, BlockLink
+    from octavo.core.kv.host_block_pool import HostBlock
 
 Taken = TypeVar("Taken")
-Found = TypeVar("Found", bound=Content)
+Found = TypeVar("Found", "Block", "HostBlock")
 
 
 class ContentPool(Generic[Taken, Found]):

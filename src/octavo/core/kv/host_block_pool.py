@@ -10,7 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.content_pool import ContentPool
+from octavo.data.events import HostBlockEvicted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,15 +43,15 @@ class HostBlock:
 class HostBlockPool(ContentPool[int, HostBlock]):
     """Host blocks 0 .. num_blocks - 1. Preempted requests take room from cached content, never the other way round.
 
-    on_evict is told the id of each cached block whose content makes room for other content.
+    emit: called with `HostBlockEvicted` and the id of each cached block whose content makes room for other content.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
         self.lent: dict[int, HostBlock | None] = {}  # None: it is free once it was copied from
         super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # contents here that come next behind a name
-        self._on_evict = on_evict or (lambda _block_id: None)
+        self._emit = emit
 
     # --- for preempted requests ---------------------------------------------------------------------------------------
 
@@ -59,7 +61,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
             return self._free.pop()
         block_id, content = self._cached.popitem(last=False)
         self._forget(content)
-        self._on_evict(block_id)
+        self._emit(HostBlockEvicted, block_id)
         return block_id
 
     def release(self, block_ids: Iterable[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.block_hash import hash_block_tokens
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
@@ -15,6 +16,7 @@ from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
 from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
 from octavo.core.kv.host_block_pool import HostBlockPool
 from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, PrefixCache
+from octavo.data import events
 from octavo.data.kv_groups import NO_BLOCK
 from octavo.data.scheduler_output import BlockCopies
 
@@ -46,10 +48,8 @@ class KVCacheManager:
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.
     num_host_blocks: room in host memory for the blocks of preempted requests, and for cached blocks that are evicted.
-    extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks, on_cached: see `PrefixCache`.
-    on_evict: called with the id of each cached block that is evicted.
-    on_offload: called with a block, the host block to which it is copied, and the groups whose blocks are copied.
-    on_host_evict: called with the id of each host block that loses its content.
+    extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
+    emit: `octavo.core.event_emitter.EventEmitter.emit`, for events about blocks.
     """
 
     def __init__(
@@ -63,15 +63,12 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
-        on_cached: Callable[[int], None] | None = None,
-        on_evict: Callable[[int], None] | None = None,
-        on_offload: Callable[[int, int, frozenset[int]], None] | None = None,
-        on_host_evict: Callable[[int], None] | None = None,
+        emit: Callable[..., None] = emit_nothing,
         hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks, self._evicted, self._forgotten)
-        self.host = HostBlockPool(num_host_blocks, on_host_evict)
+        self.host = HostBlockPool(num_host_blocks, emit)
         self.bounded = [
             BoundedGroup(
                 index,
@@ -93,10 +90,9 @@ class KVCacheManager:
             block_size,
             is_enabled=enable_prefix_caching,
             cache_decoded_blocks=cache_decoded_blocks,
-            on_cached=on_cached,
+            emit=emit,
         )
-        self._on_evict = on_evict or (lambda _block_id: None)
-        self._on_offload = on_offload or (lambda _block_id, _host_block_id, _groups: None)
+        self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # block ids by group
         self.grown: set[str] = set()
@@ -336,7 +332,7 @@ class KVCacheManager:
 
         A block that lost its part in a group is of use only before blocks that have theirs.
         """
-        self._on_evict(block.block_id)
+        self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
 
@@ -349,7 +345,7 @@ class KVCacheManager:
         host_block = self.host.keep(block, groups)
         if host_block is not None:
             self._copies.swap_out.extend((index, block_id, host_block) for index, block_id in ids)
-            self._on_offload(block.block_id, host_block, groups)
+            self._emit(events.BlockOffloaded, block.block_id, host_block, tuple(sorted(groups)))
 
     def _is_used_in_host(self, block: Block) -> bool:
         return self.host.has_name(block.name) or self.host.is_followed(block.name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.kv.cache_history import Miss, MissReason
 from octavo.core.kv.groups import longest_hit, num_covered
+from octavo.data.events import BlockCached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,8 +76,8 @@ class _Partial:
 class PrefixCache:
     """Finds and shares blocks of `block_size` tokens by the names in `chains`. It takes no block and frees none.
 
-    is_enabled: whether anything is shared. cache_decoded_blocks: whether blocks behind the prompt are.
-    on_cached is told of each block that can be found from now on.
+    is_enabled: whether anything is shared. cache_decoded_blocks: whether blocks after the prompt are.
+    emit: called with `BlockCached` and the id of each block that can be found from now on.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class PrefixCache:
         *,
         is_enabled: bool,
         cache_decoded_blocks: bool,
-        on_cached: Callable[[int], None] | None = None,
+        emit: Callable[..., None],
     ) -> None:
         self.is_enabled = is_enabled
         self.cache_decoded_blocks = cache_decoded_blocks
@@ -100,7 +101,7 @@ class PrefixCache:
         self._host = host
         self._bounded = bounded
         self._block_size = block_size
-        self._on_cached = on_cached or (lambda _block_id: None)
+        self._emit = emit
         self._computing: dict[BlockHash, str] = {}  # who is about to commit a block
         self._partials: dict[BlockHash, _Partial] = {}
 
@@ -290,7 +291,7 @@ class PrefixCache:
                 group.block_doubled(block, canonical)
             if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
-                self._on_cached(block.block_id)
+                self._emit(BlockCached, block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
                 del self._computing[hashes[index]]
             chain.name = canonical.name or canonical.link

@@ -207,7 +207,7 @@ async def render(
         else:
             token_ids = truncation.encode(text, inputs, add_special_tokens=False)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
-        if conversation.prediction and service.engine.capacity.num_speculative_tokens:
+        if conversation.prediction and service.engine.client.capacity.num_speculative_tokens:
             prompt["predicted_token_ids"] = _encode_prediction(inputs, conversation.prediction)
         return prompt
 

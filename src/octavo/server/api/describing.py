@@ -71,9 +71,9 @@ async def model_info(service: Service, _http_request: Request) -> Response:
             "has_audio_understanding": False,
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
-            "role": service.engine.capacity.role,
-            "kv_transfer_port": service.engine.capacity.kv_transfer_port,
-            "kv_format": service.engine.capacity.kv_format,
+            "role": service.engine.client.capacity.role,
+            "kv_transfer_port": service.engine.client.capacity.kv_transfer_port,
+            "kv_format": service.engine.client.capacity.kv_format,
             "request_timeout": service.config.request_timeout_s,
         }
     )
@@ -82,7 +82,7 @@ async def model_info(service: Service, _http_request: Request) -> Response:
 @endpoint(answer=dict[str, Any])
 async def server_info(service: Service, _http_request: Request) -> Response:
     """All that the server was started with."""
-    fingerprint = service.engine.capacity.fingerprint
+    fingerprint = service.engine.client.capacity.fingerprint
     return JSONResponse(
         {
             "model_path": service.model_names[0],
@@ -90,11 +90,11 @@ async def server_info(service: Service, _http_request: Request) -> Response:
             "version": __version__,
             "tp_size": 1,
             "dp_size": 1,
-            "max_total_tokens": service.engine.capacity.kv_cache_tokens,
-            "max_running_requests": service.engine.capacity.max_num_seqs,
+            "max_total_tokens": service.engine.client.capacity.kv_cache_tokens,
+            "max_running_requests": service.engine.client.capacity.max_num_seqs,
             "context_length": service.model_info.max_model_len,
-            "speculative_method": service.engine.capacity.speculative_method,
-            "num_speculative_tokens": service.engine.capacity.num_speculative_tokens,
+            "speculative_method": service.engine.client.capacity.speculative_method,
+            "num_speculative_tokens": service.engine.client.capacity.num_speculative_tokens,
             "fingerprint": None if fingerprint is None else fingerprint.to_json(),
             "settings": service.settings,
         }

@@ -181,7 +181,7 @@ async def _generate(
 @endpoint(answer=dict[str, Any])
 async def info(service: Service, _http_request: Request) -> Response:
     """Describe the model and its limits."""
-    length, limits, capacity = service.model_info.max_model_len, service.config, service.engine.capacity
+    length, limits, capacity = service.model_info.max_model_len, service.config, service.engine.client.capacity
     return JSONResponse(
         {
             "model_id": service.model_names[0],

@@ -123,13 +123,12 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each figure, all under the model's name."""
         engine, model = self._service.engine, [self._service.model_names[0]]
-        stats = engine.stats
-        for attribute, name, text in _GAUGES:
-            yield gauge(name, text, _MODEL, [(model, getattr(stats, attribute))])
-        yield from _capacity(engine.capacity, model)
-        for attribute, name, text in _COUNTERS:
-            yield counter(name, text, _MODEL, [(model, getattr(stats, attribute))])
-        yield from _tiers(stats, engine.capacity, model)
+        stats = engine.client.stats
+        for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
+            for attribute, name, text in figures:
+                yield family(name, text, _MODEL, [(model, getattr(stats, attribute))])
+        yield from _capacity(engine.client.capacity, model)
+        yield from _tiers(stats, engine.client.capacity, model)
         yield from _drafts(stats.drafts, model)
         yield from _stores(stats, model)
         for attribute, name, text in _HISTOGRAMS:
@@ -142,8 +141,8 @@ class EngineCollector(Collector):
             for kind, count in zip(("prompt", "generation"), counts, strict=True)
         ]
         yield counter("tenant_tokens", "Tokens of ended requests, by API key.", [*_MODEL, "tenant", "kind"], tokens)
-        is_alive, restarts = [(model, float(engine.is_alive))], [(model, engine.client.num_restarts)]
-        yield gauge("engine_ready", "1 while the engine takes requests.", _MODEL, is_alive)
+        yield gauge("engine_ready", "1 while the engine takes requests.", _MODEL, [(model, float(engine.is_alive))])
+        restarts = [(model, engine.client.num_restarts)]
         yield counter("engine_restarts", "How often the engine process was started again.", _MODEL, restarts)
 
 

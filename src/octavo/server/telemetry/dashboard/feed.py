@@ -96,7 +96,7 @@ class Dashboard:
 
     def _state(self) -> dict[str, Any]:
         engine = self._service.engine
-        tiers = tier_rows(engine.stats, engine.capacity)
+        tiers = tier_rows(engine.client.stats, engine.client.capacity)
         return {
             "ready": engine.is_alive,
             "dead": engine.is_dead,
