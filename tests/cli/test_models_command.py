@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 
 import pytest
@@ -47,9 +48,12 @@ def test_every_family_is_listed_with_its_parts(monkeypatch):
     assert listed["parts"]["Qwen2ForCausalLM"]["always"] == ["grouped-query attention", "attention qkv bias"]
     assert "attention qk norm" in listed["parts"]["Qwen3ForCausalLM"]["always"]
     assert "attention window" in listed["parts"]["Qwen2ForCausalLM"]["optional"]
-    shown = run()
+    shown, verbose = run(), run("--verbose")
     for name in FAMILIES:
-        assert f"  {name} " in shown
+        assert re.search(rf"^  {name} +{re.escape(listed['models'][name])}$", shown, re.MULTILINE)
+    assert "grouped-query attention" not in shown
+    assert re.search(r"^  Qwen2ForCausalLM  +Qwen2, Qwen2.5, QwQ\n +grouped-query attention, ", verbose, re.MULTILINE)
+    assert "  Qwen3VLForConditionalGeneration, as Qwen3ForCausalLM\n" in shown
 
 
 def test_one_that_runs_is_told_whole(built_in):

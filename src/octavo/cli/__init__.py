@@ -28,7 +28,7 @@ class Octavo(LazyGroup):
         LazyCommand(
             "models",
             "octavo.cli.models",
-            "List the supported architectures and the local checkpoints, or describe one checkpoint.",
+            "List the models that octavo serves and the local checkpoints, or describe one checkpoint.",
         ),
         LazyCommand(
             "doctor",

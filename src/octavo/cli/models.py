@@ -25,16 +25,17 @@ Models = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts that each architecture is made of.")]
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAX_DEPTH = 3  # folders below a given directory that are searched
 
 
 @command("octavo models", "octavo models ./my-checkpoint", "octavo models ~/checkpoints --json")
-def models(names: Models = None, json_: Json = False) -> None:
-    """List the supported architectures and the local checkpoints, or describe one checkpoint.
+def models(names: Models = None, json_: Json = False, verbose: Verbose = False) -> None:
+    """List the models that octavo serves and the local checkpoints, or describe one checkpoint.
 
-    A checkpoint runs, runs in part, or is refused with the reason. An architecture is listed with the parts that a
-    plain decoder does not have; parts in brackets are used only if config.json asks for them.
+    A checkpoint runs, runs in part, or is refused with the reason. With --verbose each architecture is listed with the
+    parts that a plain decoder does not have; parts in brackets are used only if config.json asks for them.
     """
     searched = [Path(name).expanduser() for name in names or [] if _is_searched(name)]
     closer = [look_closer(name) for name in names or [] if not _is_searched(name)]
@@ -49,7 +50,7 @@ def models(names: Models = None, json_: Json = False) -> None:
     for report in closer:
         _show_closer(report)
     if families:
-        _show_families(families["parts"], families["text_parts"])
+        _show_families(families, verbose=verbose)
         _show(listed)
 
 
@@ -60,25 +61,30 @@ def _is_searched(name: str) -> bool:
 
 def _families() -> dict[str, Any]:
     from octavo.models.family_parts import family_parts
-    from octavo.models.registry import FAMILIES
+    from octavo.models.registry import FAMILIES, find_family
     from octavo.models.text_part import TEXT_PARTS
 
     parts = {name: family_parts(name) for name in sorted(FAMILIES)}
     return {
         "architectures": list(parts),
+        "models": {name: find_family(name).MODELS[name] for name in parts},
         "parts": {name: {"always": always, "optional": optional} for name, (always, optional) in parts.items()},
         "text_parts": {name: sorted(kinds.values()) for name, kinds in sorted(TEXT_PARTS.items())},
     }
 
 
-def _show_families(parts: dict[str, dict[str, list[str]]], text_parts: dict[str, list[str]]) -> None:
-    typer.secho("architectures", bold=True)
-    width = max(map(len, parts))
-    for name, each in parts.items():
-        optional = f" ({', '.join(each['optional'])})" if each["optional"] else ""
-        typer.echo(f"  {name:{width}}  {', '.join(each['always'])}{optional}")
-    for name, served in text_parts.items():
-        typer.echo(f"  {name}: its text part, as {' or '.join(served)}; no images")
+def _show_families(families: dict[str, Any], *, verbose: bool) -> None:
+    typer.secho("models", bold=True)
+    width = max(map(len, families["architectures"]))
+    for name, models_ in sorted(families["models"].items(), key=lambda each: each[1].lower()):
+        typer.echo(f"  {name:{width}}  {models_}")
+        if verbose:
+            parts = families["parts"][name]
+            optional = f" ({', '.join(parts['optional'])})" if parts["optional"] else ""
+            typer.echo(f"  {'':{width}}    {', '.join(parts['always'])}{optional}")
+    typer.secho("text part of models that also read images", bold=True)
+    for name, served in families["text_parts"].items():
+        typer.echo(f"  {name}, as {' or '.join(served)}")
 
 
 def _show(found: list[ModelReport]) -> None:

@@ -15,6 +15,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"GemmaForCausalLM": "Gemma"}
 GELU = "gelu_pytorch_tanh"
 
 

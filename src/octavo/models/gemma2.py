@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
     from octavo.models.rope_config import RopeConfig
 
+MODELS = {"Gemma2ForCausalLM": "Gemma 2"}
 _DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,

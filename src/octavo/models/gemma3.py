@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"Gemma3ForCausalLM": "Gemma 3"}
 _DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,

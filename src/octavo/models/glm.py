@@ -14,6 +14,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"GlmForCausalLM": "GLM-4 9B", "Glm4ForCausalLM": "GLM-4-0414, GLM-Z1"}
 _DEFAULTS = {
     "max_position_embeddings": 131072,
     "num_key_value_heads": 2,

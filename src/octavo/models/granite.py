@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 
+MODELS = {"GraniteForCausalLM": "Granite 3"}
+
+
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Granite's keys."""
     max_positions = config.count("max_position_embeddings", 2048)

@@ -16,6 +16,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"MinistralForCausalLM": "Ministral 8B", "Ministral3ForCausalLM": "Ministral 3"}
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 _DEFAULT_WINDOW = 4096  # of Ministral's files without the key; null means no window

@@ -14,6 +14,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"MistralForCausalLM": "Mistral 7B, Mistral NeMo, Mistral Small"}
 _DEFAULT_WINDOW = 4096  # of files without the key; null means no window
 
 

@@ -15,6 +15,7 @@ from octavo.models.rope_config import RopeConfig, read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"Olmo2ForCausalLM": "OLMo 2", "Olmo3ForCausalLM": "OLMo 3"}
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 _DEFAULTS_3 = {"sliding_window": 4096, "rope_theta": 500_000.0}
 _NORMS = LayerNorms(

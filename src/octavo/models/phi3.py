@@ -14,6 +14,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4, Phi-4 mini"}
 _DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 

@@ -15,6 +15,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
 _DEFAULT_WINDOW = 4096  # of files without the key; null means no window
 
 

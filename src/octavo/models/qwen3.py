@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 
+MODELS = {"Qwen3ForCausalLM": "Qwen3"}
+
+
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Qwen3's keys."""
     max_positions = config.count("max_position_embeddings", 32768)

@@ -39,7 +39,12 @@ _LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory befo
 
 
 class Family(Protocol):
-    """What the module of a family offers."""
+    """What the module of a family offers.
+
+    MODELS: the models that people know each of its architectures by.
+    """
+
+    MODELS: dict[str, str]
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
         """Read the family's keys of config.json: what its layers are. Keys that are not read are not computed."""

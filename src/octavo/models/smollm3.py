@@ -15,6 +15,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
+MODELS = {"SmolLM3ForCausalLM": "SmolLM3"}
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 4,
