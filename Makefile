@@ -185,6 +185,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_prose.py
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

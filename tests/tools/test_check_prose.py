@@ -1,0 +1,59 @@
+"""The words that the check of prose counts, and the bounds that it holds rooms to."""
+
+import sys
+
+import check_prose
+import pytest
+
+
+@pytest.fixture
+def rooms(tmp_path, monkeypatch):
+    """Two rooms of one file each: the first has one hit in ten words, the second none."""
+    (tmp_path / "a.py").write_text('"""Return the blocks that stand behind."""\n\nX = "as it is"  # a word\n')
+    (tmp_path / "b.h").write_text("int where;  // the number of rows\n")
+    monkeypatch.setattr(check_prose, "ROOT", tmp_path)
+    monkeypatch.setattr(check_prose, "BOUNDS", tmp_path / "bounds.csv")
+    monkeypatch.setattr(check_prose, "rooms", lambda: {"a": [tmp_path / "a.py"], "b": [tmp_path / "b.h"]})
+    return tmp_path
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["check_prose.py", *arguments])
+    return check_prose.main()
+
+
+def test_docstrings_and_comments_are_counted_and_code_is_not(rooms):
+    num_words, hits = check_prose.count([rooms / "a.py"])
+    assert (num_words, [hit.word for hit in hits]) == (8, ["stand", "behind"])
+    num_words, hits = check_prose.count([rooms / "b.h"])
+    assert (num_words, hits) == (4, [])
+
+
+def test_code_blocks_of_markdown_are_not_counted(tmp_path):
+    (tmp_path / "page.md").write_text("One.\n```\nwho goes there\n```\nTwo, where it is.\n")
+    num_words, hits = check_prose.count([tmp_path / "page.md"])
+    assert (num_words, [(hit.word, hit.line) for hit in hits]) == (5, [("where", 5)])
+
+
+def test_a_room_above_its_bound_fails(rooms, monkeypatch, capsys):
+    (rooms / "bounds.csv").write_text("a,100\nb,5\n")
+    assert run(monkeypatch) == 1
+    assert "a: 2500 hits in 10,000 words, at most 100: see --lines a" in capsys.readouterr().out
+    (rooms / "bounds.csv").write_text("a,2500\nb,5\n")
+    assert run(monkeypatch) == 0
+
+
+def test_bounds_fall_and_never_rise(rooms, monkeypatch):
+    (rooms / "bounds.csv").write_text("a,9000\nb,5\n")
+    assert run(monkeypatch, "--lower") == 0
+    assert check_prose.read_bounds() == {"a": 2505, "b": 5}
+    (rooms / "a.py").write_text('"""Who stands behind others?"""\n')
+    assert run(monkeypatch, "--lower") == 1
+    assert check_prose.read_bounds() == {"a": 2505, "b": 5}
+
+
+def test_each_hit_is_shown_with_what_to_write_instead(rooms, monkeypatch, capsys):
+    assert run(monkeypatch, "--lines", "a") == 0
+    assert "a.py:1: behind (after): Return the blocks that stand behind." in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--lines", "c")
