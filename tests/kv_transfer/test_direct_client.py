@@ -99,6 +99,21 @@ def test_address_of_the_first_peer_replaces_the_default_address(opening):
     assert second.is_closed
 
 
+def test_process_that_is_starting_is_replaced_when_it_has_started(opening, monkeypatch):
+    opening.may_open.clear()
+    client = make()
+    wait_for = client._changed.wait_for
+
+    def open_now(*args):
+        opening.may_open.set()
+        return wait_for(*args)
+
+    monkeypatch.setattr(client._changed, "wait_for", open_now)
+    assert client.get(PEER_SIDE, 10).host == PEER_SIDE
+    assert opening.clients[0].is_closed
+    client.close()
+
+
 def test_peer_that_confirms_the_default_address_keeps_the_process(opening):
     client = make()
     first = client.get(GUESS, 10)

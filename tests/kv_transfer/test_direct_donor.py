@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,7 +226,8 @@ def test_event_wakes_waiting_connections(donor, monkeypatch):
     donor.request_finished(request())
     donor.transfer_ended(order(0))
     assert save(donor, 0, 1) == 2
-    assert notified == [True] * 4
+    donor.close()
+    assert notified == [True] * 5
 
 
 def test_unknown_transfer_may_be_on_its_way_for_a_while(donor):
@@ -648,6 +650,23 @@ def test_time_without_a_write_counts_anew_after_each_write(donor, clock, monkeyp
 def test_limits_of_time_fit_each_other():
     assert 2 * BEAT_S < direct_donor._STALLED_S < SILENT_S
     assert direct_donor._GRACE_S < SILENT_S
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_donor_listens_on_both_kinds_of_addresses_where_it_can(monkeypatch, has_both):
+    asked, threads = [], []
+    listener = SimpleNamespace(getsockname=lambda: ("", 4000), shutdown=lambda _: None, close=lambda: None)
+    monkeypatch.setattr(direct_donor, "TransferClient", Transfers)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_both)
+    monkeypatch.setattr(socket, "create_server", lambda *args, **options: (asked.append((args, options)), listener)[1])
+    monkeypatch.setattr(
+        threading, "Thread", lambda **options: (threads.append(options), SimpleNamespace(start=lambda: None))[1]
+    )
+    donor = DirectDonor(BLOCK_BYTES, BLOCK_BYTES, protocol="tcp", secret="s", kv_format=KV_FORMAT)
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    assert asked == [((("", 0),), {"family": family, "dualstack_ipv6": has_both})]
+    assert donor.port == 4000
+    assert threads == [{"target": donor._listen, "name": "octavo-kv-direct", "daemon": True}]
 
 
 def test_port_is_the_one_that_it_listens_on(donor):
