@@ -422,7 +422,8 @@ def test_client_gets_the_options_of_the_store(local, clients):
             "object_bytes": BLOCK_BYTES + 128,
         }
     ]
-    assert MooncakeStore(BLOCK_BYTES, master=MASTER)._client.options["segment_bytes"] == 0
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER)
+    assert (store._client.options["segment_bytes"], store.stats()) == (0, StoreStats(0, 0, None))
     assert MooncakeStore.host_bytes(BLOCK_BYTES, 77) == mooncake_client.client_bytes(BLOCK_BYTES + 128, 77)
 
 

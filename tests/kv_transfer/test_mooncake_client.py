@@ -359,6 +359,14 @@ def test_close_lets_the_process_end_by_itself_or_ends_it(started, is_stuck):
     assert process.code == (-9 if is_stuck else None)
 
 
+def test_process_that_ends_slowly_does_not_keep_the_engine(started, monkeypatch):
+    client, threads = started.make(), []
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Thread", lambda **options: (threads.append(options), thread)[1])
+    client.close()
+    assert threads == [{"target": client._end, "name": "octavo-mooncake-close", "daemon": True}]
+
+
 # --- sizes and addresses ----------------------------------------------------------------------------------------------
 
 
