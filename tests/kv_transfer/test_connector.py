@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from faulty_store import HangingStore
 
+from octavo.data.kv_groups import SlidingWindow
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.kv_transfer import connector, guard
 from octavo.kv_transfer.connector import StoreConnector, _Lookup
@@ -42,7 +43,11 @@ class Asked:
 
 def request(name="r", count=6, *, expects_kv=False):
     return SimpleNamespace(
-        request_id=name, block_hashes=KEYS[:count], expects_kv=expects_kv, num_prompt_tokens=SIZE * count + 1
+        request_id=name,
+        block_hashes=KEYS[:count],
+        expects_kv=expects_kv,
+        num_prompt_tokens=SIZE * count + 1,
+        num_tokens=SIZE * count + 1,
     )
 
 
@@ -270,9 +275,9 @@ def clock(monkeypatch):
     return clock
 
 
-def connected(store, direct=None):
+def connected(store, direct=None, kinds=()):
     answers = []
-    made = StoreConnector(store, SIZE, lambda: answers.append(None), direct)
+    made = StoreConnector(store, SIZE, lambda: answers.append(None), direct, kinds)
     made._threads.run()
     return made, answers
 
@@ -320,11 +325,12 @@ def test_side_of_direct_transfers_is_told_of_all_events(clock):
     order = load_order(3)
     made.transfer_ordered(order)
     made.transfer_ended(order, 3)
+    ask(made, request(count=7))
     made.lookup_given_up(one)
     made.request_finished(one, [])
     assert direct.told == [
         ("request_added", "r"), ("expect", "r"), ("transfer_ordered", "r"), ("transfer_ended", "r"),
-        ("forget_expected", "r"), ("request_finished", "r"),
+        ("forget_expected", "r"), ("expect", "r"), ("forget_expected", "r"), ("request_finished", "r"),
     ]  # fmt: skip
 
 
@@ -360,6 +366,16 @@ def test_expected_blocks_are_asked_for_again_after_pauses(clock):
     clock.now += 0.04
     assert ask(made, one) == 3 * SIZE
     assert len(answers) == len(store.asked)
+
+
+def test_expected_blocks_of_which_none_comes_are_waited_for(clock):
+    made, _ = connected(Store(0))
+    one = request(expects_kv=True)
+    assert ask(made, one) is None
+    clock.now += 0.99
+    assert ask(made, one) is None
+    clock.now += 0.04
+    assert ask(made, one) == 0
 
 
 def test_expected_blocks_are_those_of_the_prompt(clock):
@@ -403,13 +419,22 @@ def test_number_of_lookups_counts_requests_once(clock):
     assert made.num_lookups == 0
 
 
-def test_lookup_that_nobody_wants_is_not_asked_for(clock):
+@pytest.mark.parametrize("kinds", [[], [SlidingWindow(5)]])
+def test_lookup_that_nobody_wants_is_not_asked_for(clock, kinds):
     store = Store()
-    made, answers = connected(store)
+    made, answers = connected(store, kinds=kinds)
     made.get_num_new_matched_tokens(request(), 0)
     made.lookup_given_up(request())
     made._threads.run()
     assert (store.asked, len(answers)) == ([], 1)
+
+
+def test_store_that_is_not_usable_is_not_asked(clock):
+    store, direct = Store(), Direct()
+    made, answers = connected(store, direct)
+    store.is_usable = False
+    assert made.get_num_new_matched_tokens(request(), SIZE) == 0
+    assert (made._threads.left, direct.told, answers) == ([], [], [])
 
 
 def test_lookup_that_fails_ends(clock):

@@ -238,11 +238,36 @@ def test_blocks_that_were_saved_at_different_times_are_loaded_in_one_call(direct
     assert load(store, keys_from(3, 3)) == 3
 
 
-def test_block_of_another_size_under_a_key_is_not_loaded(directory):
+def test_block_of_another_size_under_a_key_is_not_loaded(directory, caplog):
     store = store_in(directory, part_bytes=512)
     save(store, [key_of(0)])
     assert store.load([key_of(0)], [memoryview(bytearray(512))]) == 0
     assert (store.stats().num_corrupt, store.lacks([key_of(0)])) == (1, {key_of(0)})
+    assert "is set aside: it has other blocks than it had" in caplog.text
+
+
+def test_position_of_a_corrupt_block_is_logged(directory, caplog):
+    store, keys = store_in(directory), keys_from(0, 5)
+    save(store, keys)
+    tamper(files(directory)[0], file_bytes(3, BLOCK_BYTES) + 7)
+    assert load(store, keys[1:]) == 2
+    assert "is set aside: block 3 does not agree with its checksum" in caplog.text
+
+
+def test_bound_of_a_later_start_is_exact(directory):
+    for number in range(2):
+        save(store_in(directory), [key_of(number)])
+    assert store_in(directory, 2 * ONE).stats().num_bytes == 2 * ONE
+    assert store_in(directory, 2 * ONE - 1).stats().num_bytes == ONE
+
+
+def test_forgetting_unknown_keys_changes_nothing(directory):
+    store = store_in(directory)
+    save(store, [key_of(0)])
+    generation = (directory / "lock").read_bytes()
+    store.forget(keys_from(1, 3))
+    store.forget([])
+    assert (directory / "lock").read_bytes() == generation
 
 
 def test_save_sees_what_another_process_has_written(directory):

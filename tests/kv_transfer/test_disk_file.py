@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import struct
 from types import SimpleNamespace
@@ -173,6 +174,8 @@ def test_views_move_together():
 def test_number_of_views_and_of_bytes_per_call_is_limited(monkeypatch):
     assert [len(sizes) for _, sizes in moved([1] * 600)[1]] == [256, 256, 88]
     monkeypatch.setattr(disk_file, "_MAX_CALL_BYTES", 10)
+    for sizes in ([[4, 5], [2], [9]], [[1, 1, 8], [1]]):
+        assert [call for _, call in moved([*itertools.chain(*sizes)])[1]] == sizes
     assert moved([4, 3, 3, 1, 9, 11, 2]) == (
         False, [(100, [4, 3, 3]), (110, [1, 9]), (120, [11]), (131, [2])],
     )  # fmt: skip

@@ -63,7 +63,9 @@ def test_what_the_next_row_sees_has_to_be_whole():
     """Compared with a look at each position that it sees."""
     rng = random.Random(3)
     for _ in range(3000):
-        size, window, first = rng.randint(1, 4), rng.randint(2, 14), rng.randint(0, 4)
+        size, first = rng.randint(1, 4), rng.randint(0, 4)
+        windows = [rng.randint(2, 14) for _ in range(rng.randint(1, 2))]
+        window = max(windows)
         is_whole = [rng.random() < 0.7 for _ in range(rng.randint(0, 7))]
         num_tokens = (first + len(is_whole)) * size + rng.randint(0, 5)
         usable = [0]
@@ -72,7 +74,7 @@ def test_what_the_next_row_sees_has_to_be_whole():
             seen = {position // size for position in range(max(0, row - window + 1), row + 1)} - set(range(first))
             if all(is_whole[block - first] for block in seen if block < first + count):
                 usable.append(count)
-        assert num_usable(is_whole, first, num_tokens, size, [SlidingWindow(window)]) == usable[-1]
+        assert num_usable(is_whole, first, num_tokens, size, [*map(SlidingWindow, windows)]) == usable[-1]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,13 @@ class Asked:
         # the row at 32 reads the positions 24 to 31, two blocks; that at 40 of a later sequence the same two
         ({"whole": (6, 7), "in_part": range(8)}, 0, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
         ({"whole": (6, 7), "in_part": range(8)}, 2, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
+        (
+            {"whole": (6, 7), "in_part": range(7)},
+            0,
+            100,
+            8,
+            [("whole", 0, 8), ("in part", 0, 8), ("whole", 7, 1), ("whole", 6, 2)],
+        ),
         # the last token is computed: the row at 31 reads 23 to 30, three blocks
         ({"whole": (6, 7), "in_part": range(8)}, 0, 32, 0, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
         ({"whole": (5, 6, 7), "in_part": range(8)}, 0, 32, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),

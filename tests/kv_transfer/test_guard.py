@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 from faulty_store import HangingStore
@@ -118,8 +119,8 @@ def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
             guard.num_matched(KEYS)
             clock.now += LONGEST_PAUSE_S
         store.error = None
-        guard.num_matched(KEYS)
-        guard.num_matched(KEYS)
+        for _ in range(3):
+            guard.num_matched(KEYS)
     assert [record.getMessage() for record in caplog.records] == [
         "KV store test is left alone for a while and tried again: gone",
         "KV store test works again",
@@ -188,6 +189,7 @@ def test_a_store_that_opens_when_it_is_closed_already_is_closed():
     opening.join(10)
     assert len(closed) == 1
     assert not guard.is_usable
+    assert guard.stats().error == "it is closed"
 
 
 def test_figures_say_that_a_call_hangs(made):
@@ -270,6 +272,16 @@ def test_checks_end_when_the_store_is_closed_or_dropped(made):
         del guard
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_checks_do_not_keep_the_engine(made, monkeypatch):
+    threads = []
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Thread", lambda **options: (threads.append(options), thread)[1])
+    made[2].check_when_idle(7.0)
+    [options] = threads
+    assert (options["daemon"], options["name"]) == (True, "octavo-kv-check-test")
+    assert options["args"][1:] == (made[2]._is_over, 7.0)
 
 
 def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(made):
@@ -397,13 +409,14 @@ def test_store_that_is_guarded_when_it_is_open_is_usable_at_once():
 
 
 def test_call_hangs_only_after_its_limit(made):
-    clock, _, guard = made
+    clock, store, guard = made
     with guard._call():
         clock.now += HANGS_AFTER_S
         assert guard.is_usable
         clock.now += 0.01
         assert not guard.is_usable
         assert guard.stats().error == "a call has taken more than 5 s"
+        assert (guard.num_matched(KEYS), store.calls) == (0, 0)
         with guard._call():
             assert not guard.is_usable, "one of several hangs"
     assert guard._calls == {}

@@ -172,6 +172,8 @@ class Told(MemoryStore):
 
     def load(self, keys, blocks):
         self.calls.append(("load", list(keys)))
+        if len(keys) != len(blocks):
+            raise ValueError("as many blocks as keys were expected")
         return super().load(keys, blocks)
 
     def save(self, keys, blocks):
@@ -282,6 +284,7 @@ def test_parts_are_kept_only_where_parts_are_taken():
     assert tiers.save(KEYS[:2], blocks_of(KEYS[:2]), only_first_group=True) == 2
     assert (whole_only.calls, both.calls) == ([], [("save", names[:2])])
     assert both.pool.lacks(names[:3]) == {names[2]}
+    assert tiers.lacks(KEYS[:3]) == set(KEYS[:3])
     assert tiers.num_matched(KEYS, only_first_group=True) == 2
     assert tiers.num_matched(KEYS) == 0
     put(both, 2)
