@@ -17,7 +17,10 @@ from octavo.kv_transfer.direct_messages import (
     BrokenOffError,
     Challenge,
     Channel,
+    End,
+    Hello,
     Notice,
+    ReadyToReceive,
     RefusalError,
     Refused,
     Written,
@@ -76,6 +79,22 @@ def framed(message):
 def notice_of(num_bytes):
     """Return a message that takes so many bytes when it is encoded."""
     return Notice(bytes(num_bytes - len(encode(Notice(bytes(70_000), b""))) + 70_000), b"")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(2, b"n"), Challenge(b"n", b"p"), ReadyToReceive("t", [], 8, {}, "s", 0, b"g"), Notice(b"r", b"p"),
+        Written(1), Beat(), Refused("r"), End(),
+    ],
+    ids=lambda message: type(message).__name__,
+)  # fmt: skip
+def test_message_does_not_change(message):
+    for field in message.__struct_fields__:
+        with pytest.raises(AttributeError, match="immutable type"):
+            setattr(message, field, None)
+    if not message.__struct_fields__:
+        assert hash(message) == hash(type(message)())
 
 
 def test_message_is_sent_after_its_length():

@@ -207,6 +207,9 @@ def test_lookup_of_few_blocks_reads_from_the_first():
     store = Asked(whole=(0,), in_part=(0, 1))
     assert look_up(store, KEYS[:2], 0, 100, SIZE, [SlidingWindow(100)]) == 1
     assert store.calls == [("whole", 0, 2), ("in part", 1, 1), ("whole", 0, 2)]
+    store = Asked(whole=(1,), in_part=(0,))
+    assert look_up(store, KEYS[:2], 2, 100, SIZE, [SlidingWindow(13)]) == 0
+    assert store.calls == [("whole", 0, 2), ("in part", 0, 2), ("whole", 1, 1), ("whole", 0, 2)]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

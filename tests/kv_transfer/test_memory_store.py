@@ -240,6 +240,15 @@ def test_figures_are_those_of_one_node():
     assert (later._timeout_s, later.block_size) == (10.0, 16)
 
 
+def test_transfers_of_a_store_have_different_names(monkeypatch):
+    pool, names = GlobalKVPool(), []
+    store, transfer = MemoryStore(pool, "a", BLOCK_BYTES), pool.async_transfer
+    monkeypatch.setattr(pool, "async_transfer", lambda name, *args: (names.append(name), transfer(name, *args))[1])
+    for _ in range(3):
+        assert store.load(KEYS[:1], buffers(1)) == 0
+    assert len(set(names)) == 3
+
+
 def test_tokens_of_a_block_are_counted_or_told():
     assert KVBlock(KEYS[0], "a", (1, 2), b"x").token_count == 2
     assert KVBlock(KEYS[0], "a", (), b"x", num_tokens=0).token_count == 0

@@ -323,7 +323,18 @@ def test_caller_waits_for_an_area_that_another_one_has(started, clock, monkeypat
         assert waits == [3.0, 2.0]
         with pytest.raises(BusyError), client.area(1.5):
             pass
-    assert waits == [3.0, 2.0, 1.5, 0.5]
+        assert waits == [3.0, 2.0, 1.5, 0.5]
+        with pytest.raises(BusyError), client.area(2.0):
+            pass
+    assert waits == [3.0, 2.0, 1.5, 0.5, 2.0, 1.0]
+
+
+def test_returned_area_is_announced(started, monkeypatch):
+    client, announced = started.make(), []
+    monkeypatch.setattr(client._free, "notify", lambda: announced.append(len(client._idle)))
+    with client.area():
+        assert announced == []
+    assert announced == [4]
 
 
 def test_returned_area_wakes_a_caller_that_waits(started):

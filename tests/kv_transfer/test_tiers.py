@@ -220,6 +220,8 @@ def test_store_that_is_not_usable_gets_no_save():
     tiers.tiers[0].close()
     assert tiers.save(KEYS[:2], blocks_of(KEYS[:2])) == 2
     assert (fast.calls, slow.calls) == ([], [("save", KEYS[:2])])
+    tiers.tiers[1].close()
+    assert tiers.save(KEYS[:2], blocks_of(KEYS[:2])) == 0
 
 
 def test_save_writes_only_what_is_lacking():
