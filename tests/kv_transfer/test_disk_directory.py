@@ -8,6 +8,7 @@ import os
 import stat
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,13 @@ def is_temporary(descriptor, _):
     return Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".tmp"
 
 
-def open_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_descriptors(path):
+    """Return how many files in a directory this process has open."""
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile, by this loop or by another thread
+            count += str(descriptor.readlink()).startswith(f"{path}/")
+    return count
 
 
 # --- what others did --------------------------------------------------------------------------------------------------
@@ -400,14 +406,14 @@ def test_file_takes_its_room_while_it_is_written(directory, path, clock):
         seen.append((stat.S_IMODE(temporary.stat().st_mode), directory._writing))
 
     clock.now_ns = 10**18
-    before = open_descriptors()
+    before = open_descriptors(path)
     name = write(directory, 0, 2, fill=fill)
     size = file_bytes(2, BLOCK_BYTES)
     assert seen == [(size, size, True), (0o600, {})]
     assert (directory._own, directory._writing, directory.num_bytes) == (set(), {}, size)
     assert directory.index.files_of(keys_from(0, 2)) == (2, [name])
     assert ((path / name).stat().st_mtime_ns, directory.index.oldest()) == (10**18, (10**18, name))
-    assert open_descriptors() == before
+    assert open_descriptors(path) == before
 
 
 def test_others_are_told_before_a_file_is_written(directory, path):
@@ -423,7 +429,7 @@ def test_others_are_told_before_a_file_is_written(directory, path):
 @pytest.mark.parametrize("step", ["fill", "rename", "flock", "ftruncate", "utime"])
 def test_file_that_cannot_be_written_leaves_nothing(directory, path, monkeypatch, step):
     directory.make_room(0)
-    before = open_descriptors()
+    before = open_descriptors(path)
     fill = fail(errno.ENOSPC) if step == "fill" else lambda _: None
     if step == "rename":
         monkeypatch.setattr(Path, "rename", fail(errno.ENOSPC))
@@ -435,7 +441,7 @@ def test_file_that_cannot_be_written_leaves_nothing(directory, path, monkeypatch
         directory.write(ONE, (), fill)
     assert (directory._own, directory._writing, directory.num_bytes) == (set(), {}, 0)
     assert [each.name for each in path.iterdir()] == ["lock"]
-    assert open_descriptors() == before
+    assert open_descriptors(path) == before
 
 
 def test_directory_is_made_again_and_told_to_the_disk(directory, path, monkeypatch):
@@ -668,17 +674,17 @@ def test_temporary_file_that_cannot_be_opened_is_dead_if_it_is_ours(directory, p
 
 
 def test_lock_is_held_and_given_back(directory, path):
-    before = open_descriptors()
+    before = open_descriptors(path)
     with directory._locked(), (path / "lock").open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert open_descriptors() == before
+    assert open_descriptors(path) == before
     assert stat.S_IMODE((path / "lock").stat().st_mode) == 0o600
 
 
 def test_lock_that_another_process_keeps_is_waited_for(directory, path, clock):
-    before = open_descriptors()
+    before = open_descriptors(path)
     (path / "lock").touch()
     with (path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -693,7 +699,7 @@ def test_lock_that_another_process_keeps_is_waited_for(directory, path, clock):
         clock.sleep = lambda _: fcntl.flock(file, fcntl.LOCK_UN)
         with directory._locked():
             pass
-    assert open_descriptors() == before
+    assert open_descriptors(path) == before
 
 
 def test_lock_is_tried_once_more_at_the_end_of_the_time(directory, path, clock, monkeypatch):
@@ -709,9 +715,9 @@ def test_lock_is_tried_once_more_at_the_end_of_the_time(directory, path, clock, 
 def test_lock_file_that_was_replaced_is_opened_anew(directory, path, clock, monkeypatch):
     answers = [False, False, True]
     monkeypatch.setattr(directory, "_is_in_place", lambda _: answers.pop(0))
-    before = open_descriptors()
+    before = open_descriptors(path)
     with directory._locked():
-        assert open_descriptors() == before + 1
+        assert open_descriptors(path) == before + 1
     assert (clock.sleeps, answers) == ([0.002] * 2, [])
 
 
@@ -738,12 +744,12 @@ def test_lock_that_is_deleted_while_it_is_opened_is_opened_anew(directory, path,
         assert len(calls) == 2
 
 
-def test_lock_that_fails_leaves_no_descriptor(directory, monkeypatch):
-    before = open_descriptors()
+def test_lock_that_fails_leaves_no_descriptor(directory, path, monkeypatch):
+    before = open_descriptors(path)
     monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
     with pytest.raises(OSError, match="No locks available"), directory._locked():
         pass
-    assert open_descriptors() == before
+    assert open_descriptors(path) == before
 
 
 def test_calls_from_several_threads_wait_for_each_other(directory):

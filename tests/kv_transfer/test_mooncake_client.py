@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -389,8 +390,6 @@ def test_memory_of_a_client_is_that_of_its_areas_process_and_segment():
 
 def test_own_address_is_the_one_on_the_route_to_the_peer():
     assert own_address("127.0.0.1:9") == "127.0.0.1"
-    with pytest.raises(StoreError, match=r"^nowhere.invalid:9 cannot be reached: "):
-        own_address("nowhere.invalid:9")
 
 
 @pytest.mark.parametrize("peer", ["[2001:db8::1]:90", "10.0.0.9:90"])
@@ -402,6 +401,6 @@ def test_own_address_reads_host_and_port(monkeypatch, peer):
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    with pytest.raises(StoreError, match="no route"):
+    with pytest.raises(StoreError, match=rf"^{re.escape(peer)} cannot be reached: no route$"):
         own_address(peer)
     assert asked == [(peer.rpartition(":")[0].strip("[]"), 90, {"type": socket.SOCK_DGRAM})]
