@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from faulty_store import HangingStore
 
+from octavo.data.kv_groups import SlidingWindow
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
 from octavo.kv_transfer import connector, guard
-from octavo.kv_transfer.connector import StoreConnector
+from octavo.kv_transfer.connector import StoreConnector, _Lookup
 from octavo.kv_transfer.interface import StoreError
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
@@ -42,7 +43,11 @@ class Asked:
 
 def request(name="r", count=6, *, expects_kv=False):
     return SimpleNamespace(
-        request_id=name, block_hashes=KEYS[:count], expects_kv=expects_kv, num_prompt_tokens=SIZE * count + 1
+        request_id=name,
+        block_hashes=KEYS[:count],
+        expects_kv=expects_kv,
+        num_prompt_tokens=SIZE * count + 1,
+        num_tokens=SIZE * count + 1,
     )
 
 
@@ -209,3 +214,245 @@ def test_a_store_that_fails_is_not_waited_for():
     asked.store.num_matched = fail
     assert asked.answer(request("first")) == 0
     assert asked.ask(request("second", expects_kv=True)) == 0
+
+
+# --- on the thread of the test ----------------------------------------------------------------------------------------
+
+
+class Threads:
+    """Threads that do their work when the test says so."""
+
+    def __init__(self, *options):
+        self.options, self.left, self.closed = options, [], []
+
+    def submit(self, work):
+        self.left.append(work)
+
+    def close(self, timeout_s):
+        self.closed.append(timeout_s)
+
+    def run(self):
+        while self.left:
+            self.left.pop(0)()
+
+
+class Store:
+    """A store that has so many of the keys that it is asked for."""
+
+    name, is_usable = "store", True
+
+    def __init__(self, count=3):
+        self.count, self.asked, self.num_opened = count, [], 0
+
+    def open(self):
+        self.num_opened += 1
+
+    def num_matched(self, keys, **_):
+        self.asked.append(list(keys))
+        return min(self.count, len(keys))
+
+
+class Direct:
+    """This engine's side of direct transfers, which notes what it is told."""
+
+    def __init__(self, *, expects=False):
+        self.expects, self.told = expects, []
+
+    def expect(self, request):
+        self.told.append(("expect", request.request_id))
+        return self.expects
+
+    def __getattr__(self, name):
+        return lambda argument: self.told.append((name, getattr(argument, "request_id", argument)))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(connector, "_EXPECTED_S", 1.0)
+    monkeypatch.setattr(connector, "DaemonThreads", Threads)
+    return clock
+
+
+def connected(store, direct=None, kinds=()):
+    answers = []
+    made = StoreConnector(store, SIZE, lambda: answers.append(None), direct, kinds)
+    made._threads.run()
+    return made, answers
+
+
+def ask(made, one, num_tokens=0):
+    """Ask, let the store answer, and ask again."""
+    if (found := made.get_num_new_matched_tokens(one, num_tokens)) is None:
+        made._threads.run()
+        found = made.get_num_new_matched_tokens(one, num_tokens)
+    return found
+
+
+def load_order(count, name="r"):
+    return KVTransfer(0, TransferDirection.LOAD, KEYS[:count], [[0] * count], name)
+
+
+def test_store_is_opened_on_a_thread(clock):
+    store = Store()
+    made, answers = connected(store)
+    assert (store.num_opened, made.name, answers) == (1, "store", [])
+    assert made._threads.options == (2, "octavo-kv-lookup", guard.HANGS_AFTER_S)
+    made.close()
+    assert made._threads.closed == [0.0]
+
+
+def test_lookup_asks_for_what_follows_the_computed_blocks(clock):
+    store = Store()
+    made, answers = connected(store)
+    one = request()
+    assert ask(made, one, 2 * SIZE + 1) == 3 * SIZE
+    assert (store.asked, len(answers)) == ([KEYS[2:6]], 1)
+    assert ask(made, one, 3 * SIZE) == 2 * SIZE
+    assert ask(made, one, 6 * SIZE) == 0
+    assert len(store.asked) == 1
+    assert ask(made, one, SIZE) == 3 * SIZE
+    assert store.asked[1:] == [KEYS[1:6]]
+
+
+def test_side_of_direct_transfers_is_told_of_all_events(clock):
+    direct = Direct()
+    made, _ = connected(Store(), direct)
+    one = request()
+    made.request_added(one)
+    ask(made, one)
+    order = load_order(3)
+    made.transfer_ordered(order)
+    made.transfer_ended(order, 3)
+    ask(made, request(count=7))
+    made.lookup_given_up(one)
+    made.request_finished(one, [])
+    assert direct.told == [
+        ("request_added", "r"), ("expect", "r"), ("transfer_ordered", "r"), ("transfer_ended", "r"),
+        ("forget_expected", "r"), ("expect", "r"), ("forget_expected", "r"), ("request_finished", "r"),
+    ]  # fmt: skip
+
+
+def test_blocks_from_another_engine_are_asked_for_once(clock):
+    direct, store = Direct(expects=True), Store(2)
+    made, _ = connected(store, direct)
+    one = request(expects_kv=True)
+    assert ask(made, one) == 2 * SIZE, "what comes directly is not waited for here"
+    made.transfer_ended(load_order(2), 2)
+    assert made.num_lookups == 0
+
+
+def test_expected_blocks_are_asked_for_again_after_pauses(clock):
+    store = Store(1)
+    made, answers = connected(store)
+    one = request(count=3, expects_kv=True)
+    assert ask(made, one) is None
+    pauses = []
+    for _ in range(5):
+        again_at = made._lookups["r"].again_at
+        pauses.append(again_at - clock.now)
+        clock.now = again_at - 0.001
+        assert ask(made, one) is None
+        asked = len(store.asked)
+        clock.now = again_at
+        assert made.get_num_new_matched_tokens(one, 0) is None
+        assert made.get_num_new_matched_tokens(one, 0) is None
+        assert len(made._threads.left) == 1, "it is being asked"
+        made._threads.run()
+        assert len(store.asked) == asked + 1
+    assert pauses == [pytest.approx(each) for each in (0.005, 0.01, 0.02, 0.04, 0.04)]
+    store.count = 3
+    clock.now += 0.04
+    assert ask(made, one) == 3 * SIZE
+    assert len(answers) == len(store.asked)
+
+
+def test_expected_blocks_of_which_none_comes_are_waited_for(clock):
+    made, _ = connected(Store(0))
+    one = request(expects_kv=True)
+    assert ask(made, one) is None
+    clock.now += 0.99
+    assert ask(made, one) is None
+    clock.now += 0.04
+    assert ask(made, one) == 0
+
+
+def test_expected_blocks_are_those_of_the_prompt(clock):
+    made, _ = connected(Store(2))
+    one = request(expects_kv=True)
+    one.num_prompt_tokens = 3 * SIZE - 1
+    assert ask(made, one) == 2 * SIZE
+    one = request("other", expects_kv=True)
+    one.num_prompt_tokens = 3 * SIZE
+    assert ask(made, one) is None
+    clock.now += 1.0
+    assert ask(made, one) == 2 * SIZE
+
+
+def test_load_that_came_short_limits_the_next_question(clock):
+    store = Store(9)
+    made, _ = connected(store)
+    one = request()
+    assert ask(made, one) == 6 * SIZE
+    made.transfer_ended(load_order(6), 4)
+    assert (ask(made, one), store.asked[-1]) == (4 * SIZE, KEYS[:4])
+    made.lookup_given_up(one)
+    assert (ask(made, one, 5 * SIZE), store.asked[-1]) == (SIZE, KEYS[5:6]), "the block before is computed meanwhile"
+    made.transfer_ended(load_order(6), 6)
+    made.lookup_given_up(one)
+    assert ask(made, one) == 6 * SIZE
+    made.transfer_ended(load_order(6), None)
+    assert made.num_lookups == 0
+    made.transfer_ended(KVTransfer(1, TransferDirection.SAVE, KEYS[:1], [[1]]), 0)
+    assert made.num_lookups == 0
+
+
+def test_number_of_lookups_counts_requests_once(clock):
+    made, _ = connected(Store())
+    ask(made, request())
+    made.transfer_ended(load_order(3), 1)
+    assert made.num_lookups == 1
+    ask(made, request())
+    assert made.num_lookups == 1
+    made.request_finished(request(), [])
+    assert made.num_lookups == 0
+
+
+@pytest.mark.parametrize("kinds", [[], [SlidingWindow(5)]])
+def test_lookup_that_nobody_wants_is_not_asked_for(clock, kinds):
+    store = Store()
+    made, answers = connected(store, kinds=kinds)
+    made.get_num_new_matched_tokens(request(), 0)
+    made.lookup_given_up(request())
+    made._threads.run()
+    assert (store.asked, len(answers)) == ([], 1)
+
+
+def test_store_that_is_not_usable_is_not_asked(clock):
+    store, direct = Store(), Direct()
+    made, answers = connected(store, direct)
+    store.is_usable = False
+    assert made.get_num_new_matched_tokens(request(), SIZE) == 0
+    assert (made._threads.left, direct.told, answers) == ([], [], [])
+
+
+def test_lookup_that_fails_ends(clock):
+    store = Store()
+    made, answers = connected(store)
+    store.num_matched = lambda _: 1 / 0
+    made.get_num_new_matched_tokens(request(), 0)
+    with pytest.raises(ZeroDivisionError):
+        made._threads.run()
+    assert (made.get_num_new_matched_tokens(request(), 0), len(answers)) == (0, 1)
+
+
+def test_lookup_waits_as_long_as_more_blocks_come(clock):
+    lookup = _Lookup(2, 8, num_expected=8, found=2, until=101.0)
+    lookup.take(1, 100.9)
+    assert (lookup.found, lookup.until, lookup.end) == (3, 101.9, None)
+    lookup.take(1, 101.0)
+    assert (lookup.until, lookup.end) == (101.9, None)
+    lookup.take(1, 101.9)
+    assert lookup.end == 3
+    assert _Lookup(0, 1) == _Lookup(0, 1, False, 0, None, True, 0.0, 0, 0.005, None)

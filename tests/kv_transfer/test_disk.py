@@ -8,6 +8,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from kv_transfer.disk_blocks import BLOCK_BYTES, content_of, key_of, keys_from, load, save
 
 from octavo.errors import ConfigError
-from octavo.kv_transfer import disk_directory
-from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer import disk, disk_directory
+from octavo.kv_transfer.disk import DiskStore, _Writing, default_bound
 from octavo.kv_transfer.disk_file import (
     CorruptFileError,
     OtherFormatError,
@@ -195,6 +196,114 @@ def test_it_does_as_a_dict_does(steps):
             known = next((i for i, key in enumerate(keys) if key not in files_of), count)
             assert store.num_matched(keys) == load(store, keys) == known
             assert store.lacks(keys) == {key for key in keys if key not in files_of}
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 34, 1 << 40, 1])
+def test_default_bound_is_half_of_the_room_and_of_its_own_files(directory, monkeypatch, free_bytes):
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes if path.is_dir() else 0)
+    )
+    directory.mkdir()
+    for name, size in [("a.kv", 10), ("b.kv", 20), ("b.tmp", 500)]:
+        (directory / name).write_bytes(bytes(size))
+    (directory / "link.kv").symlink_to("b.tmp")  # counts with its own five bytes
+    assert default_bound(directory) == min((free_bytes + 35) // 2, 1 << 34)
+    assert default_bound(directory.parent / "new" / "kv") == min(free_bytes // 2, 1 << 34)
+    assert (directory.parent / "new" / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_store_without_a_bound_takes_the_default(directory, monkeypatch):
+    monkeypatch.setattr(disk, "default_bound", lambda path: {directory: 5 * ONE}[path])
+    assert store_in(directory, None).stats().max_bytes == 5 * ONE
+
+
+def test_smallest_bound_keeps_one_block(directory):
+    store = store_in(directory, ONE)
+    assert (save(store, keys_from(0, 2)), save(store, [key_of(7)]), store.stats().num_evicted) == (1, 1, 1)
+    assert load(store, [key_of(7)]) == 1
+
+
+def test_key_that_is_saved_twice_in_one_call_is_written_once(directory):
+    store = store_in(directory)
+    assert save(store, [key_of(0), key_of(1), key_of(0)]) == 3
+    assert files(directory)[0].stat().st_size == file_bytes(2, BLOCK_BYTES)
+    assert load(store, [key_of(0), key_of(1), key_of(0)]) == 3
+
+
+def test_blocks_that_were_saved_at_different_times_are_loaded_in_one_call(directory):
+    store = store_in(directory)
+    for first, count in ((0, 2), (2, 3), (5, 1)):
+        save(store, keys_from(first, count))
+    assert load(store, keys_from(0, 8)) == 6
+    assert load(store, keys_from(3, 3)) == 3
+
+
+def test_block_of_another_size_under_a_key_is_not_loaded(directory, caplog):
+    store = store_in(directory, part_bytes=512)
+    save(store, [key_of(0)])
+    assert store.load([key_of(0)], [memoryview(bytearray(512))]) == 0
+    assert (store.stats().num_corrupt, store.lacks([key_of(0)])) == (1, {key_of(0)})
+    assert "is set aside: it has other blocks than it had" in caplog.text
+
+
+def test_position_of_a_corrupt_block_is_logged(directory, caplog):
+    store, keys = store_in(directory), keys_from(0, 5)
+    save(store, keys)
+    tamper(files(directory)[0], file_bytes(3, BLOCK_BYTES) + 7)
+    assert load(store, keys[1:]) == 2
+    assert "is set aside: block 3 does not agree with its checksum" in caplog.text
+
+
+def test_bound_of_a_later_start_is_exact(directory):
+    for number in range(2):
+        save(store_in(directory), [key_of(number)])
+    assert store_in(directory, 2 * ONE).stats().num_bytes == 2 * ONE
+    assert store_in(directory, 2 * ONE - 1).stats().num_bytes == ONE
+
+
+def test_forgetting_unknown_keys_changes_nothing(directory):
+    store = store_in(directory)
+    save(store, [key_of(0)])
+    generation = (directory / "lock").read_bytes()
+    store.forget(keys_from(1, 3))
+    store.forget([])
+    assert (directory / "lock").read_bytes() == generation
+
+
+def test_save_sees_what_another_process_has_written(directory):
+    store, other = store_in(directory), store_in(directory)
+    save(other, keys_from(0, 2))
+    save(listed(store), keys_from(0, 3))
+    assert sorted(path.stat().st_size for path in files(directory)) == [ONE, file_bytes(2, BLOCK_BYTES)]
+
+
+def test_closed_store_deletes_nothing(directory):
+    store = store_in(directory)
+    save(store, [key_of(0)])
+    store.close()
+    store.forget([key_of(0)])
+    assert store.lacks([key_of(5)]) == set()
+    assert store_in(directory).num_matched([key_of(0)]) == 1
+
+
+def test_pause_after_a_failed_write_doubles_and_ends_with_a_success(directory):
+    now = [100.0]
+    writing, pauses = _Writing(directory, lambda: now[0]), []
+    assert (writing.may_try(), writing.error, writing.num_errors) == (True, "", 0)
+    for _ in range(8):
+        writing.failed(OSError("full"))
+        pauses.append(writing._resumes_at - now[0])
+        now[0] = writing._resumes_at - 0.01
+        assert not writing.may_try()
+        now[0] = writing._resumes_at
+        assert writing.may_try()
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert (writing.error, writing.num_errors) == ("nothing can be written: full", 8)
+    writing.failed(OSError("full"))
+    writing.succeeded()
+    assert (writing.may_try(), writing.error) == (True, "")
+    writing.failed(OSError("full"))
+    assert writing._resumes_at == now[0] + 1.0
 
 
 # --- what is not as it was written ------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ def test_a_process_without_descriptors_raises_and_harms_no_file(directory, monke
         with pytest.raises(StoreError, match=r"cannot be read.*Too many open files"):
             load(store, [key_of(0)])
     assert load(store, [key_of(0)]) == 1
+    assert store.stats().num_errors == 1
 
 
 def test_a_directory_that_is_gone_is_a_miss_and_is_made_again(directory):

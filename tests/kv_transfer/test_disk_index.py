@@ -8,6 +8,7 @@ import shutil
 import pytest
 from kv_transfer.disk_blocks import BLOCK_BYTES, keys_from, save
 
+from octavo.kv_transfer import disk_index
 from octavo.kv_transfer.connector import _Lookup
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.disk_index import BlockFile, DiskIndex
@@ -79,6 +80,37 @@ def test_ages_of_files_that_are_gone_take_a_bounded_room():
             index.drop(f"{number - 10}")
     assert len(index._by_age) <= 2 * 10 + 1024 + 1
     assert index.oldest() == (4990, "4990")
+
+
+def test_ages_are_rebuilt_when_most_of_them_are_old(monkeypatch):
+    monkeypatch.setattr(disk_index, "_MIN_SPARE", 2)
+    index, lengths = DiskIndex(), []
+    for used_ns in range(8):
+        index.add(BlockFile("a", 1, (A,)), used_ns)
+        lengths.append(len(index._by_age))
+    assert lengths == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert index.oldest() == (7, "a")
+    for number in range(3):
+        index.add(BlockFile(f"{number}", 1), number)
+    assert index.oldest() == (0, "0")
+    assert (index.num_bytes, index.num_blocks) == (4, 1)
+
+
+def test_key_that_stands_twice_in_a_file_counts_once(index):
+    index.add(BlockFile("twice", 5, (b"d", b"e", b"d")), 3)
+    assert (index.num_blocks, index.holders([b"d"])) == (5, {"twice"})
+    assert index.run([b"d", b"e", b"d", A]) == (BlockFile("twice", 5, (b"d", b"e", b"d")), 0, 3)
+    index.drop("twice")
+    assert (index.num_blocks, index.holders([b"d"])) == (3, set())
+
+
+def test_files_of_a_key_are_all_known(index):
+    index.add(BlockFile("three", 5, (A,)), 3)
+    assert index.holders([A, C, b"d"]) == {"one", "two", "three"}
+    assert index.files_of([A, B]) == (2, ["three", "one"])
+    assert index.files_of([]) == (0, [])
+    index.drop("three")
+    assert index.files_of([A, B]) == (2, ["one"])
 
 
 def test_a_directory_is_looked_at_again_after_a_pause_unless_it_is_gone(tmp_path, monkeypatch):

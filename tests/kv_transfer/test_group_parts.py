@@ -63,7 +63,9 @@ def test_what_the_next_row_sees_has_to_be_whole():
     """Compared with a look at each position that it sees."""
     rng = random.Random(3)
     for _ in range(3000):
-        size, window, first = rng.randint(1, 4), rng.randint(2, 14), rng.randint(0, 4)
+        size, first = rng.randint(1, 4), rng.randint(0, 4)
+        windows = [rng.randint(2, 14) for _ in range(rng.randint(1, 2))]
+        window = max(windows)
         is_whole = [rng.random() < 0.7 for _ in range(rng.randint(0, 7))]
         num_tokens = (first + len(is_whole)) * size + rng.randint(0, 5)
         usable = [0]
@@ -72,7 +74,7 @@ def test_what_the_next_row_sees_has_to_be_whole():
             seen = {position // size for position in range(max(0, row - window + 1), row + 1)} - set(range(first))
             if all(is_whole[block - first] for block in seen if block < first + count):
                 usable.append(count)
-        assert num_usable(is_whole, first, num_tokens, size, [SlidingWindow(window)]) == usable[-1]
+        assert num_usable(is_whole, first, num_tokens, size, [*map(SlidingWindow, windows)]) == usable[-1]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,64 @@ def test_behind_a_load_that_ended_early_only_what_can_be_gone_on_behind_is_offer
     connector.request_finished(request, [])
     assert connector.num_lookups == 0
     connector.close()
+
+
+class Asked:
+    """A store that has some blocks whole and some in part, and notes what it is asked for."""
+
+    def __init__(self, whole=(), in_part=()):
+        self.whole, self.in_part, self.calls = whole, in_part, []
+
+    def num_matched(self, keys, *, only_first_group=False):
+        numbers = [KEYS.index(key) for key in keys]
+        self.calls.append(("in part" if only_first_group else "whole", *numbers[:1], len(keys)))
+        there = self.in_part if only_first_group else self.whole
+        return next((index for index, number in enumerate(numbers) if number not in there), len(numbers))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "first", "num_tokens", "count", "calls"),
+    [
+        ({}, 0, 100, 0, [("whole", 0, 8), ("in part", 0, 8)]),
+        ({"whole": range(8)}, 0, 100, 8, [("whole", 0, 8)]),
+        ({"whole": (0,)}, 0, 100, 1, [("whole", 0, 8), ("in part", 1, 7), ("whole", 1, 7), ("in part", 1, 7)]),
+        # the row at 32 reads the positions 24 to 31, two blocks; that at 40 of a later sequence the same two
+        ({"whole": (6, 7), "in_part": range(8)}, 0, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
+        ({"whole": (6, 7), "in_part": range(8)}, 2, 100, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 6, 2)]),
+        (
+            {"whole": (6, 7), "in_part": range(7)},
+            0,
+            100,
+            8,
+            [("whole", 0, 8), ("in part", 0, 8), ("whole", 7, 1), ("whole", 6, 2)],
+        ),
+        # the last token is computed: the row at 31 reads 23 to 30, three blocks
+        ({"whole": (6, 7), "in_part": range(8)}, 0, 32, 0, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
+        ({"whole": (5, 6, 7), "in_part": range(8)}, 0, 32, 8, [("whole", 0, 8), ("in part", 0, 8), ("whole", 5, 3)]),
+    ],
+)
+def test_lookup_asks_again_for_what_the_next_row_reads(kinds, first, num_tokens, count, calls):
+    store = Asked(**kinds)
+    assert look_up(store, KEYS, first, num_tokens, SIZE, [SlidingWindow(WINDOW)]) == count
+    assert store.calls == calls
+
+
+def test_lookup_considers_the_widest_window():
+    store = Asked(whole=(6, 7), in_part=range(8))
+    kinds = [SlidingWindow(WINDOW), SlidingWindow(WINDOW + SIZE)]
+    assert look_up(store, KEYS, 0, 100, SIZE, kinds) == 0
+    assert store.calls[-1] == ("whole", 5, 3)
+    store = Asked(whole=(5, 6, 7), in_part=range(8))
+    assert look_up(store, KEYS, 0, 100, SIZE, kinds) == 8
+
+
+def test_lookup_of_few_blocks_reads_from_the_first():
+    store = Asked(whole=(0,), in_part=(0, 1))
+    assert look_up(store, KEYS[:2], 0, 100, SIZE, [SlidingWindow(100)]) == 1
+    assert store.calls == [("whole", 0, 2), ("in part", 1, 1), ("whole", 0, 2)]
+    store = Asked(whole=(1,), in_part=(0,))
+    assert look_up(store, KEYS[:2], 2, 100, SIZE, [SlidingWindow(13)]) == 0
+    assert store.calls == [("whole", 0, 2), ("in part", 0, 2), ("whole", 1, 1), ("whole", 0, 2)]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 from faulty_store import HangingStore
@@ -118,8 +119,8 @@ def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
             guard.num_matched(KEYS)
             clock.now += LONGEST_PAUSE_S
         store.error = None
-        guard.num_matched(KEYS)
-        guard.num_matched(KEYS)
+        for _ in range(3):
+            guard.num_matched(KEYS)
     assert [record.getMessage() for record in caplog.records] == [
         "KV store test is left alone for a while and tried again: gone",
         "KV store test works again",
@@ -188,6 +189,7 @@ def test_a_store_that_opens_when_it_is_closed_already_is_closed():
     opening.join(10)
     assert len(closed) == 1
     assert not guard.is_usable
+    assert guard.stats().error == "it is closed"
 
 
 def test_figures_say_that_a_call_hangs(made):
@@ -272,6 +274,16 @@ def test_checks_end_when_the_store_is_closed_or_dropped(made):
         assert not thread.is_alive()
 
 
+def test_checks_do_not_keep_the_engine(made, monkeypatch):
+    threads = []
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(threading, "Thread", lambda **options: (threads.append(options), thread)[1])
+    made[2].check_when_idle(7.0)
+    [options] = threads
+    assert (options["daemon"], options["name"]) == (True, "octavo-kv-check-test")
+    assert options["args"][1:] == (made[2]._is_over, 7.0)
+
+
 def test_what_made_way_is_told_once_and_not_again_by_a_store_that_does_not_say(made):
     _, store, guard = made
     counts = iter([2, 2, 5, 0, 6])
@@ -332,3 +344,138 @@ def test_a_store_that_waits_for_others_never_hangs():
     assert guard.stats().error == ""
     store.release_unread.set()
     waiting.join()
+
+
+def test_store_that_was_never_opened_has_no_figures():
+    guard = GuardedStore("far", BLOCK_BYTES, lambda: pytest.fail("the store is opened"))
+    assert guard.stats() == StoreStats(0, 0, None)
+    assert (guard.keeps_parts, guard.name, guard.block_bytes) == (True, "far", BLOCK_BYTES)
+
+
+def test_store_whose_figures_fail_has_none(made):
+    clock, store, guard = made
+    store.stats = lambda: 1 / 0
+    assert guard.stats() == StoreStats(0, 0, None, num_errors=1, error="division by zero")
+    assert not guard.is_usable
+    clock.now += FIRST_PAUSE_S
+    assert guard.is_usable
+
+
+def test_figures_of_the_store_and_failures_here_are_told_together(made):
+    clock, store, guard = made
+    store.stats = lambda: StoreStats(1, 2, 3, 4, 5, 6, "its own error")
+    assert guard.stats() == StoreStats(1, 2, 3, 4, 5, 6, "its own error")
+    store.error = StoreError("gone")
+    for _ in range(7):
+        guard.num_matched(KEYS)
+        clock.now += LONGEST_PAUSE_S
+    assert guard.stats() == StoreStats(1, 2, 3, 4, 5, 7, "gone")
+
+
+def test_figures_are_those_of_the_last_load_or_save(made):
+    clock, store, guard = made
+    told = [StoreStats(1, 2, 3, 4, 5, 6), StoreStats(7, 8, 9, 3, 4, 5)]
+    store.stats = lambda: told[0]
+    block = memoryview(bytearray(BLOCK_BYTES))
+    for call in (guard.load, guard.save):
+        call(KEYS[:1], [block])
+        figures = guard.figures
+        assert (figures.num_blocks, figures.num_bytes, figures.num_corrupt) == (
+            told[0].num_blocks, told[0].num_bytes, told[0].num_corrupt,
+        )  # fmt: skip
+        assert (figures.num_errors, guard._num_evicted) == (6, 4), "these never become fewer"
+        told.reverse()
+    store.error = StoreError("gone")
+    for count in range(1, 9):
+        guard.num_matched(KEYS)
+        assert guard.figures.num_errors == max(count, 6)
+        clock.now += LONGEST_PAUSE_S
+
+
+def test_first_failure_is_counted_in_the_figures(made):
+    _, store, guard = made
+    store.error = StoreError("gone")
+    guard.num_matched(KEYS)
+    assert (guard.figures.num_errors, guard.figures.is_usable) == (1, 0)
+
+
+def test_store_that_is_guarded_when_it_is_open_is_usable_at_once():
+    store = Failing()
+    for options in ({}, {"may_wait": True, "keeps_parts": False}):
+        guard = GuardedStore.of(store, **options)
+        assert (guard.figures.is_usable, guard.lacks(KEYS)) == (1, set(KEYS))
+        assert (guard._may_wait, guard.keeps_parts) == (bool(options), not options)
+        assert (guard.name, guard.block_bytes) == ("memory", BLOCK_BYTES)
+
+
+def test_call_hangs_only_after_its_limit(made):
+    clock, store, guard = made
+    with guard._call():
+        clock.now += HANGS_AFTER_S
+        assert guard.is_usable
+        clock.now += 0.01
+        assert not guard.is_usable
+        assert guard.stats().error == "a call has taken more than 5 s"
+        assert (guard.num_matched(KEYS), store.calls) == (0, 0)
+        with guard._call():
+            assert not guard.is_usable, "one of several hangs"
+    assert guard._calls == {}
+
+
+def test_pause_ends_at_its_moment(made):
+    clock, store, guard = made
+    store.error = StoreError("gone")
+    guard.num_matched(KEYS)
+    clock.now += FIRST_PAUSE_S
+    assert guard.is_usable
+    guard.num_matched(KEYS)
+    assert store.calls == 2
+
+
+def test_idle_time_counts_from_the_beginning(made):
+    clock, store, _ = made
+    guard = GuardedStore("new", BLOCK_BYTES, lambda: store, clock=clock)
+    guard.check(5.0)
+    assert guard._store is None
+    clock.now += 5.0
+    guard.check(5.0)
+    assert guard._store is store
+
+
+def test_failure_in_closing_is_no_failure_of_the_caller(made, caplog):
+    _, store, guard = made
+    store.close = lambda: 1 / 0
+    guard.close()
+    assert guard.stats().num_errors == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV store test failed; it is left alone and tried again"
+    ]
+    assert caplog.records[0].exc_info is not None
+
+
+def test_store_that_was_never_opened_is_closed_without_a_call():
+    guard = GuardedStore("far", BLOCK_BYTES, lambda: pytest.fail("the store is opened"))
+    guard.close()
+    assert (guard.stats().num_errors, guard.is_usable) == (0, False)
+    guard.open()
+
+
+def test_forgotten_blocks_are_forgotten_by_the_store(made):
+    _, store, guard = made
+    guard.forget(KEYS[:2])
+    assert store.forgotten == KEYS[:2]
+
+
+def test_error_without_a_text_is_named_by_its_type(made):
+    _, store, guard = made
+    store.error = StoreError("")
+    guard.num_matched(KEYS)
+    assert guard.stats().error == "StoreError"
+
+
+def test_open_store_is_opened_once():
+    opened = []
+    guard = GuardedStore("test", BLOCK_BYTES, lambda: (opened.append(None), Failing())[1])
+    for _ in range(3):
+        guard.open()
+    assert len(opened) == 1

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.memory import GlobalKVPool, KVBlock, MemoryStore
 
 KEYS = [bytes([index]) * 32 for index in range(200)]
@@ -225,3 +225,99 @@ def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
         store.load(KEYS[:1], buffers(1))
     assert store.stats().num_errors == 1
     release_unread.set()
+
+
+def test_figures_are_those_of_one_node():
+    pool = GlobalKVPool(3)
+    first = MemoryStore(pool, "a", BLOCK_BYTES)
+    for key in KEYS[:4]:
+        first.save([key], [content(key)])
+    later = MemoryStore(pool, "a", BLOCK_BYTES)
+    size = BLOCK_BYTES + 32
+    assert first.stats() == StoreStats(3, 3 * size, 3 * size, 1)
+    assert later.stats() == StoreStats(3, 3 * size, 3 * size, 0)
+    assert MemoryStore(pool, "b", BLOCK_BYTES).stats() == StoreStats(0, 0, 3 * size)
+    assert (later._timeout_s, later.block_size) == (10.0, 16)
+
+
+def test_transfers_of_a_store_have_different_names(monkeypatch):
+    pool, names = GlobalKVPool(), []
+    store, transfer = MemoryStore(pool, "a", BLOCK_BYTES), pool.async_transfer
+    monkeypatch.setattr(pool, "async_transfer", lambda name, *args: (names.append(name), transfer(name, *args))[1])
+    for _ in range(3):
+        assert store.load(KEYS[:1], buffers(1)) == 0
+    assert len(set(names)) == 3
+
+
+def test_tokens_of_a_block_are_counted_or_told():
+    assert KVBlock(KEYS[0], "a", (1, 2), b"x").token_count == 2
+    assert KVBlock(KEYS[0], "a", (), b"x", num_tokens=0).token_count == 0
+    assert KVBlock(KEYS[0], "a", (), b"x", num_tokens=5).token_count == 5
+
+
+def test_transfer_prefers_the_copy_that_its_target_has():
+    pool = GlobalKVPool(2)
+    pool.publish(KEYS[0], "a", [7], b"x")
+    assert transferred(pool, KEYS[:1]) == ("r", True)
+    used = pool._nodes["a"][KEYS[0]].access_time
+    assert transferred(pool, KEYS[:1]) == ("r", True)
+    assert pool._nodes["a"][KEYS[0]].access_time == used
+    assert pool._nodes["b"][KEYS[0]].access_time > used
+
+
+def test_transfer_of_an_own_block_copies_nothing():
+    pool = GlobalKVPool(2)
+    pool.publish(KEYS[0], "b", [7], b"x")
+    block = pool.get(KEYS[0], "b")
+    assert transferred(pool, KEYS[:1]) == ("r", True)
+    assert pool.get(KEYS[0], "b") is block
+    assert pool.total_cached_blocks == 1
+
+
+def test_copy_keeps_its_tokens_and_time():
+    pool = GlobalKVPool(2)
+    pool.publish(KEYS[0], "a", [], b"x", num_tokens=5)
+    transferred(pool, KEYS[:1])
+    copy, kept = pool.get(KEYS[0], "b"), pool.get(KEYS[0], "a")
+    assert (copy.num_tokens, copy.token_ids, copy.block_hash) == (5, (), KEYS[0])
+    assert copy.access_time > 0
+    assert kept.num_tokens == 5
+
+
+def test_transfer_that_ended_is_complete_once():
+    pool = GlobalKVPool()
+    pool.async_transfer("r", [], "b")
+    with pool._ended:
+        assert pool._ended.wait_for(lambda: not pool._open, 10)
+    assert [pool.is_transfer_complete("r") for _ in range(2)] == [True, False]
+    pool.async_transfer("r", [], "b")
+    assert [pool.wait_for_transfer("r", 10), pool.wait_for_transfer("r", 0.0)] == [True, False]
+
+
+def test_evicted_block_has_other_holders_left():
+    pool = GlobalKVPool(1)
+    pool.publish(KEYS[0], "a", [7], b"x")
+    transferred(pool, KEYS[:1])
+    pool.publish(KEYS[1], "b", [7], b"y")
+    assert (pool.query(KEYS[:1]), pool.num_evicted, pool.num_evicted_of("b"), pool.num_evicted_of("a")) == (
+        (1, ["a"]), 1, 1, 0,
+    )  # fmt: skip
+    pool.publish(KEYS[2], "a", [7], b"z")
+    assert pool.lacks(KEYS[:3]) == {KEYS[0]}
+    assert set(pool._holders) == set(KEYS[1:3])
+
+
+def test_smallest_pool_keeps_one_block():
+    assert GlobalKVPool(1).max_blocks_per_node == 1
+    assert GlobalKVPool().max_blocks_per_node == 100
+
+
+def test_store_loads_what_comes_before_a_missing_block():
+    pool = GlobalKVPool()
+    store = MemoryStore(pool, "a", BLOCK_BYTES)
+    store.save(KEYS[:1], [content(KEYS[0])])
+    store.save(KEYS[2:3], [content(KEYS[2])])
+    blocks = buffers(3)
+    assert store.load(KEYS[:3], blocks) == 1
+    assert blocks == [content(KEYS[0]), *buffers(2)]
+    assert (store.stats().num_corrupt, store.stats().num_errors) == (0, 0)

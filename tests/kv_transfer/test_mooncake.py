@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -12,9 +14,9 @@ import pytest
 
 from octavo.config import KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_transfer import create_store, mooncake_client
-from octavo.kv_transfer.interface import StoreError
-from octavo.kv_transfer.mooncake import MooncakeStore, _name
+from octavo.kv_transfer import create_store, mooncake, mooncake_client
+from octavo.kv_transfer.interface import StoreError, StoreStats
+from octavo.kv_transfer.mooncake import MooncakeStore, _is_wrong, _name
 
 BLOCK_BYTES = 1000
 MASTER = "127.0.0.1:1"
@@ -343,3 +345,237 @@ def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool):
     assert store.save(KEYS, BLOCKS) == len(KEYS)
     assert len(list(pool.glob("octavo-kv-*"))) == len(KEYS)
     store.close()
+
+
+# --- without a process ------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """A client of a pool in the memory of this process, with one area for two objects."""
+
+    values, codes = {}, {}
+
+    def __init__(self, **options):
+        self.options = options
+        self.calls = []
+        self.is_alive, self.num_closed, self.num_areas = True, 0, 0
+        self.objects = [memoryview(bytearray(options["object_bytes"])) for _ in range(2)]
+
+    @contextmanager
+    def area(self):
+        self.num_areas += 1
+        yield self
+
+    def call(self, name, names):
+        self.calls.append((name, names))
+        done = list(getattr(self, f"_{name}")(names))
+        return self.codes.get(name, done)
+
+    def _has(self, names):
+        return [int(name in self.values) for name in names]
+
+    def _put(self, names):
+        self.values.update({name: bytes(stored) for name, stored in zip(names, self.objects, strict=False)})
+        return [0] * len(names)
+
+    def _get(self, names):
+        for name, stored in zip(names, self.objects, strict=False):
+            stored[:] = self.values.get(name, bytes(stored))
+            yield len(stored) if name in self.values else -704
+
+    def _remove(self, names):
+        return [0 if self.values.pop(name, None) else -704 for name in names]
+
+    def close(self):
+        self.num_closed += 1
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """The clients that stores have made."""
+    clients = []
+    monkeypatch.setattr(Client, "values", {})
+    monkeypatch.setattr(Client, "codes", {})
+    monkeypatch.setattr(
+        mooncake, "MooncakeClient", lambda **options: (clients.append(Client(**options)), clients[-1])[1]
+    )
+    monkeypatch.setattr(mooncake, "own_address", lambda master: f"route to {master}")
+    return clients
+
+
+@pytest.fixture
+def local(clients):
+    """A store over such a client, whose mark the pool has."""
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER, protocol="rdma", segment_bytes=77)
+    store.num_matched([])
+    clients[0].calls.clear()
+    return store
+
+
+def test_client_gets_the_options_of_the_store(local, clients):
+    assert [client.options for client in clients] == [
+        {
+            "host": f"route to {MASTER}",
+            "master": MASTER,
+            "protocol": "rdma",
+            "segment_bytes": 77,
+            "object_bytes": BLOCK_BYTES + 128,
+        }
+    ]
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER)
+    assert (store._client.options["segment_bytes"], store.stats()) == (0, StoreStats(0, 0, None))
+    assert MooncakeStore.host_bytes(BLOCK_BYTES, 77) == mooncake_client.client_bytes(BLOCK_BYTES + 128, 77)
+
+
+def test_object_is_a_header_a_block_and_zeros(local, clients):
+    for block in (BLOCKS[0], BLOCKS[0][:300]):
+        clients[0].values.clear()
+        local.save(KEYS[:1], [block])
+        head = b"octavoK\x01" + KEYS[0] + hashlib.sha256(KEYS[0] + block).digest()
+        stored = Client.values[f"octavo-kv-1-{KEYS[0].hex()}"]
+        assert (stored[:72], stored[72:128]) == (head, bytes(56))
+        assert stored[128:] == bytes(block).ljust(BLOCK_BYTES, b"\0")
+
+
+def test_blocks_are_moved_as_many_at_once_as_an_area_takes(local, clients):
+    assert (local.save(KEYS, BLOCKS), load(local)) == (5, BLOCKS)
+    names = [*map(_name, KEYS)]
+    parts = [names[:2], names[2:4], names[4:]]
+    assert clients[0].calls == [("put", part) for part in parts] + [("get", part) for part in parts]
+
+
+def test_question_asks_for_the_mark_too(local, clients):
+    local.save(KEYS[:3], BLOCKS[:3])
+    clients[0].calls.clear()
+    assert local.num_matched(KEYS) == 3
+    assert clients[0].calls == [("has", [*map(_name, KEYS), local._mark])]
+    assert local.lacks(KEYS) == set(KEYS[3:])
+    clients[0].calls.clear()
+    assert local.num_matched([]) == 0
+    assert clients[0].calls == [("has", [local._mark])]
+
+
+def test_number_of_keys_per_question_is_limited(local, clients):
+    keys = [number.to_bytes(32) for number in range(600)]
+    Client.values |= dict.fromkeys(map(_name, keys[:550]), b"")
+    assert local.num_matched(keys) == 550
+    assert [names[0] for _, names in clients[0].calls] == [_name(keys[first]) for first in (0, 256, 512)]
+    assert [len(names) for _, names in clients[0].calls] == [257, 257, 89]
+    del Client.values[_name(keys[255])]
+    clients[0].calls.clear()
+    assert (local.num_matched(keys), len(clients[0].calls)) == (255, 1)
+    assert local.num_matched(keys[256:512]) == 256
+
+
+def test_store_without_its_mark_forgets_and_puts_another(local, clients):
+    local.save(KEYS, BLOCKS)
+    mark = local._mark
+    Client.values.clear()
+    clients[0].calls.clear()
+    assert local.num_matched(KEYS) == 0
+    assert local._mark != mark
+    assert clients[0].calls == [("has", [*map(_name, KEYS), mark]), ("put", [local._mark])]
+    assert local.lacks(KEYS) == set(KEYS)
+    assert (len(mark), mark.startswith("octavo-kv-1-mark-")) == (len("octavo-kv-1-mark-") + 32, True)
+
+
+def test_mark_that_another_thread_has_replaced_stays(local, clients):
+    local.save(KEYS, BLOCKS)
+    clients[0].calls.clear()
+    local._begin_anew(clients[0], "an older mark")
+    assert (clients[0].calls, local.lacks(KEYS)) == ([], set())
+
+
+def test_known_blocks_are_limited_and_the_latest_stay(local, monkeypatch):
+    monkeypatch.setattr(mooncake, "_MAX_KNOWN", 3)
+    local.save(KEYS[:3], BLOCKS[:3])
+    local.num_matched(KEYS[:1])
+    local.save(KEYS[3:4], BLOCKS[3:4])
+    assert local.lacks(KEYS) == {KEYS[1], KEYS[4]}
+    assert local.stats() == StoreStats(3, 3 * BLOCK_BYTES, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_whole", "is_wrong"),
+    [
+        (9, True, False),
+        (9, False, True),
+        (0, False, True),
+        (-1, False, False),
+        (-600, False, True),
+        (-704, False, False),
+    ],
+)
+def test_object_is_wrong_if_something_else_came(code, is_whole, is_wrong):
+    assert _is_wrong(code, is_whole) is is_wrong
+
+
+def test_wrong_objects_are_removed_and_counted(local, clients, caplog):
+    local.save(KEYS, BLOCKS)
+    for key in KEYS[2:4]:
+        Client.values[_name(key)] = bytes(BLOCK_BYTES + 128)
+    clients[0].calls.clear()
+    assert load(local) == BLOCKS[:2]
+    assert clients[0].calls[2:] == [("remove", [*map(_name, KEYS[2:4])])]
+    assert (local.stats().num_corrupt, local.lacks(KEYS)) == (2, set(KEYS[2:4]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Mooncake gave other bytes for a block than were saved: they are not used"
+    ] * 2
+
+
+def test_object_that_did_not_come_is_not_removed(local, clients):
+    local.save(KEYS[:1], BLOCKS[:1])
+    clients[0].calls.clear()
+    assert load(local, KEYS[:2]) == BLOCKS[:1]
+    assert clients[0].calls == [("get", [*map(_name, KEYS[:2])])]
+    assert local.stats().num_corrupt == 0
+
+
+def test_save_counts_blocks_up_to_the_first_that_was_not_put(local, monkeypatch):
+    monkeypatch.setattr(Client, "codes", {"put": [0, -200]})
+    assert local.save(KEYS[:4], BLOCKS[:4]) == 1
+    assert local.lacks(KEYS[:4]) == {KEYS[1], KEYS[3]}
+
+
+def test_failed_transfers_are_counted_and_no_master_is_an_error(local, monkeypatch):
+    monkeypatch.setattr(Client, "codes", {"get": [-800, -800]})
+    assert load(local, KEYS[:2]) == []
+    assert (local.stats().num_errors, local.stats().error) == (2, "")
+    for code in (-900, -901):
+        monkeypatch.setattr(Client, "codes", {"get": [5, code]})
+        with pytest.raises(StoreError, match=r"^mooncake_master does not answer$"):
+            load(local, KEYS[:2])
+    assert (local.stats().num_errors, local.stats().error) == (4, "mooncake_master does not answer")
+    local.num_matched([])
+    assert (local.stats().num_errors, local.stats().error) == (4, "")
+
+
+def test_forgotten_blocks_are_removed_from_the_pool(local, clients):
+    local.save(KEYS[:3], BLOCKS[:3])
+    clients[0].calls.clear()
+    local.forget(KEYS[:2])
+    assert clients[0].calls == [("remove", [*map(_name, KEYS[:2])])]
+    assert local.lacks(KEYS[:3]) == set(KEYS[:2])
+    num_areas = clients[0].num_areas
+    local.forget([])
+    assert clients[0].num_areas == num_areas
+
+
+def test_client_that_ended_is_replaced_and_what_it_lent_forgotten(local, clients):
+    local.save(KEYS, BLOCKS)
+    clients[0].is_alive = False
+    assert local.num_matched(KEYS[:1]) == 1
+    assert (len(clients), local.lacks(KEYS)) == (2, set(KEYS[1:]))
+    local.num_matched(KEYS[:1])
+    assert len(clients) == 2
+
+
+def test_closed_store_starts_no_client(local, clients):
+    local.close()
+    local.close()
+    assert clients[0].num_closed == 1
+    clients[0].is_alive = False
+    with pytest.raises(StoreError, match=r"^the store is closed$"):
+        local.num_matched([])
+    assert (len(clients), clients[0].num_closed) == (1, 2)
+    assert local.stats() == StoreStats(0, 0, None, num_errors=1, error="the store is closed")

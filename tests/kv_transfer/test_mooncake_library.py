@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from mooncake_master import needs_mooncake
@@ -59,6 +60,35 @@ def test_library_that_does_not_load_in_time_is_refused(install, monkeypatch):
     monkeypatch.setattr("octavo.kv_transfer.mooncake_library._LOAD_S", 0.2)
     with pytest.raises(ConfigError, match=r"mooncake\.engine did not load within 0\.2 s"):
         check_mooncake(DIRECT)
+
+
+def test_each_library_is_loaded_in_a_child_process(monkeypatch):
+    runs = []
+    done = SimpleNamespace(returncode=0, stderr="a warning")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: (runs.append((*args, options)), done)[1])
+    check_mooncake(KVTransferConfig(role="decode", direct=True, mooncake="127.0.0.1:1"))
+    options = {
+        "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace", "timeout": 60.0,
+        "check": False,
+    }  # fmt: skip
+    modules = ("mooncake.engine", "mooncake.store")
+    assert runs == [([sys.executable, "-c", f"import {module}"], options) for module in modules]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [
+        ("", r"mooncake\.store does not load \(exit status 3\): run .* -c 'import mooncake.engine' to see why$"),
+        ("a\nlast line\n", r"does not load \(last line\): run "),
+        ("No module named mooncake", r"\): pip install 'octavo\[mooncake\]'$"),
+        ("libnuma.so.1: file too short", r"has libnuma\.so\.1 \(Debian and Ubuntu: apt-get install libnuma1\)$"),
+        ("libodd.so: cannot open shared object file", r"install the system package that has libodd\.so$"),
+    ],
+)
+def test_last_line_of_a_failed_load_is_told_with_a_remedy(monkeypatch, stderr, message):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3, stderr=stderr))
+    with pytest.raises(ConfigError, match=rf"^kv_mooncake needs Mooncake, but .*{message}"):
+        check_mooncake(POOL)
 
 
 def test_nothing_is_loaded_for_other_stores(monkeypatch, tmp_path):

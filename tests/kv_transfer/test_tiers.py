@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.group_parts import key_of_first_group
+from octavo.kv_transfer.guard import GuardedStore
+from octavo.kv_transfer.interface import StoreError, StoreStats
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore, TierTally
 
@@ -155,3 +157,141 @@ def test_forgotten_is_forgotten_by_all(made):
     tiers.forget(KEYS[:1])
     assert fast.num_matched(KEYS) == slow.num_matched(KEYS) == 0
     tiers.close()
+
+
+class Told(MemoryStore):
+    """A store that notes the calls it gets."""
+
+    def __init__(self, name="told"):
+        super().__init__(GlobalKVPool(), "a", BLOCK_BYTES)
+        self.name, self.calls, self.told = name, [], StoreStats(0, 0, None)
+
+    def num_matched(self, keys):
+        self.calls.append(("num_matched", list(keys)))
+        return super().num_matched(keys)
+
+    def load(self, keys, blocks):
+        self.calls.append(("load", list(keys)))
+        if len(keys) != len(blocks):
+            raise ValueError("as many blocks as keys were expected")
+        return super().load(keys, blocks)
+
+    def save(self, keys, blocks):
+        self.calls.append(("save", list(keys)))
+        return super().save(keys, blocks)
+
+    def stats(self):
+        return self.told
+
+
+def test_one_store_is_asked_once():
+    store = Told()
+    tiers = TieredStore([store])
+    put(store, 0, 1)
+    store.calls.clear()
+    assert tiers.num_matched(KEYS) == 2
+    assert tiers.load(KEYS[:2], buffers(2)) == 2
+    assert store.calls == [("num_matched", KEYS), ("load", KEYS[:2])]
+    assert tiers.num_matched([]) == 0
+    assert len(store.calls) == 2
+
+
+def test_stores_are_asked_for_what_those_before_them_lack():
+    fast, slow = Told("fast"), Told("slow")
+    tiers = TieredStore([fast, slow])
+    put(fast, 0, 3)
+    put(slow, 1, 2)
+    fast.calls.clear(), slow.calls.clear()
+    assert tiers.num_matched(KEYS[:4]) == 4
+    assert fast.calls == [("num_matched", KEYS[:4]), ("num_matched", KEYS[3:4])]
+    assert slow.calls == [("num_matched", KEYS[1:4])]
+    fast.calls.clear(), slow.calls.clear()
+    assert tiers.load(KEYS[:4], buffers(4)) == 4
+    assert fast.calls == [
+        ("num_matched", KEYS[:4]), ("load", KEYS[:1]), ("num_matched", KEYS[1:4]),
+        ("num_matched", KEYS[3:4]), ("load", KEYS[3:4]),
+    ]  # fmt: skip
+    assert slow.calls == [("load", KEYS[1:4])]
+
+
+def test_store_that_is_not_usable_gets_no_save():
+    fast, slow = Told("fast"), Told("slow")
+    tiers = TieredStore([fast, slow])
+    tiers.tiers[0].close()
+    assert tiers.save(KEYS[:2], blocks_of(KEYS[:2])) == 2
+    assert (fast.calls, slow.calls) == ([], [("save", KEYS[:2])])
+    tiers.tiers[1].close()
+    assert tiers.save(KEYS[:2], blocks_of(KEYS[:2])) == 0
+
+
+def test_save_writes_only_what_is_lacking():
+    fast, slow = Told("fast"), Told("slow")
+    tiers = TieredStore([fast, slow])
+    put(fast, 0, 2)
+    fast.calls.clear()
+    tally = TierTally()
+    assert tiers.save(KEYS[:3], blocks_of(KEYS[:3]), tally) == 3
+    assert (fast.calls, slow.calls) == ([("save", KEYS[1:2])], [("save", KEYS[:3])])
+    assert [move[:3] for move in tally.moves()] == [("fast", 1, BLOCK_BYTES), ("slow", 3, 3 * BLOCK_BYTES)]
+    assert tiers.save(KEYS[:3], blocks_of(KEYS[:3])) == 3
+    assert (len(fast.calls), len(slow.calls)) == (1, 1)
+
+
+def test_save_counts_only_blocks_that_a_store_has_taken():
+    fast, slow = Told("fast"), Told("slow")
+    tiers, tally = TieredStore([fast, slow]), TierTally()
+    fast.save = lambda keys, _: 1
+    slow.save = lambda keys, _: 2
+    assert tiers.save(KEYS[:3], blocks_of(KEYS[:3]), tally) == 2
+    assert [move[:3] for move in tally.moves()] == [("fast", 1, BLOCK_BYTES), ("slow", 2, 2 * BLOCK_BYTES)]
+
+
+def test_times_of_a_tally_are_added():
+    store, tally = GuardedStore.of(Told()), TierTally()
+    tally.add(store, 2, 20, 0.5)
+    tally.add(store, 0, 99, 99.0)
+    tally.add(store, 3, 30, 0.25)
+    assert tally.moves() == (("told", 5, 50, 0.75),)
+
+
+def test_figures_of_all_stores_are_added():
+    fast, slow = Told("fast"), Told("slow")
+    tiers = TieredStore([fast, slow])
+    fast.told, slow.told = StoreStats(1, 2, 3, 4, 5, 6, "a"), StoreStats(10, 20, 30, 40, 50, 60, "b")
+    assert tiers.stats() == StoreStats(11, 22, 33, 44, 55, 66, "")
+    slow.told = StoreStats(10, 20, None)
+    assert tiers.stats().max_bytes is None
+    assert tiers.figures == {"fast": tiers.tiers[0].figures, "slow": tiers.tiers[1].figures}
+    assert (tiers.name, tiers.block_bytes) == ("fast, slow", BLOCK_BYTES)
+    tiers.tiers[0].close()
+    assert (tiers.is_usable, tiers.stats().error) == (True, "")
+    tiers.tiers[1].close()
+    assert (tiers.is_usable, tiers.stats().error) == (False, "fast: a; slow: ")
+
+
+def test_open_opens_each_store():
+    opened = []
+    stores = [GuardedStore(name, BLOCK_BYTES, lambda: (opened.append(None), Told())[1]) for name in "ab"]
+    tiers = TieredStore(stores)
+    assert tiers.tiers == stores
+    tiers.open()
+    assert len(opened) == 2
+
+
+def test_parts_are_kept_only_where_parts_are_taken():
+    whole_only, both = Told("whole"), Told("both")
+    tiers = TieredStore([GuardedStore.of(whole_only, keeps_parts=False), both])
+    names = [key_of_first_group(key) for key in KEYS]
+    assert tiers.lacks(KEYS[:3], only_first_group=True) == set(KEYS[:3])
+    assert tiers.save(KEYS[:2], blocks_of(KEYS[:2]), only_first_group=True) == 2
+    assert (whole_only.calls, both.calls) == ([], [("save", names[:2])])
+    assert both.pool.lacks(names[:3]) == {names[2]}
+    assert tiers.lacks(KEYS[:3]) == set(KEYS[:3])
+    assert tiers.num_matched(KEYS, only_first_group=True) == 2
+    assert tiers.num_matched(KEYS) == 0
+    put(both, 2)
+    assert tiers.lacks(KEYS[:4], only_first_group=True) == {KEYS[3]}, "a whole block has its first group, too"
+    found = buffers(3)
+    assert tiers.load(KEYS[:3], found, only_first_group=True) == 2
+    assert found[:2] == blocks_of(KEYS[:2])
+    assert not [call for call in whole_only.calls if call[1] and call[1][0] in names]

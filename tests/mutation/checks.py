@@ -96,7 +96,9 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Hand over tests and worlds."""
+        """Hand over tests and worlds; nothing if a file of tests cannot be imported."""
+        if session.testsfailed:
+            return True
         tests = [Check(item.nodeid, lambda item=item: _passes(item)) for item in session.items]
         self._use([*tests, *_worlds(self._num_worlds)])
         return True

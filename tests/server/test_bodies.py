@@ -82,6 +82,17 @@ def test_fault_names_its_field(text: bytes, name: str | None, message: str) -> N
     assert error.value.parameter == name
 
 
+def test_body_with_too_much_structure_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"^the body holds 262145 lists and objects; the limit is 131072$"):
+        parse(Fields, b"[" * 262_145)
+
+
+def test_joining_a_body_releases_its_pieces() -> None:
+    chunks = [b'{"a": ', b"7}"]
+    assert bodies._joined(chunks) == b'{"a": 7}'
+    assert chunks == []
+
+
 def test_body_is_checked_against_its_schema() -> None:
     assert parse(Fields, b'{"a": "x", "inner": [{"b": 5}], "more": 18446744073709551615}') == Fields(
         a="x", inner=[Inner(b=5)]

@@ -32,7 +32,7 @@ def structure(value: Any) -> tuple[int, int, int]:
     return opened + 1, named + len(value) * isinstance(value, dict), parted + max(len(value) - 1, 0)
 
 
-@pytest.mark.parametrize("block", [3, 7, 1 << 18])
+@pytest.mark.parametrize("block", [2, 3, 7, 1 << 18])
 def test_structure_is_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(json_structure, "_BLOCK_BYTES", block)
     source = random.Random(1)
@@ -42,12 +42,26 @@ def test_structure_is_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch
         assert tuple(json_structure._count_outside_strings(body)) == structure(value), body
 
 
-@pytest.mark.parametrize(
-    ("entry", "what"), [(b"[]", "lists and objects"), (b'{"a":1}', "lists and objects"), (b"1", "values")]
-)
-def test_too_much_structure_is_refused(entry: bytes, what: str) -> None:
-    with pytest.raises(RequestError, match=f"{what}; the limit is"):
-        check_structure(b"[" + b",".join([entry] * (1_400_000 if entry == b"1" else 140_000)) + b"]")
+LIMITS = [(b"[]", "lists and objects", 131_071), (b'"":1', "names", 262_144), (b"1", "values", 1_310_721)]
+
+
+@pytest.mark.parametrize(("entry", "what", "most"), LIMITS)
+def test_limit_of_structure_is_exact(entry: bytes, what: str, most: int) -> None:
+    text = b"[" + b",".join([entry] * most) + b"]"
+    check_structure(text)
+    limit = most + {"lists and objects": 1, "names": 0, "values": -1}[what]
+    with pytest.raises(RequestError, match=f"^the body holds {limit + 1} {what}; the limit is {limit}$"):
+        check_structure(text[:-1] + b"," + entry + b"]")
+
+
+def test_small_body_is_not_counted() -> None:
+    check_structure(b"[" * 262_144)
+    with pytest.raises(RequestError, match=r"^the body holds 262145 lists and objects; the limit is 131072$"):
+        check_structure(b"[" * 262_145)
+
+
+def test_bytes_that_are_no_text_are_no_structure() -> None:
+    check_structure(bytes(range(128, 256)) * 3000)
 
 
 def test_text_is_no_structure() -> None:

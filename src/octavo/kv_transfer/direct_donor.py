@@ -320,8 +320,8 @@ class DirectDonor:
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
         """Whether a block may still be saved. The lock is held."""
-        is_unknown = transfer_id not in self._open and transfer_id not in self._ended
-        return key in self._saving or transfer_id in self._open or (is_unknown and waited_s < _GRACE_S)
+        may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
+        return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
         """Write blocks behind their headers; return how many."""

@@ -183,9 +183,7 @@ class DirectReceiver:
         Sources that have failed since they were expected to send these are left out.
         """
         with self._lock:
-            candidates = [
-                each for each in self._expected.values() if keys and keys[0] in each.keys and not self._has_failed(each)
-            ]
+            candidates = [each for each in self._expected.values() if not self._has_failed(each)]
         best, most = None, 0
         for expected in candidates:
             length = next((index for index, key in enumerate(keys) if key not in expected.keys), len(keys))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import re
 import secrets
@@ -64,7 +65,7 @@ class DiskDirectory:
         self._own: set[str] = set()  # those of them that this process writes
         self._unreadable: dict[str, float] = {}
         self._generation = b""  # of the lock file when files were counted last; b"": they have to be
-        self._counted_at = 0.0
+        self._counted_at = -math.inf
         self._lock_descriptor = -1
         self._seen_ns: int | None = None  # time of the directory when it was listed
         self._next_look_at = 0.0
@@ -84,7 +85,7 @@ class DiskDirectory:
         if time.monotonic() < self._next_look_at and not self._is_gone():
             return
         with self._mutex:
-            if self._unreadable or self._changed_ns() != self._seen_ns or self._seen_ns is None:
+            if self._unreadable or self._changed_ns() != self._seen_ns:
                 self._list()
 
     def _is_gone(self) -> bool:
@@ -149,7 +150,7 @@ class DiskDirectory:
                     return
                 keys = () if is_bad else self._keys_of(descriptor, found.st_size)
         except FileNotFoundError:
-            return
+            pass
         except CorruptFileError as error:
             self.num_corrupt += 1
             self._set_aside(name, str(error), locked=locked)
@@ -255,7 +256,7 @@ class DiskDirectory:
                 self.index.add(BlockFile(final, num_bytes, keys), now_ns)
         except BaseException:
             with suppress(OSError):
-                (self.path / temporary).unlink(missing_ok=True)
+                (self.path / temporary).unlink()
             with self._mutex:
                 self._writing.pop(temporary, None)
             raise
@@ -280,7 +281,7 @@ class DiskDirectory:
                 self._own.discard(temporary)
                 self._writing.pop(temporary, None)
                 with suppress(OSError):
-                    (self.path / temporary).unlink(missing_ok=True)
+                    (self.path / temporary).unlink()
                 os.close(descriptor)
                 raise
             return descriptor
@@ -347,7 +348,7 @@ class DiskDirectory:
         except BlockingIOError:
             return False
         except FileNotFoundError:
-            return True
+            pass
         except OSError as error:  # one file that cannot be opened must not stop all saving
             return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
@@ -356,9 +357,14 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Let others know that files are added or removed, before they are."""
-        self._generation = secrets.token_bytes(_GENERATION_BYTES)
-        os.pwrite(self._lock_descriptor, self._generation, 0)
+        """Let others know that files are added or removed, before they are.
+
+        What another process has changed since the last count still has to be counted: its generation is overwritten.
+        """
+        is_counted = self._read_generation() == self._generation
+        generation = secrets.token_bytes(_GENERATION_BYTES)
+        os.pwrite(self._lock_descriptor, generation, 0)
+        self._generation = generation if is_counted else b""
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

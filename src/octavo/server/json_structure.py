@@ -53,7 +53,7 @@ def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
     while start < len(body):
         end = start + _BLOCK_BYTES
         before = body[start:end].rstrip(b"\\")
-        end += (end - start - len(before)) % 2 if end < len(body) else 0  # a backslash and what it is for stay together
+        end += (end - start - len(before)) % 2  # a backslash stays with the byte that it escapes
         piece = body[start:end]
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")

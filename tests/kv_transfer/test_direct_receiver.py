@@ -1,0 +1,621 @@
+"""A decode engine's side of direct transfers, without sockets and Mooncake: what it expects, takes and believes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.data.request import Request
+from octavo.data.scheduler_output import KVTransfer, TransferDirection
+from octavo.kv_transfer import direct_receiver
+from octavo.kv_transfer.direct_messages import (
+    BEAT_S,
+    VERSION,
+    Beat,
+    BrokenOffError,
+    Challenge,
+    End,
+    Hello,
+    Notice,
+    RefusalError,
+    Written,
+    decode_ready,
+    encode,
+    header,
+    is_proof,
+    proof_of,
+)
+from octavo.kv_transfer.direct_receiver import DirectReceiver, _answers, _connect, _ConnectTimeoutError, _probe
+from octavo.kv_transfer.direct_segment import HEADER_BYTES, RECEIVER_AREAS, checksum
+from octavo.kv_transfer.interface import StoreError, StoreStats
+from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError
+from octavo.sampling_params import SamplingParams
+
+BLOCK_BYTES, SIZE = 8, 4
+KEYS = [bytes([number]) * 32 for number in range(10)]
+KV_FORMAT = {"kv": "bfloat16"}
+SOURCE, OTHER_SOURCE = "10.0.0.2:90", "10.0.0.3:90"
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.sleeps = []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+class Transfers:
+    """A TransferClient without a process: `get` returns `client`."""
+
+    def __init__(self, **options):
+        self.options = options
+        self.client = Areas()
+        self.asked = []
+        self.is_closed = False
+
+    def get(self, host, timeout_s):
+        self.asked.append((host, timeout_s))
+        return self.client
+
+    def close(self):
+        self.is_closed = True
+
+
+class Areas:
+    """A client of Mooncake with one area for four blocks; `busy` lists what happens while others have it."""
+
+    session, is_alive = "here:1", True
+    address = 1000
+
+    def __init__(self):
+        self.objects = [memoryview(bytearray(HEADER_BYTES + BLOCK_BYTES)) for _ in range(4)]
+        self.busy, self.waits = [], []
+        self.num_rests = self.num_pings = 0
+        self.answers_pings = True
+        self.on_area = lambda: None
+
+    @contextmanager
+    def area(self, timeout_s):
+        self.waits.append(timeout_s)
+        if self.busy:
+            self.busy.pop(0)()
+            raise BusyError("no area is free")
+        self.on_area()
+        yield self
+
+    def rest(self):
+        self.num_rests += 1
+
+    def ping(self):
+        self.num_pings += 1
+        return self.answers_pings
+
+
+class Source:
+    """A prefill engine, which answers by a script.
+
+    script: what it says after each question: a message, an error that is raised, or a function of the question.
+    """
+
+    def __init__(self, areas):
+        self.areas = areas
+        self.scripts, self.questions, self.connections = [], [], []
+
+    def connect(self, source, *_):
+        self.connections.append(source)
+        error = self.scripts[0][0] if self.scripts and self.scripts[0] else None
+        if isinstance(error, tuple):
+            self.scripts.pop(0)
+            raise error[0]
+        return SimpleNamespace(close=lambda: self.connections.append("closed"))
+
+    def write(self, ready, number, first=0):
+        """Write the block of a question where it is expected."""
+        key = ready.keys[number]
+        content = memoryview(key[:BLOCK_BYTES])
+        stored = self.areas.objects[number - first]
+        stored[:] = header(ready.generation, key, checksum(key, content)).ljust(HEADER_BYTES, b"\0") + bytes(content)
+
+    def channel(self, _connection):
+        script = self.scripts.pop(0)
+
+        def receive(kind):
+            step = script.pop(0)
+            if isinstance(step, Exception):
+                raise step
+            message = step(self.questions[-1]) if callable(step) else step
+            assert isinstance(message, kind)
+            return message
+
+        return SimpleNamespace(receive=receive)
+
+    def writes(self, count):
+        """Say that so many blocks are written, which is true."""
+
+        def step(ready):
+            for number in range(min(count, len(ready.keys))):
+                self.write(ready, number)
+            return Written(count)
+
+        return step
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(direct_receiver, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def receiver(monkeypatch, clock):
+    monkeypatch.setattr(direct_receiver, "TransferClient", Transfers)
+    monkeypatch.setattr(direct_receiver, "own_address", lambda source: f"route to {source}")
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="rdma", secret="s", kv_format=KV_FORMAT)
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def source(receiver, monkeypatch):
+    source = Source(receiver._client.client)
+    monkeypatch.setattr(direct_receiver, "_connect", source.connect)
+    monkeypatch.setattr(direct_receiver, "Channel", source.channel)
+    monkeypatch.setattr(receiver, "notify_ready_to_receive", lambda _channel, ready: source.questions.append(ready))
+    return source
+
+
+def request(name="r", keys=KEYS[:4], source=SOURCE, **options):
+    params = KVTransferParams("t", source=source, **options)
+    made = Request(name, list(range(SIZE * len(keys) + 1)), SamplingParams(), kv_transfer_params=params)
+    made.block_hashes = list(keys)
+    return made
+
+
+def room(count):
+    return [memoryview(bytearray(BLOCK_BYTES)) for _ in range(count)]
+
+
+def load(receiver, keys):
+    """Return how many blocks came whole, after a look at each of them."""
+    blocks = room(len(keys))
+    count = receiver.load(keys, blocks)
+    assert [bytes(block) for block in blocks[:count]] == [key[:BLOCK_BYTES] for key in keys[:count]]
+    return count
+
+
+def errors_of(receiver):
+    stats = receiver.stats()
+    assert stats == StoreStats(0, 0, 0, num_corrupt=stats.num_corrupt, num_errors=stats.num_errors)
+    return stats.num_errors, stats.num_corrupt
+
+
+# --- what is expected -------------------------------------------------------------------------------------------------
+
+
+def test_options_reach_the_process(receiver):
+    assert receiver._client.options == {
+        "protocol": "rdma", "object_bytes": HEADER_BYTES + BLOCK_BYTES, "num_areas": RECEIVER_AREAS,
+    }  # fmt: skip
+    assert (receiver.port, errors_of(receiver)) == (None, (0, 0))
+
+
+def test_blocks_of_a_prompt_are_expected(receiver):
+    one = request()
+    one.block_hashes = KEYS[:6]  # of tokens after the prompt, too
+    assert receiver.expect(one)
+    assert [receiver.num_matched(KEYS[first:]) for first in range(5)] == [4, 3, 2, 1, 0]
+    receiver.forget_expected("another")
+    assert receiver.num_matched(KEYS) == 4
+    receiver.forget_expected("r")
+    assert receiver.num_matched(KEYS) == receiver.num_matched([]) == 0
+
+
+def test_only_a_decode_request_with_a_source_expects_blocks(receiver):
+    for other in (
+        request(source=None),
+        request(is_prefill=True),
+        Request("r", [1], SamplingParams()),
+    ):
+        assert not receiver.expect(other)
+    assert receiver._expected == {}
+
+
+def test_source_with_the_most_blocks_is_asked(receiver):
+    for name, keys in [("a", KEYS[:2]), ("b", KEYS[:4]), ("c", KEYS[:3]), ("d", KEYS[1:8])]:
+        receiver.expect(request(name, keys, f"10.0.0.2:{ord(name)}"))
+    best, keys = receiver._split(KEYS)
+    assert (best.source, keys) == ("10.0.0.2:98", KEYS[:4])
+    best, keys = receiver._split(KEYS[:2])
+    assert (best.source, keys) == ("10.0.0.2:97", KEYS[:2]), "the first one of equals"
+    assert receiver._split([KEYS[9], KEYS[0]]) == (None, [])
+    assert receiver._split([]) == (None, [])
+
+
+def test_time_of_a_request_is_that_of_its_arrival(receiver, clock):
+    receiver.request_added(request())
+    receiver.request_added(Request("other", [1], SamplingParams()))
+    assert receiver._added_at == {"r": 100.0}
+    clock.now = 110.0
+    receiver.expect(request())
+    receiver.expect(request("late"))
+    assert [each.since for each in receiver._expected.values()] == [100.0, 110.0]
+    receiver.request_finished(request())
+    receiver.request_finished(request("never added"))
+    assert (receiver._added_at, list(receiver._expected)) == ({}, ["late"])
+
+
+def test_load_that_ended_is_expected_no_longer(receiver):
+    receiver.expect(request())
+    receiver.transfer_ordered(KVTransfer(0, TransferDirection.LOAD, KEYS[:4], [[1, 2, 3, 4]], "r"))
+    receiver.transfer_ended(KVTransfer(0, TransferDirection.SAVE, KEYS[:4], [[1, 2, 3, 4]]))
+    assert list(receiver._expected) == ["r"]
+    receiver.transfer_ended(KVTransfer(0, TransferDirection.LOAD, KEYS[:4], [[1, 2, 3, 4]], "r"))
+    assert list(receiver._expected) == []
+
+
+def test_requests_before_a_failure_ask_its_source_no_more(receiver, clock):
+    receiver.expect(request("before"))
+    clock.now = 110.0
+    receiver.expect(request("at", KEYS[4:6]))
+    receiver.expect(request("other", KEYS[6:8], OTHER_SOURCE))
+    receiver._note_fault(SOURCE, "gone")
+    clock.now = 110.5
+    receiver.expect(request("after", KEYS[8:]))
+    matched = [receiver.num_matched(keys) for keys in (KEYS[:4], KEYS[4:6], KEYS[6:8], KEYS[8:])]
+    assert matched == [0, 0, 2, 2]
+    waits = {name: receiver._may_wait(each) for name, each in receiver._expected.items()}
+    assert waits == {"before": False, "at": False, "other": True, "after": True}
+    assert all(map(receiver._is_wanted, receiver._expected.values()))
+
+
+def test_request_at_the_start_of_the_clock_has_no_failed_source(receiver, clock):
+    clock.now = 0.5
+    receiver.expect(request())
+    assert receiver.num_matched(KEYS) == 4
+
+
+def test_closed_receiver_wants_nothing(receiver):
+    receiver.expect(request())
+    [one] = receiver._expected.values()
+    assert receiver._is_wanted(one)
+    receiver.close()
+    assert not receiver._is_wanted(one)
+    assert (receiver._expected, receiver._client.is_closed) == ({}, True)
+    receiver.expect(request())
+    assert not receiver._may_wait(*receiver._expected.values())
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_fault_is_counted_and_the_first_of_several_is_logged(receiver, caplog):
+    receiver._note_fault(SOURCE, "gone")
+    receiver._note_fault(SOURCE, "still gone", is_down=False)
+    receiver._note_fault(OTHER_SOURCE, "other bytes", is_corrupt=True)
+    assert errors_of(receiver) == (3, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prefill engine {SOURCE}: gone; what did not come is computed here",
+        f"prefill engine {OTHER_SOURCE}: other bytes; what did not come is computed here",
+    ]
+    assert receiver._failed_at == {SOURCE: 100.0}
+
+
+def test_fault_of_one_connection_does_not_stop_other_requests(receiver):
+    receiver._note_fault(SOURCE, "reset", is_down=False)
+    assert receiver._failed_at == {}
+    assert receiver._failing == {SOURCE}
+
+
+def test_number_of_sources_that_are_remembered_is_limited(receiver, monkeypatch):
+    monkeypatch.setattr(direct_receiver, "_MAX_SOURCES", 2)
+    monkeypatch.setattr(direct_receiver, "RECEIVER_AREAS", 3)
+    for port in range(1, 5):
+        receiver._note_fault(f"10.0.0.2:{port}", "gone")
+    assert (len(receiver._failed_at), len(receiver._failing)) == (1, 4)
+    receiver._note_fault("10.0.0.2:5", "gone")
+    assert (len(receiver._failed_at), len(receiver._failing)) == (2, 1)
+
+
+# --- what comes -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_come_as_the_source_writes_them(receiver, source):
+    receiver.expect(request())
+    source.scripts = [[source.writes(1), Beat(), source.writes(3), source.writes(4), End()]]
+    assert load(receiver, KEYS[:4]) == 4
+    [ready] = source.questions
+    assert (ready.transfer_id, ready.keys, ready.block_bytes, ready.kv_format) == ("t", KEYS[:4], 8, KV_FORMAT)
+    assert (ready.session, ready.address, len(ready.generation)) == ("here:1", 1000, 16)
+    areas = receiver._client.client
+    assert (receiver._client.asked, areas.waits) == ([(f"route to {SOURCE}", OPEN_S)], [BEAT_S])
+    assert (errors_of(receiver), areas.num_rests, areas.num_pings) == ((0, 0), 0, 0)
+    assert source.connections == [SOURCE, "closed"]
+
+
+def test_source_that_ends_early_leaves_the_rest(receiver, source):
+    receiver.expect(request())
+    source.scripts = [[source.writes(2), End()]]
+    assert load(receiver, KEYS[:4]) == 2
+    assert (errors_of(receiver), len(source.questions)) == ((0, 0), 1)
+
+
+def test_more_blocks_than_an_area_takes_are_asked_for_in_parts(receiver, source):
+    receiver.expect(request(keys=KEYS))
+    source.scripts = [[source.writes(4), End()], [source.writes(4), End()], [source.writes(2), End()]]
+    assert load(receiver, KEYS) == 10
+    assert [ready.keys for ready in source.questions] == [KEYS[:4], KEYS[4:8], KEYS[8:]]
+    assert len({ready.generation for ready in source.questions}) == 3
+    receiver.expect(request(keys=KEYS))
+    source.scripts = [[source.writes(4), End()], [source.writes(3), End()]]
+    assert load(receiver, KEYS) == 7
+
+
+def test_load_goes_on_with_another_source(receiver, source):
+    receiver.expect(request("a", KEYS[:2]))
+    receiver.expect(request("b", KEYS[2:5], OTHER_SOURCE))
+    source.scripts = [[source.writes(2), End()], [source.writes(3), End()]]
+    assert load(receiver, KEYS[:6]) == 5
+    assert source.connections[::2] == [SOURCE, OTHER_SOURCE]
+    source.scripts = [[source.writes(1), End()]]
+    assert load(receiver, KEYS[:6]) == 1, "no other source has the second block"
+
+
+def test_more_blocks_than_were_asked_for_are_not_believed(receiver, source):
+    receiver.expect(request(keys=KEYS[:3]))
+    source.scripts = [[source.writes(2), lambda ready: (source.write(ready, 2), Written(9))[1], End()]]
+    assert load(receiver, KEYS[:3]) == 3
+
+
+def test_word_about_fewer_blocks_than_before_takes_nothing_back(receiver, source):
+    receiver.expect(request(keys=KEYS[:3]))
+    source.scripts = [[source.writes(2), Written(1), Beat(), End()]]
+    assert load(receiver, KEYS[:3]) == 2
+
+
+def test_other_bytes_are_a_fault_of_the_source(receiver, source, caplog):
+    receiver.expect(request())
+
+    def lie(ready):
+        source.write(ready, 0)
+        source.write(ready, 1)
+        source.areas.objects[1][-1] ^= 1
+        return Written(2)
+
+    source.scripts = [[lie]]
+    assert load(receiver, KEYS[:4]) == 1
+    assert (errors_of(receiver), source.areas.num_rests, source.areas.num_pings) == ((1, 1), 1, 0)
+    assert f"{SOURCE}: other bytes came than were said to" in caplog.text
+    assert receiver.num_matched(KEYS) == 4, "wrong bytes stop no other request"
+
+
+def test_source_that_works_again_is_told_of_anew_when_it_fails(receiver, source, caplog):
+    receiver._note_fault(SOURCE, "gone", is_down=False)
+    receiver.expect(request())
+    source.scripts = [[source.writes(4), End()]]
+    load(receiver, KEYS[:4])
+    receiver._note_fault(SOURCE, "gone", is_down=False)
+    assert len(caplog.records) == 2
+
+
+def test_request_that_ends_while_it_waits_gives_its_area_back_to_rest(receiver, source):
+    receiver.expect(request())
+    source.scripts = [[source.writes(1), lambda _: (receiver.forget_expected("r"), Beat())[1]]]
+    assert load(receiver, KEYS[:4]) == 1
+    assert (errors_of(receiver), source.areas.num_rests) == ((0, 0), 1)
+    assert source.connections == [SOURCE, "closed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_probed"),
+    [
+        (ConnectionResetError("reset"), True),
+        (ConnectionAbortedError("aborted"), True),
+        (BrokenPipeError("pipe"), True),
+        (BrokenOffError("it broke off"), True),
+        (_ConnectTimeoutError("no connection in time"), True),
+        (RefusalError("it hands nothing over"), False),
+        (TimeoutError("timed out"), False),
+        (ConnectionRefusedError("refused"), False),
+    ],
+)
+@pytest.mark.parametrize("answers", [True, False])
+def test_fault_of_a_connection_is_one_of_the_source_unless_it_answers(
+    receiver, source, monkeypatch, error, is_probed, answers
+):
+    probed = []
+    monkeypatch.setattr(direct_receiver, "_answers", lambda source: (probed.append(source), answers)[1])
+    receiver.expect(request())
+    source.scripts = [[source.writes(1), error]]
+    assert load(receiver, KEYS[:4]) == 1
+    assert probed == ([SOURCE] if is_probed else [])
+    assert receiver.num_matched(KEYS) == (4 if is_probed and answers else 0)
+    assert (errors_of(receiver), source.areas.num_rests, source.areas.num_pings) == ((1, 0), 1, 1)
+
+
+def test_error_without_a_text_is_named_by_its_type(receiver, source, caplog):
+    receiver.expect(request())
+    source.scripts = [[(TimeoutError(),)]]
+    assert load(receiver, KEYS[:4]) == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prefill engine {SOURCE}: TimeoutError; what did not come is computed here"
+    ]
+
+
+def test_process_that_answers_no_ping_is_logged(receiver, source, caplog):
+    source.areas.answers_pings = False
+    receiver.expect(request())
+    source.scripts = [[OSError("gone")]]
+    assert load(receiver, KEYS[:4]) == 0
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "the process for direct transfers of KV does not answer; it is replaced if it stays so"
+    ]
+
+
+def test_source_without_a_route_is_a_fault(receiver, source, monkeypatch):
+    def own_address(source):
+        raise StoreError(f"{source} cannot be reached")
+
+    monkeypatch.setattr(direct_receiver, "own_address", own_address)
+    receiver.expect(request())
+    assert load(receiver, KEYS[:4]) == 0
+    assert (errors_of(receiver), receiver._client.asked) == ((1, 0), [])
+    assert receiver.num_matched(KEYS) == 0
+
+
+def test_receiver_without_a_process_is_an_error_of_the_store(receiver, source):
+    receiver._client.client = None
+    receiver.expect(request())
+    message = r"^the process for direct transfers of KV has not started within 15 s$"
+    with pytest.raises(StoreError, match=message):
+        load(receiver, KEYS[:4])
+
+
+# --- areas ------------------------------------------------------------------------------------------------------------
+
+
+def test_load_waits_for_an_area(receiver, source, clock):
+    source.areas.busy = [lambda: None] * 3
+    receiver.expect(request())
+    source.scripts = [[source.writes(4), End()]]
+    assert load(receiver, KEYS[:4]) == 4
+    assert clock.sleeps == [direct_receiver._BUSY_PAUSE_S] * 3
+
+
+@pytest.mark.parametrize("end", ["process", "request", "source", "store"])
+def test_load_waits_for_no_area_in_vain(receiver, source, clock, end):
+    receiver.expect(request())
+    ends = {
+        "process": lambda: setattr(source.areas, "is_alive", False),
+        "request": lambda: receiver.forget_expected("r"),
+        "source": lambda: receiver._note_fault(SOURCE, "gone"),
+        "store": receiver.close,
+    }
+    source.areas.busy = [ends[end]]
+    assert load(receiver, KEYS[:4]) == 0
+    assert (clock.sleeps, source.connections) == ([], [])
+
+
+def test_area_that_comes_too_late_is_not_used(receiver, source):
+    source.areas.on_area = lambda: receiver._note_fault(SOURCE, "gone")
+    receiver.expect(request())
+    assert load(receiver, KEYS[:4]) == 0
+    assert source.connections == []
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knows_secret", [True, False])
+def test_question_is_asked_after_the_proof_of_the_other_side(receiver, knows_secret):
+    said = []
+
+    def challenge(kind):
+        assert kind is Challenge
+        [hello] = said
+        return Challenge(b"m" * 16, proof_of("s" if knows_secret else "t", "donor", hello.nonce, b"m" * 16))
+
+    ready = SimpleNamespace(send=said.append, receive=challenge)
+    question = direct_receiver.messages.ReadyToReceive("t", KEYS[:1], 8, KV_FORMAT, "here:1", 0, b"g" * 16)
+    if not knows_secret:
+        with pytest.raises(ConnectionError, match=r"^it has another OCTAVO_KV_SECRET$"):
+            receiver.notify_ready_to_receive(ready, question)
+    else:
+        receiver.notify_ready_to_receive(ready, question)
+    hello, *notices = said
+    assert hello == Hello(VERSION, hello.nonce)
+    assert len(hello.nonce) == 16
+    assert len(notices) == knows_secret
+    for notice in notices:
+        assert notice == Notice(encode(question), notice.proof)
+        assert decode_ready(notice.ready) == question
+        assert is_proof(notice.proof, "s", "receiver", hello.nonce, b"m" * 16, notice.ready)
+
+
+def test_connection_that_takes_too_long_is_told_from_silence(monkeypatch):
+    asked, errors = [], [None, TimeoutError(), ConnectionRefusedError()]
+
+    def create_connection(*args):
+        asked.append(args)
+        if (error := errors.pop(0)) is not None:
+            raise error
+        return "connection"
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    assert _connect("[::1]:90") == "connection"
+    with pytest.raises(_ConnectTimeoutError, match=r"^no connection in time$"):
+        _connect("10.0.0.2:91", 1.0)
+    with pytest.raises(ConnectionRefusedError):
+        _connect("host:92")
+    assert asked == [(("::1", 90), 2.0), (("10.0.0.2", 91), 1.0), (("host", 92), 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_there", "after_s"),
+    [((True, True), True, [0.0, 0.1]), ((True, False), False, [0.0, 0.1]), ((False, True), False, [0.0])],
+)
+def test_source_answers_if_it_does_so_twice(monkeypatch, answers, is_there, after_s):
+    left, pauses = list(answers), []
+    monkeypatch.setattr(direct_receiver, "_probe", lambda _, after_s=0.0: (pauses.append(after_s), left.pop(0))[1])
+    assert _answers(SOURCE) is is_there
+    assert pauses == after_s
+
+
+@pytest.mark.parametrize(
+    ("error", "is_there"),
+    [
+        (None, True),
+        (TimeoutError(), False),
+        (BrokenOffError("it broke off"), True),
+        (ConnectionResetError(), True),
+        (RefusalError("another version"), True),
+    ],
+)
+def test_probe_tells_silence_from_an_answer(monkeypatch, clock, error, is_there):
+    said, timeouts, connections = [], [], []
+
+    def connect(*args):
+        connections.append(args)
+        clock.now += 0.3
+        return SimpleNamespace(close=lambda: connections.append("closed"))
+
+    def receive(kind, timeout_s):
+        assert kind is Challenge
+        timeouts.append(timeout_s)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(direct_receiver, "_connect", connect)
+    monkeypatch.setattr(direct_receiver, "Channel", lambda _: SimpleNamespace(send=said.append, receive=receive))
+    assert _probe(SOURCE, after_s=0.25) is is_there
+    assert (clock.sleeps, connections) == ([0.25], [(SOURCE, 1.0), "closed"])
+    assert timeouts == [pytest.approx(0.7)]
+    assert said == [Hello(VERSION, said[0].nonce)]
+    assert len(said[0].nonce) == 16
+
+
+def test_probe_of_a_source_without_a_connection_is_no_answer(monkeypatch, clock):
+    def connect(*_):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(direct_receiver, "_connect", connect)
+    assert not _probe(SOURCE)
+    assert clock.sleeps == [0.0]
+
+
+def test_log_of_a_fault_is_a_warning(receiver, caplog):
+    receiver._note_fault(SOURCE, "gone")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
