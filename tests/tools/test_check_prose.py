@@ -1,9 +1,13 @@
 """The words that the check of prose counts, and the bounds that it holds rooms to."""
 
 import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import check_prose
-import pytest
 
 
 @pytest.fixture
