@@ -59,6 +59,20 @@ def test_a_prompts_last_token_is_one_of_the_limit(make_core):
     assert given == [{"a": 3}, {"a": 1, "b": 2}, {"b": 2}, {}]
 
 
+def test_no_token_is_kept_for_a_prompt_that_the_limit_of_prompts_leaves_without_one(make_core):
+    """The most important prompt takes the limit, so the drafts after it may use the rest of the budget."""
+    options = {"max_batch_prefill_tokens": 4, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    core = make_core(policy="priority", max_num_seqs=3, **options)
+    b = core.add("b", 1, max_tokens=9, priority=1)
+    core.add("c", 20, max_tokens=1, priority=2)
+    core.step()
+    core.add("a", 20, max_tokens=1, priority=0)
+    core.step()
+    assert [each.request_id for each in core.scheduler.running] == ["a", "b", "c"]
+    b.spec_token_ids = [1, 2, 3]
+    assert core.scheduler.schedule().num_scheduled_tokens == {"a": 4, "b": 4}
+
+
 def test_a_victims_tokens_return_to_the_limit_of_prompts(make_core):
     """The newcomer is preempted in the step in which it got its last chunk; what it had goes to the others."""
     core = make_core(

@@ -238,7 +238,10 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give each running request its next tokens, and leave one token of the budget for each request after it."""
+        """Give each running request its next tokens, and keep one token of the budget for each request after it.
+
+        None is kept for prompts after it that cannot get one, because the step has all prompt tokens that it may have.
+        """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         for request in requests:
@@ -251,9 +254,11 @@ class Scheduler:
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1)  # the usual case: one more token, into a block that it has
             else:
-                self._grow(plan, request, num_remaining, num_after)
+                after = requests[len(requests) - num_after :]
+                num_kept = num_after if plan.prompt_room > 0 else sum(not is_prefill(each) for each in after)
+                self._grow(plan, request, num_remaining, num_kept)
 
-    def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_after: int) -> None:
+    def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
         """Give a running request its next tokens, and blocks for them. If none is free, others are preempted.
 
         A prompt gets none if prompts before it took all that `max_batch_prefill_tokens` allows.
@@ -263,7 +268,7 @@ class Scheduler:
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
         while plan.within_room(num_remaining, of_prompt=of_prompt):
             count = fitting = num_remaining
-            budget = max(plan.budget - num_after, 1)
+            budget = max(plan.budget - num_kept, 1)
             if count > 1:
                 fitting = cost.num_tokens_within(budget, num_computed)
                 count = num_tokens_to_schedule(
