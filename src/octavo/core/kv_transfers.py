@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens per request; a step with at least so many shows the cost of prompts
+_PROMPT_SHARE = 16  # tokens per request; only steps with at least this average show the cost of prompts
 _EXPECTED_LOOKUP_S = 5.0  # shortest lookup timeout for KV that another engine computes
 _SAVED_TOGETHER = 8  # blocks of an answer per save: each save has a fixed cost for a store, on disk a file
 

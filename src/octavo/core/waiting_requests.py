@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # a request that was deferred for so many steps computes the awaited KV itself
+MAX_DEFERRED_STEPS = 16  # after this number of busy steps a deferred request computes the awaited KV itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # a prior counts as much as so many verified drafts
+_PRIOR_WEIGHT = 2.0  # number of verified drafts that a prior counts as
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 

@@ -18,8 +18,8 @@ keys of spans of the prompt: the option "spans" has [first, end, key] for each.
     ["g", number, output]                                           the tokens that a request generated, when it ends
 
 A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
-sampled 0 and no error. The last five fields are omitted if all are empty: seconds and passes of drafting, the requests whose drafts a
-model computed, copies to host memory and back, and the number of drafts proposed for each request.
+sampled 0 and no error. The last five fields are omitted if all are empty: seconds and passes of drafting, requests with
+drafts that a model computed, copies to host memory and back, and the number of drafts proposed for each request.
 
 The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.

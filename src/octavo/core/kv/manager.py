@@ -295,7 +295,7 @@ class KVCacheManager:
             self._count_slots(request.sequence)
             self.grown.add(request.request_id)  # perhaps: a block for a later position replaces a released one
 
-    # --- give back ----------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Release all blocks of a request that may resume (a preemption), the last one first. Keeps its hashes."""

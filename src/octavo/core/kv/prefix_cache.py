@@ -315,7 +315,7 @@ class PrefixCache:
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 
-    # --- give back ----------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Record that a request no longer holds or computes any block. The names of its blocks are kept."""
