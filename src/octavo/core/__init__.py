@@ -1,1 +1,1 @@
-"""Who runs next, and on which blocks: a pure machine, standard library only, clock and randomness injected."""
+"""Decides which requests run next, and on which blocks. Standard library only; clock and randomness are injected."""

@@ -1,8 +1,8 @@
 """Decides whether the next waiting request may start.
 
-Optimistic: as soon as its known tokens fit. Reservation: when everything that it may ever need can be set aside, so
-that no request is preempted for lack of memory, except for blocks that saves hold (`ReservationAdmission`). The second
-is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
+Optimistic: it starts if its known tokens fit. Reservation: it starts if all memory that it may ever need can be
+reserved. Then no request is preempted for lack of memory, except for blocks that saves hold (`ReservationAdmission`).
+The second is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """The rule of admission. It is told of each request that starts or leaves."""
+    """A rule of admission. The caller notifies it of each request that starts, ends or is preempted."""
 
     def check_fits(self, request: Request) -> None:
-        """Raise `PromptTooLongError` for a request that could never start."""
+        """Raise `PromptTooLongError` if a request could never start."""
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
@@ -38,23 +38,24 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return the tokens that a request gets room for when it starts; 0 for those that it is given."""
+        """Return for how many tokens a request gets blocks when it starts; 0: only for those of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
-        """Note that a request started."""
+        """Record that a request started."""
         ...
 
     def left(self, request: Request) -> None:
-        """Note that a request ended or was preempted."""
+        """Record that a request ended or was preempted."""
         ...
 
 
 class OptimisticAdmission:
     """Starts a request if it fits now. If memory runs out later, a request is preempted.
 
-    Each running request keeps one block to grow into; otherwise the new request would be preempted at once. A request
-    that was preempted often enough starts only with everything that it may ever need, and is never a victim again.
+    It keeps one block free for each running request; otherwise the new request would soon be preempted. A request that
+    was preempted `max_num_preemptions` times starts only with all memory that it may ever need, and is never preempted
+    again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -62,7 +63,7 @@ class OptimisticAdmission:
         self._max_preemptions = config.max_num_preemptions
 
     def check_fits(self, request: Request) -> None:
-        """Check that the prompt fits an empty cache, with one more token unless it is pooled."""
+        """Raise `PromptTooLongError` unless the prompt fits an empty cache, with one more token if it is not pooled."""
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         least = request.sampling_params.least_output_tokens
         if num_prompt + least > capacity:
@@ -85,24 +86,27 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return all tokens that a request that was preempted often enough may need. The newest needs no slot."""
+        """Return all tokens that a request may ever need if it was preempted often enough, else 0.
+
+        The last token needs no slot.
+        """
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
 
     def admitted(self, request: Request) -> None:
-        """Nothing is set aside."""
+        """Do nothing: no memory is reserved."""
 
     def left(self, request: Request) -> None:
-        """Nothing was set aside."""
+        """Do nothing: no memory was reserved."""
 
 
 class ReservationAdmission:
-    """Prompt + max_tokens of all running requests never exceed the limit; nobody is preempted for want of memory.
+    """Reserves prompt + max_tokens of each running request under a limit; no request is preempted for lack of memory.
 
-    most_saved_blocks: number of blocks of every group but the first that saves to a store may pin beside requests. Two
-    kinds of pinned blocks are not counted and may cost a preemption: blocks of requests that ended, and blocks that are
-    handed over to another engine.
+    most_saved_blocks: number of blocks of each bounded group that saves to a store may pin in addition to those of
+    requests. Two kinds of pinned blocks are not counted and may cause a preemption: blocks of requests that ended, and
+    blocks that are handed over to another engine.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -116,12 +120,12 @@ class ReservationAdmission:
 
     @property
     def max_total_tokens(self) -> int:
-        """The limit on prompt + max_tokens of all running requests."""
+        """The limit on the sum of prompt + max_tokens over all running requests, in tokens."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
 
     def check_fits(self, request: Request) -> None:
-        """Its prompt and max_tokens must fit the limit and an empty cache."""
+        """Raise `PromptTooLongError` unless prompt + max_tokens fit the limit and an empty cache."""
         limit = min(self.max_total_tokens, self._manager.capacity_tokens)
         if request.max_total_tokens > limit:
             raise PromptTooLongError(
@@ -131,7 +135,10 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Let a few gather before the running are held up for them, but not for long."""
+        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps, else None.
+
+        Admitting requests together delays the running ones less often.
+        """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
@@ -139,7 +146,7 @@ class ReservationAdmission:
         return None
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Tested before it is added: what is reserved and the next one's share stay within the limit."""
+        """Return NO_RESERVATION unless the request's reservation fits the limit and all KV groups."""
         del computed, num_running
         if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
             return WaitReason.NO_RESERVATION
@@ -150,31 +157,31 @@ class ReservationAdmission:
         return None
 
     def _share(self, request: Request) -> tuple[int, list[int]]:
-        """Return the tokens, and the blocks of each group, to set aside for a request."""
+        """Return the tokens, and the blocks of each group, to reserve for a request."""
         num_blocks = self._manager.num_blocks_for(request.max_total_tokens)
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Blocks are counted, not taken: they are taken as tokens come."""
+        """Return 0: a reservation only counts blocks. They are allocated step by step."""
         del request
         return 0
 
     def admitted(self, request: Request) -> None:
-        """Reserve."""
+        """Reserve the request's share."""
         num_tokens, shares = self._reserved[request.request_id] = self._share(request)
         self.num_reserved_total += num_tokens
         self._num_blocks = list(map(operator.add, self._num_blocks, shares))
         self._steps_since_admission = 0
 
     def left(self, request: Request) -> None:
-        """Return the whole reservation, used or not."""
+        """Release the whole reservation, used or not."""
         num_tokens, shares = self._reserved.pop(request.request_id, (0, [0] * len(self._num_blocks)))
         self.num_reserved_total -= num_tokens
         self._num_blocks = list(map(operator.sub, self._num_blocks, shares))
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create the rule that `config.admission` names; most_saved_blocks: as in `ReservationAdmission`."""
+    """Create the rule that `config.admission` names. most_saved_blocks: as of `ReservationAdmission`."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

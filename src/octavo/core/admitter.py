@@ -1,4 +1,4 @@
-"""Starts waiting requests: with the KV that is found of them, with KV that a store loads, or not yet.
+"""Admits waiting requests: with a prefix hit, with a load from a store, or deferred until KV is available.
 
 `admission` decides whether a request may start, the queue in which order requests wait.
 """
@@ -34,12 +34,12 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Put requests back into the queue that wait beside it if what they wait for has come, or takes too long."""
+        """Put deferred requests back into the queue if the KV that they wait for is available, or takes too long."""
         for request, timed_out in self._room.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Return whether one more request may run. Requests that wait for KV or for a block count as running."""
+        """Return whether one more request may run. Loading and deferred requests count as running."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._room.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
@@ -66,7 +66,7 @@ class Admitter:
             self._note_blocked(self._room.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit the head of the queue, or let it wait beside the queue. Returns why neither is possible, or None."""
+        """Admit or defer the head of the queue. Returns the reason if neither is possible, else None."""
         request = self._room.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -86,7 +86,7 @@ class Admitter:
         return self._start_computing(request, computed, plan)
 
     def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
-        """Give the head of the queue its first tokens, and blocks. Returns why that is not possible, or None."""
+        """Give the head of the queue blocks and its first tokens. Returns the reason if that is impossible."""
         admission, cost, budget, config = (
             self._state.admission,
             self._state.prompt_cost,
@@ -117,16 +117,19 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Let the head of the queue wait beside it while something is pending. It does not block the others."""
+        """Defer the head of the queue while `is_pending()` is True. It does not block the requests after it.
+
+        owner: id of the request that computes the awaited block; None for a lookup in a store.
+        """
         request = self._room.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
     def _start_load(
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
-        """Give the head of the queue blocks, and let it wait for KV that a store loads.
+        """Give the head of the queue blocks, and start a load of its KV from a store.
 
-        Returns why that is not possible, or None.
+        Returns the reason if that is impossible, else None.
         """
         num_reserved = self._state.admission.num_reserved_tokens(request)
         block_ids = self._state.manager.allocate_slots(
@@ -140,7 +143,7 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Return whether a request may wait for a block that another one computes: not for a less important one."""
+        """Return whether a request may wait for a block of request `owner_id`: not if that is less important."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

@@ -1,4 +1,4 @@
-"""What the parts of the core share."""
+"""The state that the parts of the core share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class CoreState:
-    """The requests that have not ended, and what each part of the core reads to decide about them.
+    """The requests that have not ended, and the objects that decide about them.
 
-    The scheduler makes one, and every part keeps it. docs/architecture.md says which part writes what.
+    The scheduler makes one, and every part of the core keeps it. docs/architecture.md names the writer of each state.
 
     requests: by id, in the order of arrival. running: in the order in which they are served.
     """

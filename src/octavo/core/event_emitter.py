@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
-    """Emit no event, in place of `EventEmitter.emit`."""
+    """Do nothing. Replaces `EventEmitter.emit` if no events are wanted."""
 
 
 class EventEmitter:
@@ -23,5 +23,5 @@ class EventEmitter:
         self._sink = sink
 
     def emit(self, kind: Callable[..., Event], *args: object) -> None:
-        """Emit an event of this kind. args: its fields after step and time."""
+        """Emit an event of a kind. args: its fields after step and time."""
         self._sink.emit(kind(self.step, self.now, *args))

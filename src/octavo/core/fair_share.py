@@ -1,8 +1,8 @@
 """Fair share between tenants: virtual token counters.
 
-After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2: each tenant has a counter of
-the service it got; the waiting tenant with the smallest is served next, and one that starts to wait is lifted to the
-smallest counter of those who wait already, so that idle time earns no credit.
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. Each tenant has a counter of
+the service that it received. The waiting tenant with the smallest counter is served next. The counter of a tenant that
+starts to wait is raised to the smallest counter of the waiting tenants, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ServiceCounters:
-    """What each tenant was served: weighted prompt tokens, charged on admission, and generated ones, as they come.
+    """The service of each tenant: weighted prompt tokens, charged on admission, and generated tokens, as they come.
 
-    Tokens that were found in a cache, and those computed again after a preemption, cost nothing. Those of a tenant of
-    weight w count 1/w each: while all wait, each is served in proportion to its weight.
+    Prefix hits, and tokens that are computed again after a preemption, cost nothing. The caller divides the tokens of a
+    tenant by its weight: while all tenants wait, each is served in proportion to its weight.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -36,34 +36,34 @@ class ServiceCounters:
         return self._served.get(tenant, 0.0)
 
     def charge_input(self, tenant: str, num_tokens: float) -> None:
-        """Count prompt tokens."""
+        """Charge a tenant for prompt tokens. num_tokens: divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.input_weight * num_tokens
 
     def charge_output(self, tenant: str, num_tokens: float) -> None:
-        """Count generated tokens."""
+        """Charge a tenant for generated tokens. num_tokens: divided by the tenant's weight."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
     def lift(self, tenant: str, level: float) -> None:
-        """Raise a counter to `level` at least."""
+        """Raise a tenant's counter to at least `level`."""
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Start anew: nobody waits or runs, so nobody is owed anything."""
+        """Reset all counters. Call it when no request waits or runs: then no tenant is owed service."""
         self._served.clear()
         self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
-        """Return what the counters of two tenants that both wait never differ by more than.
+        """Return the largest possible difference between the counters of two waiting tenants.
 
-        A counter grows past another's only by one admission, made while it was the smaller one, and by what the
-        requests that run already may still generate.
+        longest_prompt, longest_output: in tokens. A counter exceeds another one at most by one admission, made while it
+        was the smaller one, and by the tokens that running requests still generate.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
 
 
 class FairRequestQueue:
-    """The tenant with the smallest counter first; within a tenant its own priorities count. O(log n)."""
+    """The tenant with the smallest counter first. `rank` orders the requests of one tenant. O(log n)."""
 
     def __init__(
         self, counters: ServiceCounters | None = None, rank: Callable[[Request], tuple[float, ...]] | None = None
@@ -78,29 +78,29 @@ class FairRequestQueue:
         self._size = 0
 
     def add_request(self, request: Request) -> None:
-        """Put it at its place among its tenant's others."""
+        """Insert a request among the other requests of its tenant."""
         self._queue_of(request.tenant).add_request(request)
         self._size += 1
 
     def prepend_request(self, request: Request) -> None:
-        """Put it back to its place among its tenant's others."""
+        """Put a request back in its place among the other requests of its tenant."""
         self._queue_of(request.tenant).prepend_request(request)
         self._size += 1
 
     def peek_request(self) -> Request:
-        """Return the next one without taking it."""
+        """Return the next request without taking it."""
         if not self._size:
             raise IndexError("peek into an empty queue")
         return self._tenants[self._next_tenant()].peek_request()
 
     def pop_request(self) -> Request:
-        """Take the next one."""
+        """Take the next request."""
         request = self.peek_request()
         self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Take this one from wherever it stands."""
+        """Remove a request from any place in the queue."""
         queue = self._tenants[request.tenant]
         queue.remove_request(request)
         self._size -= 1
@@ -132,7 +132,7 @@ class FairRequestQueue:
         return queue
 
     def _restart(self) -> None:
-        """Forget what the heap knows when nobody waits: the counters may have begun anew since."""
+        """Clear the heap when no request waits, because the counters may have been reset since."""
         self._heap.clear()
         self._in_heap.clear()
         if self._num_restarts != self.counters.num_restarts:
@@ -140,7 +140,7 @@ class FairRequestQueue:
             self._last_level = 0.0
 
     def _next_tenant(self) -> str:
-        """Return the waiting tenant with the smallest counter; entries of the heap are mended as they surface."""
+        """Return the waiting tenant with the smallest counter. Corrects outdated heap entries that reach the top."""
         while True:
             level, tenant = self._heap[0]
             if tenant not in self._tenants:

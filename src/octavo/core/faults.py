@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """What may happen to a scheduler and its KV cache between two steps.
+    """Injects faults into a scheduler and its KV cache between two steps.
 
-    to_preempt: ids of requests whose blocks the next step takes, if no step is in flight then. A journal keeps them.
+    to_preempt: ids of requests that the next step preempts, if no step is in flight then. Journals record them.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -22,16 +22,16 @@ class Faults:
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Take the blocks of these requests with the next step; they resume by themselves.
+        """Preempt these requests with the next step; they resume by themselves.
 
-        Requests that do not run by then are skipped.
+        Requests that do not run then are skipped.
         """
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:
-        """Let a cached block that no request holds lose its content, as if other content needed its room."""
+        """Evict a cached block, which must not be held."""
         self._manager.pool.evict(block)
 
     def replace_weights(self) -> bool:
-        """Let no request find KV of the weights so far. Returns False, and changes nothing, while one holds a block."""
+        """Discard all KV of the weights so far. Returns False with nothing changed while a block is held."""
         return self._manager.advance_weights_epoch()

@@ -1,6 +1,6 @@
-"""What must hold of the core between any two calls, checked from the outside.
+"""Invariants of the core, which hold between any two calls into it, and checks of them.
 
-The numbers are those of docs/reliability.md. Simulations check after every step, an engine whenever it is idle.
+docs/reliability.md numbers them. Simulations check them after every step, an engine when it is idle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Breach:
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Return every breach; an empty list when all is well. Changes nothing. O(blocks + requests)."""
+    """Return all breaches; an empty list if every invariant holds. Changes nothing. O(blocks + requests)."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
@@ -48,7 +48,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Take a breach's blocks out of use; return those of the first group that were in use before."""
+    """Quarantine a breach's blocks. Returns the newly quarantined ids if they are of the first group, else ()."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:
@@ -57,7 +57,7 @@ def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
 
 
 def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
-    """1: the free, cached, held and quarantined blocks are all blocks, each once. 2: holds are tables and pins."""
+    """1: each block is either free, cached, held or quarantined. 2: its reference count equals its tables and pins."""
     every, index = range(group.num_blocks), group.index
     holders = Counter(scheduler.kv_cache_manager.pinned_ids(index))
     for request in scheduler.requests.values():
@@ -75,7 +75,7 @@ def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
 
 
 def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
-    """5: the index names exactly the blocks with a hash."""
+    """5: the index has exactly the blocks with a hash, and these are full."""
     hashed = [block for block in manager.pool.blocks if block.hash is not None]
     wrong = tuple(block.block_id for block in hashed if manager.pool.indexed(block.hash) is not block)
     if wrong or len(hashed) != manager.pool.num_cached_blocks:
@@ -86,7 +86,7 @@ def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
 
 
 def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
-    """3: tables are as long as their tokens need, no block twice. 4: what is still to be written is private."""
+    """3: tables are as long as their tokens need, without duplicates. 4: blocks that will be written are private."""
     manager = scheduler.kv_cache_manager
     size = manager.block_size
     for request in scheduler.requests.values():
@@ -105,7 +105,7 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
-    """3: a request holds the blocks that it reads. 5: a block is one block's part at most; cached ones are found."""
+    """3: a request holds the blocks that it reads. 5: a block is part of at most one block; cached ones are found."""
     every, free, cached = range(group.num_blocks), group.free_ids(), group.cached_ids()
     blocks = scheduler.kv_cache_manager.pool.blocks
     for request in scheduler.requests.values():
@@ -147,9 +147,9 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
 
 
 def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
-    """1: host blocks are free, cached, or hold KV of one preempted request. 5: the index names exactly the cached ones.
+    """1: each host block is free, cached, or saved for one preempted request. 5: the index has exactly the cached ones.
 
-    6: content that has one name is the same here and on the device. 10: who has KV there was preempted.
+    6: content with the same name is equal in host memory and on the device. 10: only preempted requests have saved KV.
     """
     manager = scheduler.kv_cache_manager
     host, saved = manager.host, manager.saved_blocks()
@@ -173,7 +173,7 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
-    """10: who waits holds nothing. 11: drafts belong to the running. 12: everyone is in exactly one place."""
+    """10: a waiting request holds no block. 11: only running requests have drafts. 12: each request is in one place."""
     places: Counter[str] = Counter()
     for request in scheduler.room:
         places[request.request_id] += 1
@@ -196,7 +196,7 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
-    """13: limits hold, and sums are what they are sums of. 14: all that waits fits the empty cache."""
+    """13: limits hold, and running totals equal their sums. 14: each waiting request fits the empty cache."""
     config, room = scheduler.config, scheduler.room
     if len(scheduler.running) + len(scheduler.transfers) > config.max_num_seqs:
         yield Breach(
@@ -217,7 +217,7 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
-    """18: with no requests and no transfers nothing is held, and nothing is remembered of anybody."""
+    """18: without requests and transfers no block is held, and no record of a request remains."""
     manager = scheduler.kv_cache_manager
     if scheduler.requests or manager.num_transfers:
         return

@@ -1,7 +1,7 @@
-"""The scheduler's half of KV transfer: what a store outside of this engine has, and what it wants.
+"""The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
 
-Names and division follow vLLM's KVConnector: this half decides, in the worker's half bytes move. Neither half is
-trusted: what a store says it has may be gone, late or wrong, which costs time and never a token.
+Names and division follow vLLM's KVConnector: this half decides, the worker's half moves bytes. Neither half is trusted:
+blocks that a store reports may be missing, late or wrong. That costs time but never changes a token.
 """
 
 from __future__ import annotations
@@ -17,60 +17,66 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """A store of KV blocks by key, outside of this engine; `request.block_hashes` are the keys of a request's blocks.
+    """An external store of KV blocks by key. `request.block_hashes` are the keys of a request's blocks.
 
-    Every method returns at once: what has to ask somebody else does so beside the steps. name: what the store is called
-    where a person reads it.
+    No method blocks: slow queries run in the background. name: the store's name for people.
     """
 
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Take note of a newcomer, long before it is asked for perhaps."""
+        """Notify the store of a new request, possibly long before its first lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
+        """Return how many tokens after `num_computed_tokens` the store has; None if it is not known yet.
 
-        It has the blocks of all KV groups that the row after these tokens reads. Asked again until it is known, or has
-        taken too long.
+        The result is a multiple of the block size. The store then has, in all KV groups, the blocks that the row after
+        these tokens reads. After None the caller asks again, until the result is known or a timeout has passed.
         """
         ...
 
     def lookup_given_up(self, request: Request) -> None:
-        """Take note that nobody waits any more for an answer about a request."""
+        """Notify the store that no request waits for this lookup any longer."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Take note that blocks were found for them: the transfer is ordered with this step."""
+        """Notify the store that the external tokens have blocks, and that the transfer is ordered with this step.
+
+        block_ids: the request's block table in the first group.
+        """
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the keys among these whose blocks it lacks and wants.
+        """Return the keys of the blocks that the store lacks and wants.
 
-        only_first_group: the blocks have lost parts in other groups; it wants those of which it lacks even the first
-        group's.
+        only_first_group: the blocks have lost parts in other groups. The store then wants only blocks of which it lacks
+        even the first group's content.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Take note that a transfer begins with this step, or is given up before; `transfer_ended` tells its end."""
+        """Notify the store of a transfer, which begins with this step unless it is cancelled before.
+
+        `transfer_ended` reports the end in either case.
+        """
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Take note that so many of a transfer's blocks, from the first on, were moved, and the others could not be.
+        """Notify the store of a transfer's end.
 
-        None: it was given up, and nobody knows.
+        num_blocks: number of leading blocks that were moved; the rest failed. None if the transfer was cancelled, which
+        makes the number unknown.
         """
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Take note that a request ended, with the blocks it held until now."""
+        """Notify the store that a request ended. block_ids: its block table in the first group until now."""
         ...
 
 
 class NullConnector:
-    """Nothing is stored anywhere else."""
+    """A connector without a store: it has nothing and wants nothing."""
 
     name = ""
 
@@ -78,7 +84,7 @@ class NullConnector:
         """Do nothing."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Find nothing."""
+        """Return 0."""
         del request, num_computed_tokens
         return 0
 
@@ -89,7 +95,7 @@ class NullConnector:
         """Do nothing."""
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Want nothing."""
+        """Return no key."""
         del keys, only_first_group
         return set()
 

@@ -1,7 +1,7 @@
-"""Transfers of KV between this engine and a store outside: what is fetched, what is saved, what was given up.
+"""Transfers of KV between this engine and an external store: lookups, loads, saves, and their cancellation.
 
-The blocks of a transfer are pinned until it has ended or the worker was told to give it up: nothing else is written
-into what is loaded, nor into what is still to be read for a save.
+The blocks of a transfer are pinned until it has ended or the worker has received its cancellation. So no other content
+is written to them while a load writes or a save reads them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
-_EXPECTED_LOOKUP_S = 5.0  # at least, for KV that another engine is about to have: who says it comes says it in time
-_SAVED_TOGETHER = 8  # blocks of an answer: each save costs a store more than its bytes, on disk a file
+_PROMPT_SHARE = 16  # tokens per request; only steps with at least this average show the cost of prompts
+_EXPECTED_LOOKUP_S = 5.0  # shortest lookup timeout for KV that another engine computes
+_SAVED_TOGETHER = 8  # blocks of an answer per save: each save has a fixed cost for a store, on disk a file
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
-    """A transfer under way. request: who waits for it, None for a save. num_present: its blocks before the first one.
+    """A transfer that has not ended.
 
-    started, deadline: seconds of the core's clock.
+    request: the request that waits for a load; None for a save. num_present: number of the request's blocks before the
+    first loaded one. started, deadline: seconds of the core's clock.
     """
 
     order: KVTransfer
@@ -49,21 +50,22 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A question to the store that it has not answered yet."""
+    """A lookup that the store has not answered yet. deadline: seconds of the core's clock."""
 
     num_computed_tokens: int
     deadline: float
 
 
 class KVTransfers:
-    """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
+    """The only user of the connector, and of pins in the KV cache. The caller changes the state of requests.
 
-    Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
-    most_saved_blocks: number of blocks that are pinned for saves at once with their parts in all KV groups, without
-    those that are handed over to another engine.
-    learns_steps: whether KV can come from anywhere but the device, so that what computing takes is of interest.
-    reports_dropped_saves: whether the store is asked about blocks that are not saved when a request ends, for an event.
-    A replay sets it to False for journals of versions that did not ask.
+    Transfer ids are never reused, so a late or double completion finds no transfer.
+    store_name: "" without a store.
+    most_saved_blocks: largest number of blocks that saves pin at the same time with their parts in all KV groups;
+    blocks that are handed over to another engine are not counted.
+    learns_steps: whether computing times are learned. They matter if KV can come from a store or from host memory.
+    reports_dropped_saves: whether the store is asked about unsaved blocks when a request ends, to emit an event. A
+    replay sets it to False for journals of versions that did not ask.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class KVTransfers:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
-        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves with their parts in all groups
-        self._saving_in_part: set[BlockHash] = set()  # and of those that lost a part, so only the first group's is
+        self._saving: set[BlockHash] = set()  # blocks that saves pin with their parts in all groups
+        self._saving_in_part: set[BlockHash] = set()  # blocks that saves pin in the first group only: they lost a part
         self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
@@ -96,42 +98,43 @@ class KVTransfers:
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # tokens of who asks once more, for what came of its load
+        self._most_loaded: dict[str, int] = {}  # limit in tokens for a request that asks again after an incomplete load
 
     def __len__(self) -> int:
-        """How many requests wait for their KV."""
+        """Return the number of requests that wait for a load."""
         return len(self._load_of)
 
     @property
     def has_work(self) -> bool:
-        """Whether the worker has to be told something, or asked what became of a transfer."""
+        """Whether the worker has transfers to compute or cancellations to receive."""
         return bool(self._cancels or self._pending)
 
     @property
     def num_pending(self) -> int:
-        """Transfers under way, and questions that the store has not answered."""
+        """Number of transfers and lookups that have not ended."""
         return len(self._pending) + len(self._lookups)
 
     @property
     def num_records(self) -> int:
-        """What is kept of single requests; 0 when nobody is left."""
+        """Number of records of single requests; 0 when no request remains."""
         kept = self._load_of, self._gave_up, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
     def requests(self) -> list[Request]:
-        """Return the requests that wait for their KV."""
+        """Return the requests that wait for a load."""
         return [each.request for each in self._pending.values() if each.request is not None]
 
     def request_added(self, request: Request) -> None:
-        """Tell the store of a newcomer."""
+        """Notify the store of a new request."""
         self._connector.request_added(request)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """How many tokens behind what is computed here are to be fetched, whole blocks of them; None: not known yet.
+        """Return how many tokens after the computed ones to load; None if the store has not answered yet.
 
-        may_wait: whether the request can wait until it is known, for a short time; else there is nothing to fetch.
+        The result is a multiple of the block size. It is 0 if a load is not worth its time.
+        may_wait: whether the request can wait for the answer, until a timeout. Without an answer the result is then 0.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._gave_up
@@ -150,7 +153,7 @@ class KVTransfers:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # what is expected is computed already
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # expected KV is computed elsewhere already
         return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
@@ -170,7 +173,7 @@ class KVTransfers:
         return max(self._lookup_timeout_s, _EXPECTED_LOOKUP_S) if request.expects_kv else self._lookup_timeout_s
 
     def is_looking_up(self, request: Request) -> bool:
-        """Whether the store has still to say what it has of a request, and there is time left for it."""
+        """Return whether the store has not answered the lookup of a request, and its deadline has not passed."""
         lookup = self._lookups.get(request.request_id)
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
@@ -179,7 +182,7 @@ class KVTransfers:
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
-        """Order a load of the tokens after the found ones into a request's blocks."""
+        """Order a load into a request's blocks. num_external_tokens: number of tokens to load, after the found ones."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
         block_ids = [table[loaded] for table in sequence.block_tables]
@@ -206,9 +209,10 @@ class KVTransfers:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens of a request are computed with so many blocks of its load: one is always left.
+        """Return the number of a request's computed tokens after `num_blocks` blocks of its load have arrived.
 
-        0 if the load ended so early that the next row would not find all blocks that it reads.
+        At least one token always remains to be computed. The result is 0 if the next row would lack a block that it
+        reads, because the load ended early.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -219,11 +223,11 @@ class KVTransfers:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order saves of the blocks of a request that can be shared by now and that the store wants, if there is room.
+        """Order saves of a request's committed blocks that the store wants, as far as they may be pinned.
 
-        Blocks of the prompt are saved at once, those of the answer several together or when the request ends. Until
-        then the request holds them in the first group; other groups may let go of their parts. A request whose KV is
-        handed over to another engine has all of its blocks saved: nothing is offered again after its end.
+        Blocks of the prompt are saved immediately, those of the answer several together or when the request ends. Until
+        then the request holds them in the first group; other groups may release their parts. If the request's KV is
+        handed over to another engine, all of its blocks are saved without that limit: no offer follows after its end.
         """
         if not self.has_store:
             return
@@ -238,7 +242,7 @@ class KVTransfers:
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
         if not request.hands_kv_over and not self._num_with_room([False]):
-            return  # whatever the store wants
+            return  # no save may be pinned now, so the store is not asked
         wanted = self._connector.keys_to_save(block_hashes[first:end]) - self._saving
         if not request.hands_kv_over:
             wanted -= self._saving_in_part
@@ -250,19 +254,19 @@ class KVTransfers:
             self._save([block_hashes[index] for index in chosen[:count]], [ids[:count] for ids in block_ids])
 
     def _tell_dropped(self, request: Request) -> None:
-        """Emit how many blocks the store still wants of a request that can no longer be saved."""
+        """Emit the number of blocks that the store still wants of an ended request, which can no longer be saved."""
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usually: the store is not asked, and a journal has no record of it
+            return  # the usual case. The store is not asked, so a journal has no record of it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
 
     def _num_with_room(self, is_whole: list[bool]) -> int:
-        """Return how many of these blocks, from the first one on, can be pinned for a save now.
+        """Return how many leading blocks can be pinned for a save now.
 
-        is_whole: of each whether its parts in all groups are pinned.
+        is_whole: for each block, whether its parts in all groups are pinned.
         """
         room = min(len(is_whole), max(self._most_pinned - len(self._saving) - len(self._saving_in_part), 0))
         room_for_whole = max(self.most_saved_blocks - len(self._saving), 0)
@@ -279,9 +283,9 @@ class KVTransfers:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Return the part of a hit that is used: all of it, unless the request's KV is handed over to another engine.
 
-        The other engine gets all blocks, or it has no use for any. So a block that lost a part in some group and that
-        no store has is computed again. A block that no store has is saved at once, because it may have lost a part by
-        the time the request runs.
+        The other engine needs every block. So a block that the store lacks, and that lost a part in some group, is
+        computed again. Other blocks that the store lacks are saved immediately, because they may lose a part before the
+        request runs.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -296,7 +300,7 @@ class KVTransfers:
             self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids])
         return computed
 
-    # --- it ends ------------------------------------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------------------------------
 
     def end(
         self,
@@ -305,11 +309,12 @@ class KVTransfers:
         moves: tuple[TierMove, ...] = (),
         evicted: tuple[tuple[str, int], ...] = (),
     ) -> PendingTransfer | None:
-        """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
+        """Process the end of a transfer, of which the first `num_blocks` blocks were moved.
 
-        A request that did not get all that was ordered does not ask the store again, with one exception: if the row
-        after the loaded blocks would not find all blocks that it reads, the store is asked once more for fewer blocks,
-        unless another engine hands them over. moves, evicted: as in `EndedTransfer`.
+        Returns the transfer if it is a load that a request waits for, else None. After an incomplete load a request
+        does not ask the store again, with one exception: if the row after the loaded blocks would lack a block that it
+        reads, the store is asked once more for fewer blocks, unless another engine hands them over.
+        moves, evicted: as in `EndedTransfer`.
         """
         for tier, count in evicted:
             self._emitter.emit(events.StoreBlocksEvicted, tier, count)
@@ -333,24 +338,27 @@ class KVTransfers:
         return pending
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
-        """Take in how long a load has taken by now; that of KV which was still being computed tells nothing."""
+        """Learn from the duration of a load until now. Loads of KV that another engine was computing are ignored."""
         assert load.request is not None
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
             self._cost.learn_load(num_tokens, now - load.started)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Return how long computing so many tokens takes, as measured lately; 0 where it is not known."""
+        """Return how many seconds computing `num_tokens` tokens takes, from recent steps; 0 if it is not known."""
         return self._cost.computing_s(num_tokens)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """Take in how long a step took, if prompts were most of it."""
+        """Learn from the duration of a step, if most of its tokens were of prompts."""
         num_tokens = scheduled.total_num_scheduled_tokens
         if num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Give up saves that have taken too long; return the requests whose loads have: deadlines grow with ids."""
+        """Cancel saves whose deadline has passed. Returns the requests of loads whose deadline has passed.
+
+        Deadlines increase with transfer ids.
+        """
         late: list[PendingTransfer] = []
         waiting: list[Request] = []
         for pending in self._pending.values():
@@ -361,18 +369,21 @@ class KVTransfers:
             if pending.request is None:
                 self._cancel(pending, "expired")
             else:
-                self._learn_load(pending, now)  # it takes so long at least
+                self._learn_load(pending, now)  # a lower bound of its duration
                 waiting.append(pending.request)
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Give up a request's load; it asks no more. Its blocks stay pinned until the worker has been told."""
+        """Cancel a request's load. The request asks no store again.
+
+        Its blocks stay pinned until the worker has received the cancellation. outcome: of the event.
+        """
         self._gave_up.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:  # the worker never hears of it
+        if pending.order in self._orders:  # the worker never receives it
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:
@@ -400,22 +411,22 @@ class KVTransfers:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Return the transfers that begin with the next step."""
+        """Return the transfers that begin with the next step, and clear them."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Return the transfers that were given up since the last step."""
+        """Return the ids of the transfers that were cancelled since the last step, and clear them."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Take in that the worker was told: blocks of these transfers are neither written nor read any more."""
+        """Unpin the blocks of transfers that the worker has cancelled: it no longer reads or writes them."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Give up the orders of a step that failed and tell its cancels again; return whose loads these were."""
+        """Cancel the orders of a failed step, and send its cancels again. Returns the requests of cancelled loads."""
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -430,9 +441,9 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order the last saves of a request that ended, before its blocks are freed, and drop all records of it.
+        """Order the last saves of an ended request, and drop all records of it. Call it before its blocks are freed.
 
-        Blocks that find no room are not saved; an event counts them.
+        Blocks beyond the limit on pinned blocks are not saved; an event counts them.
         """
         if self.has_store:
             self._offer_all(request)
@@ -446,5 +457,5 @@ class KVTransfers:
 
 
 def _keys_in_part(order: KVTransfer) -> set[bytes]:
-    """Return the keys of the blocks that a save takes without their parts in some group."""
+    """Return the keys of the blocks that a save has without their parts in some group."""
     return {key for key, is_whole in zip(order.keys, are_whole(order.block_ids), strict=True) if not is_whole}

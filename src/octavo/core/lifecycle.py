@@ -1,8 +1,8 @@
-"""From arrival to end: what changes when a request arrives, starts, is preempted or ends.
+"""The lifecycle of a request: it arrives, starts, may be preempted, and ends.
 
 Its status says where a request is: in the waiting room (WAITING, PREEMPTED), in the running list (RUNNING), or with a
-transfer (WAITING_FOR_REMOTE_KVS). Both change here, together; at the end of a request, `finish` changes the status and
-`drop_finished` the running list.
+transfer (WAITING_FOR_REMOTE_KVS). Status and place change together, with one exception: when a request ends, `finish`
+changes the status and `drop_finished` the running list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class RequestLifecycle:
     """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
 
-    It is the only writer of the queue, too, except that `Admitter` moves its head beside it and back.
+    It is also the only writer of the queue, except that `Admitter` defers the head and returns it.
     """
 
     def __init__(self, state: CoreState) -> None:
@@ -57,7 +57,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Keep a deadline. Deadlines of requests that ended are dropped when they are the majority."""
+        """Record a deadline. Deadlines of ended requests are dropped when they are the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -65,14 +65,14 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield the requests whose deadline has passed, each once."""
+        """Yield the requests whose deadline has passed, each once. now: seconds of the core's clock."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request is not None and request.arrival_index == arrival_index:
                 yield request
 
-    # --- it starts ----------------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Move the head of the queue into the running list."""
@@ -82,7 +82,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Let the head of the queue wait for KV that a store loads. It counts as running."""
+        """Take the head of the queue, and let it wait for a load from a store. It counts as running."""
         self._room.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -90,13 +90,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Let a request run whose first `num_tokens` tokens were loaded. Other requests may share them."""
+        """Move a request whose first `num_tokens` tokens were loaded into the running list. Commits its blocks."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
-        """Put a request whose KV did not arrive back into the queue. It computes everything itself."""
+        """Put a request whose KV did not arrive back into the queue. It computes the KV itself."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -104,7 +104,7 @@ class RequestLifecycle:
         self._room.put_back(request)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
-        """Let a request run. Its place in the running list is by importance or by admission."""
+        """Put a request into the running list: by rank if ranks are fixed, otherwise at the end."""
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         if self._state.policy.ranks_are_fixed:
@@ -138,12 +138,12 @@ class RequestLifecycle:
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
-    # --- it gives way -------------------------------------------------------------------------------------------------
+    # --- preempt ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Take a running request's blocks, and put it back to the front of its class. Its tokens are kept.
+        """Release a running request's blocks, and put it back at the front of its class. Its tokens are kept.
 
-        No step is in flight: a step is decided ahead only if no request loses blocks.
+        No step may be in flight: a step is decided ahead only if no request loses blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -155,10 +155,13 @@ class RequestLifecycle:
         self._state.builder.preempted(victim.request_id)
         self._room.put_back(victim)
 
-    # --- it ends ------------------------------------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request: the one place where that happens. Call `drop_finished` before `running` is read again."""
+        """End a request and release all that it holds. No other code ends one.
+
+        Call `drop_finished` before `running` is read again.
+        """
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
             self._state.admission.left(request)
@@ -181,7 +184,7 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request that generated nothing more. Returns its last output."""
+        """End a request without further tokens. Returns its last output."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 
@@ -190,5 +193,5 @@ class RequestLifecycle:
         return self.end(request, RequestStatus.FINISHED_ERROR, message)
 
     def drop_finished(self) -> None:
-        """Remove requests that ended from the running list."""
+        """Remove ended requests from the running list."""
         self._running[:] = [request for request in self._running if request.status is RequestStatus.RUNNING]

@@ -1,4 +1,4 @@
-"""Makes a `SchedulerOutput` of a plan: requests that the worker does not know, and what is new of the others."""
+"""Builds a `SchedulerOutput` from a plan: whole requests that are new to the worker, and changes of known ones."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ _NONE: list[int] = []  # for requests without new blocks; never changed
 
 
 class OutputBuilder:
-    """Knows what the worker was sent: which requests, and which ended since. The worker keeps what it samples."""
+    """Tracks which requests the worker knows and which of them ended. The worker keeps the tokens that it samples."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Of each request that the worker knows: the length of its block table in each group, as it was sent.
+        # Requests that the worker knows: the length of the block table that it was sent, for each group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
 
     @property
     def has_endings(self) -> bool:
-        """Whether the worker must be told of requests that ended."""
+        """Whether the next step must report ended requests to the worker."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """Number of records of single requests; 0 when none is left."""
+        """Number of records of single requests; 0 when no request remains."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return what the worker has to do in a step, and what it needs for that. It counts as sent."""
+        """Return the work of a step, and the data that the worker lacks for it. Records that data as sent.
+
+        requests: all requests by id. max_drafts: see `SchedulerOutput`.
+        """
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
@@ -83,10 +86,7 @@ class OutputBuilder:
         )
 
     def _add_new_blocks(self, new_block_ids: list[list[list[int]]], place: int, request: Request) -> None:
-        """Write the blocks that the worker lacks of a request that it knows, by group. They count as sent.
-
-        Mutates new_block_ids.
-        """
+        """Write the new blocks of a known request to `new_block_ids[group][place]`, and record them as sent."""
         self._manager.grown.discard(request.request_id)
         tables, num_sent = request.sequence.block_tables, self._num_sent[request.request_id]
         for new, table, count in zip(new_block_ids, tables, num_sent, strict=True):
@@ -94,18 +94,18 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Send the whole request when it resumes."""
+        """Make `build` send the whole request again when it resumes."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Tell the worker with the next step that a request ended."""
+        """Make the next step report to the worker that a request ended."""
         self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Tell the worker again which requests left, and to forget those of a step that failed.
+        """Report ended and preempted requests of a failed step again, and make the worker drop the step's requests.
 
-        It is unknown what the worker has heard of that step.
+        It is unknown how much of that step the worker has received.
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()

@@ -1,4 +1,4 @@
-"""The scheduler's rules: how many tokens, the order of requests, which one is preempted, what shares a step.
+"""The scheduler's rules: number of tokens, order of requests, choice of a victim, and batching.
 
 They are pure functions and small objects, chosen once from the configuration.
 """
@@ -32,10 +32,9 @@ def num_tokens_to_schedule(
 ) -> int:
     """Return how many of `num_remaining` tokens a request gets of a step's remaining budget; 0 if it has to wait.
 
-    A request that may not be cut waits until it fits whole, unless even an empty step (`whole_budget`) is too small.
-
-    budget: in tokens of this request (`num_tokens_within`). threshold: the most tokens that one request gets in a step;
-    0 for no such limit.
+    budget: in tokens of this request (`num_tokens_within`). threshold: the largest number of tokens of one request in a
+    step; 0 for no limit. may_be_cut: whether the request may get a part of its tokens. If not, it waits until all fit,
+    unless even an empty step (`whole_budget`) is too small.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -47,23 +46,23 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """What a prompt's tokens take of a step's budget. Later tokens of a prompt cost more: they attend to all before.
+    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier ones.
 
-    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000, where position is that of the chunk's
-    first token. So the steps of a long prompt take equally long from its beginning to its end.
+    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000. position: of the chunk's first token.
+    So all steps of a long prompt take about the same time.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how long a chunk may be that begins at `position`: at least one token, of any budget above 0."""
+        """Return the largest number of tokens of a chunk at `position`: at least 1 if the budget is above 0."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return what a chunk takes beyond `count` of the budget that it was cut for."""
+        """Return the budget that a chunk of `count` tokens uses beyond `count`. budget: the one that it was cut for."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -75,10 +74,10 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The order in which requests wait, and the present rank of each: a smaller one is more important.
+    """The order in which requests wait, and their present ranks: a smaller rank is more important.
 
-    counters: tokens served to each tenant; kept under every policy, read by `fair`. ranks_are_fixed: a request keeps
-    its rank. False if ranks depend on what tenants were served.
+    counters: service of each tenant; updated under every policy, read under `fair`. ranks_are_fixed: whether a request
+    keeps its rank; False if ranks depend on the counters.
     """
 
     waiting: RequestQueue
@@ -122,10 +121,11 @@ def create_request_queue(
 
 
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
-    """Rank lower numbers first, then earlier arrivals. A priority falls by one every `ageing_s` seconds of waiting.
+    """Rank lower priority numbers first, then earlier arrivals.
 
-    All requests age alike, so neither their order nor their ranks change: p - (now - arrival) / ageing_s is
-    p + arrival / ageing_s, less a number that is the same for all.
+    A priority number decreases by one every `ageing_s` seconds of waiting. None: never; 0: priorities are ignored. All
+    requests age at the same rate, so their ranks can be fixed: p - (now - arrival) / ageing_s equals
+    p + arrival / ageing_s, minus a number that is the same for all requests.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -135,7 +135,10 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 
 
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
-    """Rank the earliest deadline first, then arrival. A later or missing one counts as `ageing_s` after the arrival."""
+    """Rank earlier deadlines first, then earlier arrivals.
+
+    A missing deadline, or one later than `ageing_s` seconds after the arrival, counts as that time. None: no limit.
+    """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
     return (min(deadline, horizon), request.arrival_index)
@@ -144,7 +147,7 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
     """Return the least important running request that may be preempted, or None.
 
-    The most important one is never preempted, and no request more than `max_preemptions` times.
+    The most important request is never preempted, and no request more than `max_preemptions` times.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -152,19 +155,19 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return whether swapping out a victim of `num_tokens` in `num_blocks` is better than computing it again."""
+    """Return whether to swap out a victim with `num_tokens` in `num_blocks`, instead of computing its KV again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
 
 
-# --- what shares a step -----------------------------------------------------------------------------------------------
+# --- batching ---------------------------------------------------------------------------------------------------------
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return whether more than the newest generated token of a request is still to be computed.
+    """Return whether more than the newest generated token of a request remains to be computed.
 
-    num_computed_tokens: as if so many were computed; by default the request's own.
+    num_computed_tokens: overrides the request's own number of computed tokens.
     """
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
@@ -172,7 +175,7 @@ def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool
 
 
 def is_decode(request: Request) -> bool:
-    """Return whether only the newest generated token, and drafts after it, are to be computed."""
+    """Return whether only the newest generated token, and drafts after it, remain to be computed."""
     return not is_prefill(request)
 
 
@@ -181,30 +184,30 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """What prompts may take of the budget of the next step in which others decode, 0 for all that is left."""
+        """Largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Fill the plan of one step.
 
-        outranked: running prompts that more important waiting requests precede, in order of rank.
+        outranked: running prompts that are less important than a waiting request, in order of rank.
         """
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the duration of a step."""
+        """Learn from the duration of a step, in seconds."""
         ...
 
 
 class MixedBatching:
-    """Serves running requests, then waiting ones: prompts and answers share steps.
+    """Serves running requests, then waiting ones: prompts and decodes share steps.
 
-    The readers of answers wait for the whole step. So prompts get at most `most` tokens of one (0: all that is left).
-    With `step_s` they get as many as let the step end within about so many seconds, but at least `least`.
-    Sarathi-Serve (Agrawal et al. 2024) chooses such a budget by profiling; here the limit follows measured steps.
+    Decoding requests wait for the whole step. So prompts get at most `most` tokens of a step with decodes; 0: no limit.
+    step_s: target duration of such a step in seconds. The limit for prompts follows measured steps to reach it, between
+    `least` and `most`. 0: the limit is `most`. Sarathi-Serve (Agrawal et al. 2024) chooses such a budget by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # largest changes by one step, which may be slow or fast for other reasons
+    _SHRINK, _GROW = 0.5, 1.25  # limits of the change by one step, which may be slow or fast for other reasons
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -212,17 +215,17 @@ class MixedBatching:
 
     @property
     def prefill_limit(self) -> int:
-        """What prompts may take of the budget of the next step in which others decode, 0 for all that is left."""
+        """Largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit."""
         return int(self._limit)
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Serve running requests first."""
+        """Fill a step with running requests first."""
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
             if (
                 decoded
-            ):  # at least a token for each running prompt: otherwise they would take those of decodes after them
+            ):  # at least one token for each running prompt: otherwise prompts would take the tokens of later decodes
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -230,7 +233,7 @@ class MixedBatching:
         plan.beside_answers = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Follow steps that prompts and answers share. The limit grows only after a step too short for its prompts."""
+        """Adjust the limit after a step with prompts and decodes. It grows only if the prompts lacked budget."""
         if not self._step_s or plan.beside_answers <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -239,25 +242,26 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Serves only prompts while there are any, then only answers: no step has both."""
+    """Serves only prompts while there are any, then only decodes. No step has both."""
 
     prefill_limit = 0
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Serve prompts, or answers if there is no prompt."""
+        """Fill a step with prompts, or with decodes if there is no prompt."""
         grow(plan, [request for request in running if is_prefill(request) and request not in outranked])
         admit_in_turn(plan, outranked, grow, admit)
         if not (plan.num_tokens or plan.has_admitted):
             grow(plan, [request for request in running if is_decode(request)])
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn nothing: no answer waits for a prompt of the same step."""
+        """Do nothing: no decode waits for a prompt of the same step."""
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important ones.
+    """Admit waiting requests, but serve each outranked prompt before less important waiting requests.
 
-    After a prompt that finds no block, none is admitted. Running requests go on: the prompt may wait for their blocks.
+    If an outranked prompt gets no tokens, no further request is admitted. The remaining running prompts continue,
+    because the first one may wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

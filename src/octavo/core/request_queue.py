@@ -1,4 +1,4 @@
-"""Queues of waiting requests: who is next, in O(1) or O(log n); removal from the middle included (aborts)."""
+"""Queues of waiting requests. Each operation is O(1) or O(log n), including removal from the middle (aborts)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class RequestQueue(Protocol):
-    """A queue of requests with distinct ids. peek and pop of an empty queue raise IndexError."""
+    """A queue of requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Put it at its place behind those that came before."""
+        """Insert a new request after equally important earlier ones."""
         ...
 
     def prepend_request(self, request: Request) -> None:
-        """Put it back at the front of its class: it was preempted."""
+        """Put a request back at the front of its class, for example after a preemption."""
         ...
 
     def peek_request(self) -> Request:
-        """Return the next one without taking it."""
+        """Return the next request without taking it. Raises IndexError if the queue is empty."""
         ...
 
     def pop_request(self) -> Request:
-        """Take the next one."""
+        """Take the next request. Raises IndexError if the queue is empty."""
         ...
 
     def remove_request(self, request: Request) -> None:
-        """Take this one from wherever it stands; KeyError when it is not here."""
+        """Remove a request from any place in the queue. Raises KeyError if it is not in the queue."""
         ...
 
     def __len__(self) -> int: ...
@@ -44,7 +44,10 @@ class RequestQueue(Protocol):
 
 
 def insert_at_front(requests: OrderedDict[str, Request], request: Request) -> None:
-    """Put a request that left a queue back to its front; who arrived earlier and is back, too, stays before it."""
+    """Put a request back at the front of its queue (mutates `requests`).
+
+    Requests at the front that arrived earlier, which were put back as well, stay before it.
+    """
     ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, requests.values()))
     requests[request.request_id] = request
     for each in (request, *reversed(ahead)):
@@ -58,27 +61,27 @@ class FCFSRequestQueue:
         self._requests: OrderedDict[str, Request] = OrderedDict()
 
     def add_request(self, request: Request) -> None:
-        """Put it at the end."""
+        """Append a request."""
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put it at the front, behind nobody but those who came before it."""
+        """Put a request back at the front. Only requests at the front that arrived earlier stay before it."""
         insert_at_front(self._requests, request)
 
     def peek_request(self) -> Request:
-        """Return the first one without taking it."""
+        """Return the first request without taking it."""
         if not self._requests:
             raise IndexError("peek into an empty queue")
         return next(iter(self._requests.values()))
 
     def pop_request(self) -> Request:
-        """Take the first one."""
+        """Take the first request."""
         if not self._requests:
             raise IndexError("pop from an empty queue")
         return self._requests.popitem(last=False)[1]
 
     def remove_request(self, request: Request) -> None:
-        """Take this one from wherever it stands."""
+        """Remove a request from any place in the queue."""
         del self._requests[request.request_id]
 
     def __len__(self) -> int:
@@ -92,9 +95,9 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """The smallest rank first, by default lower priority number, then arrival. O(log n).
+    """The smallest rank first; by default the lower priority number, then the earlier arrival. O(log n).
 
-    Ranks never change, so nothing is ever sorted again; a removed entry is skipped when it surfaces.
+    Ranks never change, so the heap is never sorted again. A removed entry is skipped when it reaches the top.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:
@@ -103,29 +106,29 @@ class PriorityRequestQueue:
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
-        """Put it at its place."""
+        """Insert a request by its rank."""
         self._requests[request.request_id] = request
         heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
-        """Put it back: its arrival places it before all of its class that still wait."""
+        """Put a request back. Its arrival index places it before all requests of its class that arrived later."""
         self.add_request(request)
 
     def peek_request(self) -> Request:
-        """Return the most important one without taking it."""
+        """Return the most important request without taking it."""
         self._drop_stale()
         if not self._heap:
             raise IndexError("peek into an empty queue")
         return self._requests[self._heap[0][2]]
 
     def pop_request(self) -> Request:
-        """Take the most important one."""
+        """Take the most important request."""
         request = self.peek_request()
         heapq.heappop(self._heap)
         return self._requests.pop(request.request_id)
 
     def remove_request(self, request: Request) -> None:
-        """Take this one from wherever it stands."""
+        """Remove a request from any place in the queue."""
         del self._requests[request.request_id]
         if len(self._heap) > 2 * len(self._requests) + 64:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
@@ -141,7 +144,7 @@ class PriorityRequestQueue:
         return iter(sorted(self._requests.values(), key=lambda request: (self._rank(request), request.arrival_index)))
 
     def _drop_stale(self) -> None:
-        """Skip entries whose request left, or whose id came back as another arrival."""
+        """Drop entries of removed requests, and of ids that a later arrival reused, from the top of the heap."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
 

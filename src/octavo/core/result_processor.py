@@ -1,6 +1,6 @@
-"""Takes a step's result in: appends tokens, checks stops, shares computed blocks, ends requests.
+"""Processes a step's result: appends tokens, checks stops, commits computed blocks, ends requests.
 
-The scheduler chooses which requests run next, and with how many tokens. Here only the drafts for that step are chosen.
+The scheduler chooses which requests run next, and with how many tokens. Only the drafts for that step are chosen here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by what a step computed: the only writer of output tokens.
+    """Advances requests by the result of a step. The only writer of output tokens.
 
-    It alone sets drafts. `RequestLifecycle` clears them when a request is preempted or ends.
+    It alone sets drafts; `RequestLifecycle` clears them when a request is preempted or ends.
     """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
@@ -34,9 +34,9 @@ class ResultProcessor:
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take the result of a step in, and learn from its duration. Returns the outputs of its requests.
+        """Process the result of a step, and learn from its duration. Returns the outputs of its requests.
 
-        A step that was decided ahead began when the step before it was done.
+        A step that was decided ahead is timed from the end of the previous step.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -96,7 +96,7 @@ class ResultProcessor:
         moves: tuple[TierMove, ...] = (),
         evicted: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Let a request run with the KV that arrived; if none did, put it back to compute everything itself."""
+        """Process the end of a transfer. A loading request then runs, or goes back to the queue if no KV arrived."""
         load = self._state.transfers.end(transfer_id, num_blocks, moves, evicted)
         if load is None:
             return
@@ -112,8 +112,9 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
 
-        If its token is postponed, the newest known one counts as not computed: the next step computes it again, and
-        asks for its token again.
+        sampled: the new tokens: accepted drafts, then one more. Returns an output if there is anything to deliver.
+        If the request's token is postponed, its newest known token counts as not computed: the next step computes that
+        one again, and samples again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -135,7 +136,7 @@ class ResultProcessor:
         if request.spec_token_ids:
             request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
-        if status is not None:  # drafts after the token that ends it do not belong to it
+        if status is not None:  # drafts after the last token do not belong to the request
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
             self._state.manager.commit(request)
@@ -162,9 +163,9 @@ class ResultProcessor:
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not compute, and return their outputs. Others go on.
+        """End every request of a failed step with an error, and return their outputs. Other requests continue.
 
-        Later steps in flight are not computed either.
+        Later steps in flight are not computed either: requests that are only in those are preempted.
         """
         self._emitter.emit(events.StepFailed, message)
         self._undo(step.scheduled)
@@ -177,7 +178,7 @@ class ResultProcessor:
         return outputs
 
     def _give_back(self, step: StepInFlight) -> None:
-        """Preempt the requests of a step that was not computed: they start again."""
+        """Preempt the requests of a step that will not be computed. They start again."""
         self._undo(step.scheduled)
         for request in step.requests(self._state.requests):
             num_lost = request.num_computed_tokens
@@ -185,10 +186,10 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Count nothing as done that a step was to copy or to load, and tell the worker again what it was told."""
+        """Discard the copies and loads of a step that was not computed, and send its notices to the worker again."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # it is unknown whether it was copied
+            self._state.manager.drop_saved(request_id)  # it is unknown whether the KV was copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.give_up_loading(loading)
@@ -196,7 +197,7 @@ class ResultProcessor:
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Keep the drafts that are worth a row of the next step.
 
-        Drafts of requests that do not decode are dropped, and those of requests that another step is computing.
+        Drops drafts of requests that do not decode, or that another step in flight is computing.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
@@ -211,7 +212,10 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Return prompt logprobs that were not delivered before a preemption. Call it before computed tokens advance."""
+    """Return the prompt logprobs that were not delivered yet, and count them as delivered.
+
+    A request that was preempted computes some of them again. Call it before `num_computed_tokens` advances.
+    """
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
     request.num_prompt_logprobs += len(new)
@@ -219,7 +223,7 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one of them ends the request. Later ones are discarded."""
+    """Append tokens until one of them ends the request. Returns the appended tokens, and the status if it ended."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

@@ -1,11 +1,11 @@
 """Grows running requests and admits waiting ones. There is no prefill phase and no decode phase.
 
-A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`. Each step computes some more, until
-both are equal. A decode is a chunk of one token, a prefix hit a head start, a preemption a step back.
+A request has `num_tokens` (prompt, output and drafts) and `num_computed_tokens`. Each step computes some more tokens,
+until both are equal. A decode is a chunk of one token, a prefix hit a head start, a preemption a step back.
 
 This module decides how many tokens of a step each request gets. `admitter` decides which waiting requests start;
-`lifecycle` starts, preempts and ends requests; `result_processor` takes a step's result in; `kv_transfers` handles KV
-from stores.
+`lifecycle` starts, preempts and ends requests; `result_processor` processes a step's result; `kv_transfers` handles
+transfers with stores.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ IDLE_CHECK_INTERVAL_S = 10.0
 class Scheduler:
     """Decides each step, and joins the parts of the core. Blocks belong to its `KVCacheManager`.
 
-    num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: to a store.
-    num_blocks: of the first KV group. bounded_groups: the other KV groups. faults: for simulations.
+    num_blocks: number of blocks of the first KV group. bounded_groups: the other KV groups.
+    max_model_len: largest length of a sequence, in tokens. clock: returns seconds. sink: receives all events.
+    cache_keys: extra keys of all block hashes. num_host_blocks: number of host blocks, for KV of preempted requests and
+    of evicted blocks. connector: to a store, if any. The attribute `faults` is for simulations.
     """
 
     def __init__(
@@ -101,16 +103,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue. Requests that wait beside it, for a block or for KV of a store, are not in it."""
+        """The queue, without deferred requests, which wait for a block or for a lookup in a store."""
         return self.room.queue
 
     # --- arrivals and ends --------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Accept a request into the queue.
+        """Add a request to the queue. May lower its `max_total_tokens` to the limits of the model and the cache.
 
-        Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt, and one
-        more token unless it is pooled, must fit the model's length and an empty cache. Nothing changes then.
+        Raises `RequestError`, with nothing changed, for an id in use, an empty prompt, a full queue, or a request that
+        could never fit: its prompt, and one more token unless it is pooled, must fit the model's length and an empty
+        cache.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -120,7 +123,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot until it is fed back: one more than the capacity can be produced.
+        # The newest token needs no slot until it is computed: one token more than the capacity can be generated.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -132,11 +135,15 @@ class Scheduler:
         self._lifecycle.arrive(request)
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """End one request for its user, in any state. Unknown and finished ids are ignored."""
+        """Abort a request in any state. Unknown and finished ids are ignored."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside: their blocks are free at once, and the next step tells the worker."""
+        """End requests from outside. Unknown and finished ids are ignored.
+
+        Their blocks are released immediately, and the next step notifies the worker. status: a finished one. Returns
+        the last output of each request.
+        """
         assert status.is_finished
         self._emitter.now = self._clock()
         outputs = []
@@ -150,11 +157,11 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide how many tokens of the next step each request gets: first the running, then the waiting in order.
+        """Decide the next step: how many tokens each request gets, first running requests, then waiting ones in order.
 
         If ranks are fixed, a running prompt comes after waiting requests that are more important.
         A step that preempted a request admits none, and a step that admitted one preempts none. A step that is decided
-        before the last result is in preempts none either: decide such a step only if `may_look_ahead` is True.
+        ahead, before the last result is known, preempts none either. Decide one ahead only if `may_look_ahead()`.
         """
         assert self.config.async_scheduling or not self._state.in_flight.steps, "the result of the last step is not in"
         self._num_steps += 1
@@ -180,14 +187,14 @@ class Scheduler:
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
-        """The oldest step whose result is not in."""
+        """The oldest step without a result, or None."""
         steps = self._state.in_flight.steps
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
-        """Return whether a step can be decided while another one is computed: no request depends on its result.
+        """Return whether a step can be decided while another one is computed, independently of that one's result.
 
-        There must be blocks for everything that running requests may take, because no request is preempted in it.
+        All blocks that running requests may take must be free, because such a step preempts no request.
         """
         if (
             not self.config.async_scheduling
@@ -201,7 +208,7 @@ class Scheduler:
         return manager.has_free(len(running) + manager.num_blocks_for(num_tokens))
 
     def _decide(self, plan: StepPlan, running: list[Request]) -> SchedulerOutput:
-        """Fill the plan of a step. Returns what the worker has to do. running: without those that are about to end."""
+        """Fill the plan of a step, and return it for the worker. running: running requests that will not end before."""
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
         self._state.batching.fill(plan, running, outranked, self._grow_running, self._admitter.admit)
@@ -213,7 +220,7 @@ class Scheduler:
         return output
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, and give up transfers that take too long."""
+        """End requests whose deadline has passed, and cancel transfers that take too long."""
         now, lifecycle = self._emitter.now, self._lifecycle
         for request in lifecycle.expired(now):
             self._news.append(lifecycle.fail(request, ErrorCode.DEADLINE_PASSED))
@@ -238,9 +245,9 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give each running request its next tokens, and keep one token of the budget for each request after it.
+        """Give each running request its next tokens, and keep one token of the budget for each later request.
 
-        None is kept for prompts after it that cannot get one, because the step has all prompt tokens that it may have.
+        No token is kept for a later prompt if the step already has all prompt tokens that it may have.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -259,9 +266,9 @@ class Scheduler:
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
-        """Give a running request its next tokens, and blocks for them. If none is free, others are preempted.
+        """Give a running request its next tokens, and blocks for them. Preempts requests if blocks are lacking.
 
-        A prompt gets none if prompts before it took all that `max_batch_prefill_tokens` allows.
+        num_kept: tokens of the budget that are kept for later requests. A prompt gets no tokens if earlier prompts used all that `max_batch_prefill_tokens` allows.
         """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
@@ -284,7 +291,7 @@ class Scheduler:
                 plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
-                return  # it gave way to an admitted request, and a step that admits preempts none
+                return  # an admitted request took the blocks, and a step that admits preempts none
             if self._state.in_flight.steps:
                 self._note_stalled(request, plan)
                 return
@@ -297,10 +304,10 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Take a victim's blocks, and put it back to the front of its class. The step gets its budget back.
+        """Preempt a request: release its blocks, and give its tokens of this step back to the budget.
 
-        Its tokens are kept. When it resumes, their KV comes back from host memory, is found in the prefix cache, or is
-        computed again.
+        It returns to the front of its class and keeps its tokens. When it resumes, their KV is swapped in, found in the
+        prefix cache, or computed again. beneficiary: the request that needs the blocks. forced: by a simulation.
         """
         plan.take_back(victim)
         manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
@@ -311,7 +318,7 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
-        """Let a running request wait for blocks. If it runs alone, it has filled the cache, and ends."""
+        """Let a running request wait for blocks. If it runs alone and no transfer pins blocks, it ends by length."""
         self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -340,12 +347,12 @@ class Scheduler:
             self.kv_cache_manager.bounded_usage,
         )
 
-    # --- back from the worker -----------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Append sampled tokens, check stops, share computed blocks, end requests. Returns the outputs.
+        """Append sampled tokens, check stops, commit computed blocks, end requests. Returns the outputs.
 
-        The result of another step than the oldest in flight changes nothing: it came late or twice.
+        A result of any step but the oldest in flight is ignored: it came late or twice.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
@@ -356,10 +363,10 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of the oldest step in flight, which the worker could not compute. Other requests go on.
+        """End every request of the oldest step in flight, which failed, with an error. Other requests continue.
 
-        It is unknown whether the worker has heard which requests ended before: the next step tells it again. A later
-        step in flight is not computed either: requests that are only in that one start again.
+        It is unknown whether the worker received that step's notices of ended requests, so the next step repeats them.
+        A later step in flight is not computed either: requests that are only in that one start again.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
@@ -376,7 +383,7 @@ class Scheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to compute, or must tell the worker that a request ended."""
+        """Return whether a step has anything to compute, or must notify the worker of an ended request."""
         is_awaited = self.requests or self._state.in_flight.steps or self._state.builder.has_endings or self._news
         return bool(is_awaited or self.transfers.has_work)
 
@@ -389,9 +396,10 @@ class Scheduler:
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants if no request waits or runs and the last check was a while ago. Returns the breaches.
+        """Check all invariants if the core is idle and the last check was `IDLE_CHECK_INTERVAL_S` ago.
 
-        Blocks with wrong bookkeeping are taken out of use, with an event: a leak must not end the engine.
+        Returns the breaches. Blocks with wrong bookkeeping are quarantined, with an event: a leak must not stop the
+        engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -405,7 +413,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records of single requests; 0 when none is left."""
+        """Number of records of single requests; 0 when no request remains."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.room.num_records + self.kv_cache_manager.num_tracked_requests
 
@@ -418,9 +426,9 @@ class Scheduler:
         return SchedulerStats.of(self, self._state.batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
-        """Return which request holds which block. Transfers hold blocks, too, also of requests that ended."""
+        """Return which request holds which block. Blocks that only transfers pin have no request."""
         return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. Returns False, and changes nothing, while a request holds a block."""
+        """Discard all cached KV. Returns False with nothing changed while a block is held."""
         return self.kv_cache_manager.reset_prefix_cache()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """The scheduler as the engine core uses it."""
+    """The methods of the scheduler that the engine core uses."""
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step."""
@@ -27,19 +27,19 @@ class SchedulerInterface(Protocol):
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
-        """The oldest step whose result is not in."""
+        """The oldest step without a result, or None."""
         ...
 
     def may_look_ahead(self) -> bool:
-        """Return whether one more step can be decided before the result of the one in flight is in."""
+        """Return whether one more step can be decided before the step in flight has a result."""
         ...
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take in a step's result, with the drafts for the next one; return the outputs of its requests."""
+        """Process a step's result, which includes drafts for the next step. Returns the outputs of its requests."""
         ...
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of the oldest step in flight, which failed. Later steps are given up."""
+        """End the requests of the oldest step in flight, which failed, with an error. Later steps are discarded."""
         ...
 
     def add_request(self, request: Request) -> None:
@@ -51,7 +51,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to compute or to tell."""
+        """Return whether a step has anything to compute, or to report to the worker."""
         ...
 
     def get_num_transfers(self) -> int:
@@ -63,11 +63,11 @@ class SchedulerInterface(Protocol):
         ...
 
     def check_when_idle(self) -> Iterable[object]:
-        """Check the invariants if no request is left. Returns what is wrong."""
+        """Check the invariants if the core is idle. Returns the breaches."""
         ...
 
     def get_stats(self) -> SchedulerStats:
-        """Totals since the start and the state now."""
+        """Return totals since the start, and the present state."""
         ...
 
     def block_map(self) -> BlockMap:
@@ -75,15 +75,15 @@ class SchedulerInterface(Protocol):
         ...
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV. Returns False, and changes nothing, while a request holds a block."""
+        """Discard all cached KV. Returns False with nothing changed while a block is held."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Totals since the start and the state now.
+    """Totals since the start, and the present state.
 
-    prefill_limit: what prompts may take of the next step in which others decode, 0 for all that is left.
+    prefill_limit: largest number of budget tokens that prompts may take of the next step with decodes; 0 for no limit.
     """
 
     total_scheduled: int
@@ -102,7 +102,7 @@ class SchedulerStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler, prefill_limit: int) -> SchedulerStats:
-        """Read them from a scheduler and its event stream."""
+        """Return the statistics of a scheduler, from its state and its event stream."""
         counters, manager = scheduler.counters, scheduler.kv_cache_manager
         num_running, num_waiting = scheduler.get_request_counts()
         return cls(

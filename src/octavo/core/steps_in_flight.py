@@ -1,12 +1,11 @@
-"""Steps that were decided and whose results are not in yet.
+"""Steps that were decided and have no result yet.
 
 The worker computes them in the order in which they were decided. So a later step reads and writes blocks after an
-earlier one, even if the blocks had another owner in between.
+earlier one, even if the blocks changed their owner in between.
 
 Usually there is one. With `async_scheduling` the next step is decided while that one is computed, as if its result were
-in: each request that is due a token has got one that is not known yet. Such a step is decided only if that can be
-foreseen: no request loses blocks, and no request goes on that may get no token or several. For a request that ends with
-an unforeseen token, one row is computed in vain.
+known: each request that is due a token gets a placeholder for it. This requires a predictable step: no request loses
+blocks, and no request may get no token or several. If a request ends by an unpredicted stop, one row is wasted.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was decided. start: when, in seconds of the core's clock.
+    """A step that was decided at time `start`, in seconds of the core's clock.
 
-    left: ids of requests that ended since. Their results are dropped, even if other requests have the ids now.
+    left: ids of its requests that ended since. Their results are dropped, even if other requests have the ids now.
     """
 
     scheduled: SchedulerOutput
@@ -42,9 +41,9 @@ class StepInFlight:
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.left]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether its result is known except for the tokens, one for each request that is due any.
+        """Return True if the outcome is predictable except for the token values, and at least one request continues.
 
-        At least one request must go on. Drafts that the step had no room for are useless after an unknown token.
+        Drafts make it unpredictable, even those that the step did not verify: they are useless after an unknown token.
         """
         goes_on, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -57,26 +56,26 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two steps, the oldest first. `steps` is for others to read."""
+    """At most two steps, the oldest first. `steps` is read-only for callers, except that the scheduler appends."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Remove and return the oldest step if this is its number; otherwise None: the result is late or came twice."""
+        """Remove and return the oldest step if it has this number; otherwise None: the result is late or double."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Remove and return all steps: they are not computed."""
+        """Remove and return all steps. Call it if they will not be computed."""
         steps = list(self.steps)
         self.steps.clear()
         return steps
 
     def leave(self, request_id: str) -> None:
-        """Note that a request ended."""
+        """Record that a request ended."""
         for step in self.steps:
             step.left.add(request_id)
 
@@ -85,13 +84,13 @@ class StepsInFlight:
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether there is one step whose result can be foreseen, so that the next one may be decided."""
+        """Return whether exactly one step is in flight and its outcome is predictable: then the next can be decided."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Advance requests as if all results were in. Returns the ids of those that end then. `forget` undoes it.
+        """Advance requests as if all results were known. Returns the ids of those that end then. `forget` undoes it.
 
-        Mutates their numbers of computed tokens and their tokens: a token that is not known yet is `UNKNOWN_TOKEN`.
+        Mutates their `num_computed_tokens` and token ids: `UNKNOWN_TOKEN` replaces a token that is not known yet.
         """
         ending: set[str] = set()
         for step in self.steps:
@@ -107,7 +106,7 @@ class StepsInFlight:
         return ending
 
     def forget(self) -> None:
-        """Set requests back to the results that are in."""
+        """Undo `expect`."""
         for request, count, is_due in self._expected:
             request.num_computed_tokens -= count
             if is_due:

@@ -1,4 +1,4 @@
-"""When a request ends by its own newest token."""
+"""Checks whether its newest token ends a request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return how the newest token ends the request, or None. Writes `request.stop_reason` for a stop token.
 
-    EOS and stop tokens count from `min_tokens` on (the sampler does not offer them earlier). Stop strings are text and
-    are found by the output processor.
+    EOS and stop tokens end a request only after `min_tokens` tokens (the sampler excludes them before). Stop strings
+    are text, so the output processor finds them.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

@@ -1,4 +1,4 @@
-"""Requests that wait without blocks: in the queue, or beside it for KV that another request or a store has soon."""
+"""Requests that wait without blocks: in the queue, or deferred until another request or a store provides KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # without what is awaited having come; after that the request computes it itself
+MAX_DEFERRED_STEPS = 16  # after this number of busy steps a deferred request computes the awaited KV itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """A queue, a place beside it, and the number of tokens that wait in both.
+    """The queue, the deferred requests, and the number of waiting tokens of both.
 
-    A request that waits beside the queue was its head, and returns to the head: it loses no place.
+    A deferred request was the head of the queue and returns to the head: it keeps its place.
     """
 
     def __init__(self, queue: RequestQueue) -> None:
@@ -44,16 +44,16 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """Number of requests that wait beside the queue."""
+        """Number of deferred requests."""
         return len(self._deferred)
 
     @property
     def num_records(self) -> int:
-        """Number of records of single requests; 0 when none is left."""
+        """Number of records of single requests; 0 when no request remains."""
         return len(self) + len(self._impatient)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
-        """Raise `QueueFullError` if one more request would be too many. None is no limit."""
+        """Raise `QueueFullError` if adding the request would exceed a limit. None means no limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
             raise QueueFullError(f"the queue is full: {max_num_waiting} requests wait already (max_num_waiting)")
         if max_num_tokens is not None and self.num_tokens + request.num_tokens > max_num_tokens:
@@ -63,12 +63,12 @@ class WaitingRequests:
             )
 
     def add(self, request: Request) -> None:
-        """Put a new request at its place."""
+        """Add a new request to the queue."""
         self.queue.add_request(request)
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Return a request, which was taken before, to the front of its class."""
+        """Put a request back at the front of its class."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 
@@ -79,7 +79,7 @@ class WaitingRequests:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request from the queue or from beside it."""
+        """Remove a request, queued or deferred."""
         if self._deferred.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
         self.num_tokens -= request.num_tokens
@@ -89,21 +89,24 @@ class WaitingRequests:
         self._impatient.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Return whether a request has not waited in vain before."""
+        """Return whether a request may be deferred: not if it was deferred in vain before."""
         return request.request_id not in self._impatient
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Let the head of the queue wait beside it while something is pending. Returns it."""
+        """Defer the head of the queue while `is_pending()` is True, for at most `MAX_DEFERRED_STEPS`. Returns it."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Put back requests whose wait is over or too long. Returns each with whether it waited in vain."""
+        """Put deferred requests back into the queue if their wait is over or too long.
+
+        Returns each of them, with True if it waited in vain.
+        """
         returned = []
         for deferred in reversed(
             list(self._deferred.values())
-        ):  # the last one first: each is put before the ones after it
+        ):  # the last one first, because each is inserted before the later ones
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
                 continue

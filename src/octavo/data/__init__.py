@@ -1,1 +1,1 @@
-"""Plain data that crosses rooms: requests, what a step computes and gave, events. Standard library only."""
+"""Plain data that packages exchange: requests, steps and their results, events, figures. Standard library only."""

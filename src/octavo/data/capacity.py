@@ -1,4 +1,4 @@
-"""What an engine can take at once, as it was found at its start."""
+"""The limits of an engine, determined at its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupCapacity:
-    """A KV group: the name of its kind, its number of blocks, and the bytes of one."""
+    """A KV group: the name of its kind, its number of blocks, and the bytes of one block."""
 
     kind: str
     num_blocks: int
@@ -23,18 +23,19 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """Limits that are used, whatever was asked for. Names are vLLM's and those of text-generation-inference.
+    """The limits in effect, which may be lower than the configured ones. Names are from vLLM and TGI.
 
-    max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens of a
-    step. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
-    `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
-    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included.
-    bounded_groups: the KV groups but the first, whose blocks are those above.
-    speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
-    role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
-    hands KV over directly; None: it does not. kv_format: of an engine with such a role, what its KV depends on besides
-    tokens, by name: engines in which it differs cannot use each other's KV. fingerprint: checksums of what the engine
-    computes with.
+    max_num_seqs: requests of a step. max_num_batched_tokens: tokens of a step. max_batch_prefill_tokens: prompt tokens
+    of a step. max_batch_total_tokens: prompt and output tokens of all running requests.
+    num_gpu_blocks: blocks of `block_size` tokens in the first KV group. num_cpu_blocks: host blocks, for preempted
+    requests and evicted blocks. kv_cache_dtype: format of keys and values. kv_block_bytes: bytes of one block of the
+    first group, with a draft model's keys and values. bounded_groups: all other KV groups.
+    speculative_method: how drafts are proposed; "none" if they are not. num_speculative_tokens: largest number of
+    drafts of a request in a step.
+    role: the phase that this engine computes: prefill, decode or both. kv_transfer_port: port at which a prefill engine
+    hands KV over directly; None if it does not. kv_format: for a prefill or decode engine, the values that its KV
+    depends on in addition to tokens, by name. Engines with different values cannot use each other's KV.
+    fingerprint: checksums of weights, tables and logits.
     """
 
     max_num_seqs: int
@@ -72,7 +73,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Say what these configurations come to with so many blocks."""
+        """Return the limits that follow from these configurations and `num_blocks` blocks of the first KV group."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
@@ -98,7 +99,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Blocks of layers with a sliding window."""
+        """Number of blocks of KV groups with a sliding window."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property
@@ -109,5 +110,5 @@ class EngineCapacity:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Number of tokens that fit into the KV cache."""
         return self.num_gpu_blocks * self.block_size

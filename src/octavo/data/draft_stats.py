@@ -1,4 +1,4 @@
-"""How often guesses come true: of one request, or of all that an engine has served."""
+"""Acceptance of drafts, of one request or of all requests of an engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # so many verified drafts count as much as what is known of others
-_FADING = 0.98  # of what is known, for each step without drafts
+_PRIOR_WEIGHT = 2.0  # number of verified drafts that a prior counts as
+_FADING = 0.98  # factor on the weight of observations in `fade`
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """Drafts that were verified. A draft is what was guessed for one request in one step, one or more tokens.
+    """Counts of verified drafts. Here a draft is all tokens that were guessed for one request in one step.
 
-    num_draft_tokens_per_pos, num_accepted_tokens_per_pos: those at each place of a draft, the first one first.
-    seconds: of steps with drafts, guessing included, as far as it is known what their tokens take in steps without:
-    seconds_without.
+    num_draft_tokens_per_pos, num_accepted_tokens_per_pos: counts by position in the draft, from 0.
+    seconds: total duration of steps with drafts, drafting included. seconds_without: estimated total duration of the
+    same tokens without drafts. Both count only steps with such an estimate.
     """
 
     num_drafts: int = 0
@@ -34,7 +34,7 @@ class DraftStats:
     seconds_without: float = 0.0
 
     def add(self, event: DraftsVerified | DraftsTimed) -> None:
-        """Count a draft, or what a step with drafts took."""
+        """Count a draft, or the duration of a step with drafts."""
         if isinstance(event, DraftsTimed):
             self.seconds += event.seconds
             self.seconds_without += event.seconds_without
@@ -53,7 +53,7 @@ class DraftStats:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast tokens came as in steps without drafts, as measured; None where that is not known."""
+        """Speed of steps with drafts relative to steps without, as measured; None if it is not known."""
         return self.seconds_without / self.seconds if self.seconds else None
 
     @property
@@ -64,19 +64,19 @@ class DraftStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Guessed tokens of a draft that were right, on average; 0 where there was no draft."""
+        """Average number of accepted tokens of a draft; 0 if there was no draft."""
         return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a request got of a step with a draft, on average, the one behind the draft included."""
+        """Average number of tokens that a request gets from a step with a draft: accepted ones, and one more."""
         return 1 + self.mean_accepted_length
 
 
 class AcceptanceRates:
-    """How often the draft at each place is right where those before it are; what is older counts less.
+    """Acceptance rate of each draft position, given that all earlier ones were accepted. Recent drafts count more.
 
-    decay: what an observation counts beside the next one at its place.
+    decay: weight of an observation relative to the next one at its position.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -87,7 +87,7 @@ class AcceptanceRates:
         self._tried: list[float] = []
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Take in that so many drafts were verified; what is behind the first wrong one tells nothing."""
+        """Learn from a verified draft. Tokens after the first wrong one are ignored."""
         num_told = min(num_accepted + 1, num_drafted)
         num_new = num_told - len(self._tried)
         if num_new > 0:
@@ -98,12 +98,12 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Trust what is known a little less."""
+        """Lower the weight of all observations, so that the rates approach the priors."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return the rate of each place. priors: those that hold as long as nothing is known."""
+        """Return the rate of each position. priors: rates without any observation, one for each position."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

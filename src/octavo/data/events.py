@@ -1,7 +1,7 @@
-"""Every transition as a typed event with request id, step and time. All that octavo says of itself is read from here.
+"""Typed events for every transition of the core, with step, time and request id.
 
-The core writes events into an `EventSink`; metrics, traces, the flight recorder and `explain` are sinks. Nothing else
-counts anything, so nothing is counted twice.
+The core emits events to an `EventSink`; metrics, traces, snapshots and `explain` read them. All figures are counted
+from events, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a step. time: seconds of the engine's clock."""
+    """An event in a step. time: seconds of the engine's clock."""
 
     step: int
     time: float
@@ -39,14 +39,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent(Event):
-    """Something that happened to one request."""
+    """An event of one request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """It was accepted and waits behind `num_ahead` others. arrival_time: when it came, before it could be taken in."""
+    """The request was accepted and waits after `num_ahead` other requests.
+
+    arrival_time: when it arrived at the engine, before the core accepted it.
+    """
 
     num_prompt_tokens: int
     priority: int
@@ -57,38 +60,38 @@ class RequestQueued(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocked(RequestEvent):
-    """It is at the head of the queue and cannot start; told once, until the reason changes."""
+    """The request is the head of the queue and cannot start. Emitted again only if the reason changes."""
 
     reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """It left the queue to wait for a block that `owner` is computing right now; None: to hear what a store has."""
+    """The request was deferred: it waits for a block that request `owner` computes; None: for a lookup in a store."""
 
     owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """It is back at its place in the queue; timed_out: the block did not come in time."""
+    """The deferred request is back in its place in the queue. timed_out: the block or answer did not come in time."""
 
     timed_out: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStalled(RequestEvent):
-    """It runs but got nothing: there are no blocks, and nobody may be preempted for it."""
+    """The request runs but got no tokens in this step: blocks are lacking, and no request may be preempted for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutranked(RequestEvent):
-    """Its prompt is half computed and got nothing in this step: it gave way to more important newcomers."""
+    """The request's prompt is partly computed and got no tokens in this step, because more important requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """KV of `num_tokens` is being fetched for it from outside."""
+    """A load of the KV of `num_tokens` tokens from an external store was ordered for the request."""
 
     transfer_id: int
     num_tokens: int
@@ -96,11 +99,11 @@ class KVLoadStarted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadEnded(RequestEvent):
-    """The transfer is over: `outcome` is done, failed, expired or cancelled.
+    """The load ended. outcome: done, failed, expired or cancelled.
 
-    num_tokens: whose KV came. seconds: from the order to here. computing_s: what computing them would have taken, as
-    measured lately; 0 where it is not known. store: what all tiers together are called; moves: which of them gave how
-    many blocks. resumed: whether the request had run before.
+    num_tokens: number of tokens whose KV arrived. seconds: since the order. computing_s: estimated seconds to compute
+    these tokens, from recent steps; 0 if it is not known. store: name of the store with all its tiers. moves: number of
+    blocks from each tier. resumed: whether the request had run before.
     """
 
     transfer_id: int
@@ -115,7 +118,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """So many blocks that can be shared by now are being copied to the store outside."""
+    """A save of `num_blocks` committed blocks to the external store was ordered."""
 
     transfer_id: int
     num_blocks: int
@@ -123,9 +126,9 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """So many of its blocks are in the store: `outcome` is done, failed or expired.
+    """The save ended, and `num_blocks` of its blocks are in the store. outcome: done, failed or expired.
 
-    moves: which of its tiers took how many; one that had a block before did not.
+    moves: number of blocks that each tier took. A tier does not take a block that it has already.
     """
 
     transfer_id: int
@@ -136,14 +139,14 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """The request ended, and `num_blocks` that the store wants are not saved: too many other saves are under way."""
+    """The request ended, and `num_blocks` blocks that the store wants are not saved: too many saves are pending."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocksEvicted(Event):
-    """So many blocks made way for others in a tier of the store; told with the next transfer that ends."""
+    """A tier of the store evicted `num_blocks` blocks. Reported with the next transfer that ends."""
 
     tier: str
     num_blocks: int
@@ -151,12 +154,12 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """It got no token of a step that others got theirs of: what the choice depends on was still computed."""
+    """The request got no token of a step in which one was due: its grammar was not walked in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """Guessed tokens were checked, and so many of them were right."""
+    """Drafts of the request were verified: `num_drafted` tokens, of which the first `num_accepted` were right."""
 
     num_drafted: int
     num_accepted: int
@@ -164,9 +167,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """What a step with drafts took, guessing them included, and what as many tokens take without; in seconds.
+    """The duration of a step with drafts, drafting included, and that of the same number of tokens without drafts.
 
-    Told of steps in which nothing but answers went on, once it was measured what those without drafts take.
+    In seconds. Emitted only for steps without prompts, once steps without drafts were measured.
     """
 
     seconds: float
@@ -175,7 +178,7 @@ class DraftsTimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
-    """It left the queue and runs. num_cached_tokens were found in the prefix cache."""
+    """The request left the queue and runs. num_cached_tokens: found in the prefix cache."""
 
     num_cached_tokens: int
     num_tokens: int
@@ -184,10 +187,11 @@ class RequestAdmitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(RequestEvent):
-    """Its blocks were taken for `beneficiary`.
+    """The request was preempted: its blocks were released for request `beneficiary`, possibly itself.
 
-    Its num_lost_tokens were swapped out, or are to be computed again unless still cached. policy: under which it was
-    the least important; empty where an operator asked for it.
+    num_lost_tokens: number of its computed tokens. swapped: whether their KV was swapped out; otherwise it is computed
+    again, unless it is still cached. policy: the policy under which the request was the least important; "" if the
+    preemption was injected or followed a failed step.
     """
 
     beneficiary: str
@@ -198,7 +202,7 @@ class RequestPreempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestEvent):
-    """It ended; `reason` is that of RequestStatus. Emitted exactly once for each request that was queued."""
+    """The request ended. reason: as of `RequestStatus`. Emitted exactly once for each queued request."""
 
     reason: str
     num_output_tokens: int
@@ -206,10 +210,11 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """A request looked its tokens up when it was first admitted: counted once per request, in tokens.
+    """The request looked up its prefix when it was first admitted. Emitted at most once per request.
 
-    num_hit_tokens: found on the device and in host memory; num_host_tokens: in host memory. miss: why it found no more,
-    None when it found all there was; position: the first token that differs, where known.
+    num_query_tokens: all its tokens. num_hit_tokens: found on the device or in host memory. num_host_tokens: found in
+    host memory. miss: why it found no more; None if it found all that could be used. position: of the first token that
+    differs from the cached ones, if known.
     """
 
     num_query_tokens: int
@@ -221,23 +226,23 @@ class PrefixCacheQueried(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class BlockCached(Event):
-    """A full block can be shared from now on."""
+    """A full block became findable."""
 
     block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
-    """A cached block was given to new content."""
+    """A cached block of the first KV group was evicted."""
 
     block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """The content of a block that is evicted, from any of its KV groups, goes to host memory, where it can be found.
+    """The content of a block goes to host memory, because one of its KV groups evicts it. Lookups can find it there.
 
-    groups: KV groups whose blocks with this content are copied, the first one always.
+    groups: indices of the KV groups whose blocks are copied, always including the first.
     """
 
     block_id: int
@@ -247,17 +252,17 @@ class BlockOffloaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlockEvicted(Event):
-    """What could be found in a block of host memory made room for other content."""
+    """The content of a cached host block was evicted."""
 
     host_block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksFound(RequestEvent):
-    """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks.
+    """The request starts or resumes with the KV of `num_tokens` tokens, found in `num_blocks` host blocks.
 
-    They are copied in this step. computing_s: the time that computing them would have taken, as measured lately; 0 if
-    it is not known. num_copied: for each KV group how many of its blocks are copied.
+    They are copied in this step. computing_s: estimated seconds to compute these tokens, from recent steps; 0 if it is
+    not known. num_copied: number of copied blocks of each KV group.
     """
 
     num_blocks: int
@@ -268,7 +273,7 @@ class HostBlocksFound(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksCopied(Event):
-    """Blocks were copied to host memory and back when the step began, those of preempted requests included."""
+    """The step began with copies to host memory and back, including those of preempted requests."""
 
     saved: TierMove
     loaded: TierMove
@@ -276,10 +281,12 @@ class HostBlocksCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
+    """A step with tokens to compute was decided.
 
-    prefill_limit: number of prompt tokens that a step with decoding requests may compute; 0 for no limit.
-    bounded_usage: share of the blocks that are held in the fullest KV group but the first; 0 if there is no other.
+    num_scheduled_tokens: number of tokens of each request, in the order of scheduling. num_tokens: their sum.
+    num_running, num_waiting: numbers of requests. kv_cache_usage: share of held blocks of the first KV group, 0 to 1.
+    prefill_limit: largest number of budget tokens for prompts in a step with decodes; 0 for no limit.
+    bounded_usage: share of held blocks in the fullest bounded KV group; 0 if there is none.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -293,21 +300,27 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """Its result is taken in: so many new tokens for each request that has news."""
+    """The result of a step was processed. num_new_tokens: of each request that has an output."""
 
     num_new_tokens: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed(Event):
-    """The worker failed in this step; its requests end with an error each."""
+    """The step was not computed.
+
+    If the worker failed in it, each of its requests ends with an error. If an earlier step failed, they start again.
+    """
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined(Event):
-    """The books of these blocks are wrong: they are never given out again, and the engine goes on without them."""
+    """Blocks were quarantined, because an invariant of the core did not hold. The engine continues without them.
+
+    block_ids: of the first KV group.
+    """
 
     block_ids: tuple[int, ...]
     reason: str
@@ -315,12 +328,12 @@ class BlocksQuarantined(Event):
 
 @dataclass(frozen=True, slots=True)
 class StaleResultDropped(Event):
-    """A result came late, twice or for a step nobody asked for, and changed nothing."""
+    """The result of a step or of a transfer was ignored, because it came late, twice, or for an unknown one."""
 
     detail: str
 
 
-# All that can be emitted. (`Event.__subclasses__()` would also have the classes that `slots=True` made anew.)
+# All events that can be emitted. `Event.__subclasses__()` also has the original classes that `slots=True` replaces.
 EVENT_TYPES: tuple[type[Event], ...] = tuple(
     kind
     for kind in list(globals().values())
@@ -330,15 +343,15 @@ EventT = TypeVar("EventT", bound=Event)
 
 
 class EventSink(Protocol):
-    """Anything that reads the stream."""
+    """A reader of the event stream."""
 
     def emit(self, event: Event) -> None:
-        """Take one event; must not raise and must not call back."""
+        """Process an event. Must not raise, and must not call the core."""
         ...
 
 
 class NullSink:
-    """Reads nothing."""
+    """Ignores all events."""
 
     def emit(self, event: Event) -> None:
         """Do nothing."""
@@ -351,18 +364,18 @@ class EventLog:
         self.events: list[Event] = []
 
     def emit(self, event: Event) -> None:
-        """Append it."""
+        """Append an event."""
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """All events of one type, in order."""
+        """Return all events of one type, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 class EventCounters:
-    """The running totals that `Scheduler.get_stats` reports, kept from the stream alone.
+    """The running totals that `Scheduler.get_stats` reports.
 
-    num_scheduled: how often a request got tokens of a step.
+    count: number of events by type. num_scheduled: number of requests with tokens, summed over all steps.
     """
 
     def __init__(self) -> None:
@@ -375,7 +388,7 @@ class EventCounters:
         self.prefix_hit_tokens = 0
 
     def emit(self, event: Event) -> None:
-        """Count it."""
+        """Count an event."""
         self.count[type(event)] += 1
         if isinstance(event, StepScheduled):
             self.num_scheduled += len(event.num_scheduled_tokens)
@@ -390,17 +403,17 @@ class EventCounters:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of looked-up tokens that were found, each admission counted once."""
+        """Share of looked-up tokens that were found, 0 to 1. Each request counts once, at its first admission."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
 class FanOut:
-    """Hands every event to several sinks, in order."""
+    """Passes every event to several sinks, in order."""
 
     def __init__(self, sinks: Iterable[EventSink]) -> None:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass it on."""
+        """Pass an event to each sink."""
         for sink in self._sinks:
             sink.emit(event)

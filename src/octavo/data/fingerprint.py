@@ -1,4 +1,4 @@
-"""What an engine computes with, as checksums that are equal in every start."""
+"""Checksums of an engine's weights, tables and results. They are equal at every start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class EngineFingerprint:
     kernels: backend and instruction set.
     num_threads: threads that compute an operation together; results of exact kernels do not depend on it.
     weights: of packed weights and norms.
-    tables: of rotary tables and query scales, which are as long as a sequence may be.
-    first_rows: of the first rows of these tables, as many for every length. All rows were computed twice and compared.
+    tables: of rotary tables and query scales, whose length is the largest sequence length.
+    first_rows: of the first rows of these tables; their number is the same for every length. All rows were computed
+    twice and compared.
     logits: of the last token of a fixed prompt; "" if results depend on threads or memory addresses.
     draft: of the weights and tables of a draft model.
     """
@@ -37,7 +38,7 @@ class EngineFingerprint:
 
     @property
     def kv_identity(self) -> str:
-        """What engines that share KV must have in common, whatever lengths they serve."""
+        """The checksums that engines must have in common to share KV. They do not depend on the sequence length."""
         return f"weights {self.weights}, rows of tables {self.first_rows}, logits {self.logits}"
 
     def differences(self, other: EngineFingerprint) -> list[str]:
@@ -45,5 +46,5 @@ class EngineFingerprint:
         return [name for name in _COMPARED if getattr(self, name) != getattr(other, name)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the fields as plain data."""
         return asdict(self)

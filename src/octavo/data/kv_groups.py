@@ -17,9 +17,9 @@ NO_BLOCK = -1  # in a block table, instead of a block that the request does not 
 
 
 class KVGroupKind(Protocol):
-    """Which positions the rows of a group's layers read.
+    """Defines the positions that the rows of a group's layers read.
 
-    name: of the kind, in journals and messages.
+    name: name of the kind in journals and messages.
     """
 
     name: ClassVar[str]
@@ -42,13 +42,13 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Make a kind of group known by its name. A class decorator."""
+    """Register a kind of group under its name. A class decorator."""
     _KINDS[kind.name] = kind
     return kind
 
 
 def kind_named(name: str) -> type[KVGroupKind]:
-    """Return the kind of group with a name. Raises KeyError for an unknown one."""
+    """Return the kind of group with this name. Raises KeyError if it is unknown."""
     return _KINDS[name]
 
 
@@ -128,10 +128,11 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return after how many of a sequence's blocks a request can go on: the next row must find the blocks it reads.
+    """Return the largest number of blocks after which a request can continue: its next row finds all that it reads.
 
-    is_there: whether the group has its block of each, from the sequence's block `first_block` on; it has all before.
-    num_tokens: of the sequence. At least the last of them is computed. limit: the largest count to return.
+    The count begins at `first_block`. is_there: for each block of the sequence from `first_block` on, whether the
+    group has it; the group has all earlier ones. num_tokens: number of tokens of the sequence; at least the last one
+    is computed. limit: the largest count to return.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

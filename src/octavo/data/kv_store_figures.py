@@ -1,4 +1,4 @@
-"""What a store of KV holds, and how it fares: counted where it is asked."""
+"""Figures of an external KV store, counted by its client in this engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KVStoreFigures:
-    """Figures of one store. num_blocks, num_bytes: what it holds, as of its last call.
+    """Figures of one store.
 
-    num_corrupt, num_errors: blocks whose content had changed since they were saved, and failed calls, since the start.
+    num_blocks, num_bytes: its content as of the last call. num_corrupt: blocks that differed from their saved content,
+    since the start. num_errors: failed calls since the start.
     is_usable: 1 if the store is open and its last call succeeded; 0 before it is open, after a failed call, and while a
     call hangs.
     """

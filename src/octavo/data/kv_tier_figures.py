@@ -1,4 +1,4 @@
-"""What each tier of the KV cache gave, took and spared: counted from the events of an engine."""
+"""Figures of each tier of the KV cache: hits, loads, saves and evictions, counted from the events of an engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Figures of one tier; all are totals.
+    """Figures of one tier. All are totals.
 
-    num_hit_tokens: of prompts, when they were looked up first. load_seconds, save_seconds: what the tier took for its
-    blocks; bandwidths follow from these. For host memory they are those of all copies, preempted requests' included.
-    wait_seconds: what requests waited for what came from it, and computing_seconds: what computing that would have
-    taken, where it is known.
+    num_hit_tokens: prompt tokens found in the tier when a request was first admitted. load_seconds, save_seconds: time
+    that the tier took for its blocks, from which bandwidths follow. The figures of host memory include copies of
+    preempted requests.
+    num_evicted: evicted blocks. wait_seconds: time that requests waited for blocks from the tier; computing_seconds:
+    estimated time to compute their tokens. Both count only loads with such an estimate.
     """
 
     num_hit_tokens: int = 0
@@ -38,7 +39,7 @@ class KVTierFigures:
 
 
 class TierShare(NamedTuple):
-    """What a tier gave of one load: its part of the tokens, of the wait, and of what computing would have taken."""
+    """The share of a tier in one load: of the tokens, of the wait, and of the estimated computing time, in seconds."""
 
     move: TierMove
     num_tokens: int
@@ -47,7 +48,11 @@ class TierShare(NamedTuple):
 
 
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
-    """Yield what each tier gave of a load. The wait is shared by what each of them took, and so adds up."""
+    """Yield the share of each tier in a load.
+
+    The wait is divided in proportion to the tiers' own times, so that the shares add up to it. Tokens and computing
+    time are divided by number of blocks.
+    """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)
     for move in load.moves:
@@ -57,17 +62,17 @@ def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
 
 
 class KVTierCounter:
-    """An event sink that keeps the figures of each tier by its name, the device's included."""
+    """An event sink that counts the figures of each tier, by name. The device is a tier, too."""
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures
-        self._found: list[events.HostBlocksFound] = []  # in a step whose copies were not told of yet
+        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied`
 
     def _tier(self, name: str) -> KVTierFigures:
         return self.figures.setdefault(name, KVTierFigures())
 
     def emit(self, event: Event) -> None:
-        """Count it."""
+        """Count an event."""
         match event:
             case events.PrefixCacheQueried():
                 self._tier(DEVICE).num_hit_tokens += event.num_hit_tokens - event.num_host_tokens

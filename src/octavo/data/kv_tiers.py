@@ -1,16 +1,16 @@
-"""What the tiers of the KV cache did: those behind the device are host memory, and stores outside."""
+"""Moves of blocks between the tiers of the KV cache: the device, host memory, and external stores."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-DEVICE, HOST = "device", "host"  # stores have names of their own
+DEVICE, HOST = "device", "host"  # each store has its own name
 
 
 class TierMove(NamedTuple):
-    """Blocks that went between the device and one tier: for one transfer, or in the copies of one step.
+    """Blocks moved between the device and one tier: by one transfer, or by the copies of one step.
 
-    seconds: what the tier took for it.
+    seconds: time that the tier took.
     """
 
     tier: str
@@ -20,10 +20,9 @@ class TierMove(NamedTuple):
 
 
 class EndedTransfer(NamedTuple):
-    """A transfer that ended: so many of its blocks, from the first on, were moved.
+    """A transfer that ended, with the number of its leading blocks that were moved.
 
-    moves: which tier gave or took how many of them. evicted: tiers, each with how many blocks made way for others in it
-    since it was last told.
+    moves: blocks that each tier gave or took. evicted: (tier, number of blocks evicted from it since the last report).
     """
 
     transfer_id: int

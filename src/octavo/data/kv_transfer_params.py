@@ -1,4 +1,4 @@
-"""What a request carries where its prompt is computed by one engine and its answer by another."""
+"""Parameters of a request of which one engine computes the prompt and another engine the answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+):(\d{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class KVTransferParams:
-    """One side of a prefill/decode pair. Both are costs of time alone: no token depends on them.
+    """A request's part in a prefill/decode pair. It changes only times: no token depends on it.
 
-    transfer_id: the same on both sides; whatever several requests of one client's request share is one transfer.
-    is_prefill: this engine computes the prompt for another one; else it expects the prompt's KV from elsewhere.
-    source: HOST:PORT at which the prefill engine hands KV over; None: through a store that both have.
-    Raises `RequestError`.
+    transfer_id: 1 to 256 printable characters, equal on both sides and for all requests made of one client's request.
+    is_prefill: True if this engine computes the prompt for another one; False if it expects the prompt's KV from there.
+    source: HOST:PORT at which the prefill engine hands KV over; None: through a store that both engines use.
+    Raises `RequestError` with the name of the field.
     """
 
     transfer_id: str

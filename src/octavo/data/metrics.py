@@ -1,7 +1,7 @@
-"""What an engine can be measured by, counted from the event stream alone.
+"""Figures of an engine, counted from its event stream.
 
-Figures mean what vLLM's of the same name do; `octavo.server.telemetry.metrics` spells them for Prometheus. They are
-plain data, so that they can cross from one process to another.
+Figures with a name from vLLM have the same meaning; `octavo.server.telemetry.metrics` names them for Prometheus. They
+are plain data, so that they can be sent between processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# All are told from the beginning, so that a rate sees the first one.
+# All have a counter from the beginning, so that a rate includes the first one.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -60,7 +60,10 @@ _STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations in buckets: counts[i] of them are at most bounds[i] and above the bound before; the last is open."""
+    """Observations in buckets: counts[i] of them are above bounds[i - 1] and at most bounds[i].
+
+    counts has one more entry than bounds, for values above the last bound. total: sum of all values.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -78,23 +81,24 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Figures of one engine since it was started. Times in seconds; a request is one output stream (n of them for n).
+    """Figures of one engine since its start. Times are in seconds. A request is one output stream: n of them for n.
 
     num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
-    event, all others are totals.
-    prompt_tokens: of requests whose first token came, cached ones included. request_success: endings by reason.
-    time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
-    that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
-    decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
-    host_cache_hits: tokens whose KV came back from host memory. host_cache_hit_blocks, num_offloaded_blocks: blocks of
-    the first KV group that came back from host memory, and that went there when they were evicted.
-    host_cache_hit_parts, num_offloaded_parts: blocks of the other groups by the group's index.
-    tiers: what each tier of the KV cache did, by name.
-    kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
-    kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
-    kv_saves: saves into stores by outcome. kv_dropped_save_blocks: blocks that a store wanted and that were not saved,
-    because too many other saves were under way when their request ended.
-    kv_stores: by name; each is written where its store is asked.
+    event. All other figures are totals.
+    prompt_tokens: of requests that have got their first token, cached tokens included. request_success: number of
+    ended requests by reason. tenant_tokens: [prompt tokens, generated tokens] of each tenant.
+    time_to_first_token, queue_time and e2e_latency begin with the request's arrival. inter_token_latency: between two
+    steps with tokens for a request. prefill_time: from the first admission to the first token. decode_time: from the
+    first to the last token.
+    host_cache_hits: tokens whose KV was found in host memory. host_cache_hit_blocks, num_offloaded_blocks: blocks of
+    the first KV group that came back from host memory, and that went there after eviction. host_cache_hit_parts,
+    num_offloaded_parts: the same for the bounded groups, by index.
+    tiers: figures of each tier of the KV cache, by name.
+    kv_load_tokens: tokens whose KV came from external stores. kv_load_seconds, kv_computing_seconds: waiting time for
+    these loads, and the estimated time to compute the tokens, for loads with an estimate. kv_loads: loads by outcome.
+    kv_saves: saves by outcome. kv_dropped_save_blocks: blocks that a store wanted but did not get, because too many
+    saves were pending when their request ended.
+    kv_stores: figures of each store, by name; the client of the store writes them.
     """
 
     num_requests_running: int = 0
@@ -141,7 +145,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Life:
-    """What is known of a request that has not ended."""
+    """Times and counts of one request that has not ended. Times are in seconds of the engine's clock."""
 
     arrival: float
     num_prompt_tokens: int
@@ -154,9 +158,10 @@ class _Life:
 
 
 class EngineMetrics:
-    """The event sink that keeps an `EngineStats`.
+    """The event sink that updates an `EngineStats`.
 
-    A request that ends in a step is told of before the step's tokens are: its figures wait for them.
+    The `RequestFinished` of a request precedes the `StepCompleted` with its last tokens. So the figures of an ended
+    request are counted after that.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -167,7 +172,7 @@ class EngineMetrics:
         self._num_open_steps = 0  # two while one is decided ahead
 
     def emit(self, event: Event) -> None:
-        """Count it."""
+        """Count an event."""
         stats = self.stats
         match event:
             case events.StepCompleted():
@@ -182,7 +187,7 @@ class EngineMetrics:
                 stats.bounded_usage = event.bounded_usage
                 stats.prefill_limit = event.prefill_limit
             case events.RequestQueued():
-                self._settle()  # the id may be that of one who ended
+                self._settle()  # an ended request may have had the same id
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
                 stats.num_requests_waiting += 1
             case events.RequestAdmitted():
@@ -208,7 +213,7 @@ class EngineMetrics:
                 self._count_seldom(event)
 
     def _count_seldom(self, event: Event) -> None:
-        """Count what few steps tell of: what was found in caches and stores, and what made room there."""
+        """Count rare events: hits in caches and stores, saves, and evictions."""
         stats = self.stats
         self._tiers.emit(event)
         match event:
@@ -234,7 +239,7 @@ class EngineMetrics:
                 stats.kv_dropped_save_blocks += event.num_blocks
 
     def _move(self, life: _Life, *, runs: bool) -> None:
-        """Count a request among those who run, or those who wait."""
+        """Count a request as running or as waiting."""
         if life.is_running != runs:
             life.is_running = runs
             step = 1 if runs else -1
@@ -273,7 +278,7 @@ class EngineMetrics:
         self._settle()
 
     def _settle(self) -> None:
-        """Take the figures of those who ended."""
+        """Count the figures of ended requests, and drop their records."""
         stats = self.stats
         for request_id, event in self._ended:
             life = self._lives.pop(request_id)
@@ -288,7 +293,7 @@ class EngineMetrics:
                 counts[1] += life.num_tokens
         self._ended.clear()
         if not self._lives:
-            stats.kv_cache_usage = stats.bounded_usage = 0.0  # there will be no step to tell so
+            stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step will report it
 
 
 def _count(totals: dict[int, int], counts: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What the worker answers to a step: plain data."""
+"""The worker's result of a step: plain data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: the token itself first, then the most probable ones in order.
+    """Log probabilities at one position: first the chosen token, then the most probable tokens in order.
 
-    rank: place of the token itself, 1 for the most probable.
+    rank: rank of the chosen token, 1 for the most probable.
     """
 
     token_ids: list[int]
@@ -25,18 +25,18 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """Result of one step, by request id. A request whose prompt is not computed to its end has no entry.
+    """Result of one step, by request id.
 
-    sampled_token_ids: those that stand behind what was known: drafts that came true, and one token more.
-    logprobs: of the same tokens.
-    prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
-    pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
-    errors: requests whose logits were not numbers; they fail alone.
-    postponed: requests that get none of their tokens in this step, as what the choice depends on is still computed.
-    kv_transfers: those that ended. host_moves: what the step's copies took to host memory and what back, if any did.
-    draft_token_ids: what is guessed to follow, to be verified in the next step.
-    drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
-    is looked up. computed_drafts: the requests for which it was asked; drafts of the others were looked up.
+    sampled_token_ids: the new tokens: accepted drafts, then one more. A request whose prompt is not computed completely
+    has no entry. logprobs: of the same tokens.
+    prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is omitted.
+    errors: messages of requests that failed alone, for example because their logits were not numbers.
+    pooled: vectors of completely computed prompts of embedding requests, float32 in the machine's byte order.
+    postponed: requests that get no token in this step although one is due, because their grammar is not walked yet.
+    kv_transfers: transfers that ended. host_moves: the moves to host memory and back by the step's copies, or empty.
+    draft_token_ids: drafts to verify in the next step.
+    drafting_s: seconds of the step that drafting took. num_drafting_passes: number of forward passes of a draft model;
+    0 if all drafts were looked up. computed_drafts: requests whose drafts a model computed.
     """
 
     step: int

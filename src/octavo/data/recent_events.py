@@ -1,4 +1,4 @@
-"""The newest events of an engine, for who begins to watch it."""
+"""The newest events of an engine, for clients that begin to watch it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class RecentEvents:
-    """Keeps the newest events: as many as weigh `max_weight`, where a step weighs as much as it has requests.
+    """Keeps the newest events, up to a total weight of `max_weight`. See `weight_of`.
 
-    They are numbered from 0 on; num_seen is the number of the next one. weight: of those that are kept.
+    Events are numbered from 0. num_seen: the number of the next event. weight: total weight of the kept events.
     """
 
     def __init__(self, max_weight: int = 200_000) -> None:
@@ -24,7 +24,7 @@ class RecentEvents:
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
-        """Keep it, and forget the oldest ones where it takes their room."""
+        """Keep an event, and drop the oldest ones above the limit."""
         self._events.append(event)
         self.num_seen += 1
         self.weight += weight_of(event)
@@ -33,16 +33,16 @@ class RecentEvents:
 
     @property
     def first_kept(self) -> int:
-        """The number of the oldest one that is kept; of the next one where none is."""
+        """The number of the oldest kept event; of the next event if none is kept."""
         return self.num_seen - len(self._events)
 
     def since(self, number: int) -> list[Event]:
-        """Return those from that number on, as far as they are still kept."""
+        """Return the kept events with this number or a higher one."""
         return list(islice(self._events, max(number - self.first_kept, 0), None))
 
 
 def weight_of(event: Event) -> int:
-    """Return how much memory an event takes, in entries of a step."""
+    """Return the weight of an event: 1, plus 1 for each request in an event of a step. It is a measure of memory."""
     if isinstance(event, StepScheduled):
         return 1 + len(event.num_scheduled_tokens)
     return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1

@@ -1,4 +1,4 @@
-"""A request as the engine core sees it: one output stream, its tokens and how far they are computed.
+"""A request of the core: one output stream, its tokens, and how many of them are computed.
 
 A user's request with n outputs becomes n of these before it reaches the core.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """Where a request is. Everything from FINISHED_STOPPED on is terminal."""
+    """The state of a request. FINISHED_STOPPED and all later ones are final."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
@@ -31,12 +31,12 @@ class RequestStatus(Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing follows this status."""
+        """Whether this status is final."""
         return self in _FINISHED
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason as the OpenAI API spells it; None while the request lives."""
+        """The finish reason as in the OpenAI API; None while the request has not ended."""
         return self.value if self.is_finished else None
 
 
@@ -45,7 +45,7 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt whose tokens stand for other content, as those of an image do.
+    """Positions `first` to `end` - 1 of a prompt, whose tokens are placeholders for other content, such as an image.
 
     key: identity of that content. The KV of these positions and of all later ones depends on it.
     """
@@ -59,13 +59,13 @@ class ContentSpan:
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
-    The scheduler writes `token_ids`, the KV cache manager everything else.
+    `ResultProcessor` writes `token_ids`, the KV cache manager all other fields.
 
-    num_cached_tokens: tokens of the prompt that were found in a cache.
-    next_commit: number of computed tokens below which the request has nothing new to share.
-    block_tables: for each KV group the ids of the blocks that hold the KV, in order. Blocks that no row of the request
-    reads any more are `NO_BLOCK`.
-    first_held: for each KV group the index of the first block in the table that is held.
+    num_cached_tokens: number of prompt tokens that were found in a cache.
+    next_commit: number of computed tokens from which on the request has new blocks to commit.
+    block_tables: for each KV group the ids of the blocks with the KV, in order. `NO_BLOCK` replaces blocks that no
+    later row of the request reads.
+    first_held: for each KV group the index of the first held block in the table.
     num_slots: number of tokens that fit into the blocks of every group.
     """
 
@@ -79,17 +79,17 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """The table of the first group, which holds every block of the sequence."""
+        """The block table of the first group, which has every block of the sequence."""
         return self.block_tables[0]
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The part the user sent."""
+        """The tokens of the prompt."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The part that was generated so far."""
+        """The tokens that were generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
@@ -99,31 +99,34 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens were generated so far."""
+        """Number of tokens that were generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 class Request:
-    """One schedulable request: the only mutable thing in the core.
+    """A request of the core, which schedules it. Only the core changes it.
 
-    Only the core writes it; docs/architecture.md says which part writes what.
+    docs/architecture.md names the writer of each field. Times are seconds on the engine's clock.
 
+    options, fields: options of the request; `fields` override those of `options`.
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
-    fields: replace those of `options`. stop_token_ids: all ids that end it, EOS included unless ignored.
-    max_total_tokens: prompt and output together never exceed it. Of a prompt that is pooled into a vector it is the
-    prompt alone: the token that ends it is not counted.
-    num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
-    num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
-    reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
-    awaits_results: whether its next step hangs on what the one before brings: a grammar may postpone its token.
+    stop_token_ids: all ids that end it, including EOS unless that is ignored.
+    max_total_tokens: limit on prompt and output together. For a prompt that is pooled into a vector it is the prompt
+    alone: the token that ends the request does not count.
+    num_computed_in_all: positions computed for it, including those that a preemption lost and rejected drafts.
+    num_prompt_logprobs: number of delivered ones. A preempted prompt is computed twice, but delivered once.
+    reads_prefix_cache: False for prompt logprobs and for mean pooling, which need every prompt position computed.
+    awaits_results: whether its next step depends on the result of the previous one: a grammar may postpone its token.
     adapter: name of the adapter of weights (LoRA), part of block hashes; nothing sets it yet.
-    spans: parts of the prompt that stand for other content, in order; they do not overlap.
-    rotary_positions: for each dimension the positions of the prompt's tokens, for models with several; never changed.
-    deadline: time on the engine's clock at which it is of no more use and ends with an error.
-    acceptance: how often its drafts came true that were looked up; computed_acceptance: that a model computed. None
+    spans: parts of the prompt that are placeholders for other content, in order and without overlap.
+    rotary_positions: for each dimension the positions of the prompt's tokens; None for models with one dimension. Never
+    changed.
+    deadline: time at which the request ends with an error; None for no limit.
+    acceptance, computed_acceptance: acceptance rates of its drafts that were looked up, and that a model computed; None
     before any was verified.
     block_hashes: keys of its full blocks, written by the KV cache manager.
-    predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
+    predicted_token_ids: the output that the client expects, from which drafts are made; never changed.
+    Raises ValueError if `rotary_positions` do not have one position of each dimension for each token of the prompt.
     """
 
     __slots__ = (
@@ -209,12 +212,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, output and drafts: what `num_computed_tokens` chases."""
+        """Number of tokens of prompt, output and drafts. `num_computed_tokens` grows until it reaches this number."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens the user sent."""
+        """Number of tokens of the prompt."""
         return self.sequence.num_prompt_tokens
 
     @property
@@ -244,17 +247,17 @@ class Request:
 
     @property
     def expects_kv(self) -> bool:
-        """Whether another engine has its prompt's KV, or is computing it."""
+        """Whether another engine has the KV of its prompt, or is computing it."""
         return self.kv_transfer_params is not None and not self.kv_transfer_params.is_prefill
 
     @property
     def hands_kv_over(self) -> bool:
-        """Whether its prompt's KV is for another engine, and all that is wanted of it."""
+        """Whether the request only computes the KV of its prompt for another engine."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.is_prefill
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self.status.is_finished
 
     def __repr__(self) -> str:

@@ -63,7 +63,10 @@ class RequestOptions:
 
 
 def check_salt(salt: object) -> None:
-    """Raise `RequestError` unless the salt has bytes: it becomes part of every block hash."""
+    """Raise `RequestError` unless the salt is None, or a text of 1 to 1024 characters that can be encoded as UTF-8.
+
+    It becomes part of every block hash.
+    """
     if salt is None:
         return
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:

@@ -1,4 +1,4 @@
-"""What the scheduler tells the worker each step: plain data, everything a step must do rides in it."""
+"""The scheduler's message to the worker for each step: plain data with everything that the step must do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """All of a request, sent once: when it starts, and again when it resumes after a preemption.
+    """A whole request, sent when it starts, and again when it resumes after a preemption.
 
     token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
-    cache_salt: nothing of it is shared with requests that have another one. predicted_token_ids: what its client
-    expects as its output.
-    block_ids: for each KV group the request's block table. `NO_BLOCK` stands for a block that no later row reads.
+    block_ids: the request's block table for each KV group. `NO_BLOCK` replaces a block that no later row reads.
+    cache_salt: only requests with the same salt share KV. predicted_token_ids: the output that the client expects.
     rotary_positions: see `Request`.
     """
 
@@ -39,7 +38,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
-        """Copy what the worker needs; later changes of the request do not show here."""
+        """Copy the data that the worker needs. Later changes of the request do not change the copy."""
         sequence = request.sequence
         return cls(
             request_id=request.request_id,
@@ -59,14 +58,14 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class CachedRequestData:
-    """What is new of the requests that the worker knows already; parallel lists.
+    """Changes of the requests that the worker knows already, as parallel lists.
 
-    The worker appends the tokens that it samples by itself, and nobody else adds tokens.
+    It has no tokens: the worker appends those that it samples, and no other tokens are added.
 
     new_block_ids: for each KV group a list parallel to `req_ids`: the ids to append to each request's block table. A
-    group may get its block of a position in a later step than another group. A table keeps the blocks that the request
-    has released; no row reads them.
-    num_computed_tokens: when the steps before are done.
+    group may get its block of a position in a later step than another group. The worker's table keeps blocks that the
+    request has released; no row reads them.
+    num_computed_tokens: after all earlier steps.
     """
 
     req_ids: list[str]
@@ -75,20 +74,20 @@ class CachedRequestData:
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
-        """No request at all."""
+        """Return data of no request."""
         return cls([], [], [])
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks at the beginning of a step, before anything else is written: in this order.
+    """Copies of whole blocks that a step begins with, before it writes anything else. The order is that of the fields.
 
-    swap_out: (group, block, host block), for preempted requests and for cached blocks that are evicted. The step may
-    write to these blocks after the copy. If a host block comes twice, the last content is meant.
+    swap_out: (group, block, host block), for preempted requests and for evicted cached blocks. The step may write to
+    these blocks after the copy. If a host block occurs twice, the last content counts.
     block_copies: (group, source block, target block), copy on write. A source may be the target of a later copy.
-    swap_in: (group, host block, block), for requests that resume and for prefixes found in host memory.
+    swap_in: (group, host block, block), for resumed requests and for prefixes found in host memory.
 
-    A host block has room for the block of every group. Each of these is copied by itself.
+    A host block can hold the block of every group. Each of these is copied separately.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
@@ -105,7 +104,7 @@ class BlockCopies:
 
 
 class TransferDirection(Enum):
-    """Which way KV moves: LOAD into this engine's blocks, SAVE from them."""
+    """The direction of a transfer: LOAD into this engine's blocks, SAVE from them."""
 
     LOAD = "load"
     SAVE = "save"
@@ -113,15 +112,15 @@ class TransferDirection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """An order to move whole blocks between this engine and a store, beside the steps.
+    """An order to move whole blocks between this engine and a store, in the background of the steps.
 
-    The blocks are pinned until the transfer has ended, or until the worker was told that it is cancelled.
+    The blocks are pinned until the transfer has ended, or until the worker has received its cancellation.
 
-    keys: one for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A block is loaded with
-    the content that was saved under its key, or the store counts as not having it. Under one key a store has the
-    block's content of all groups.
-    block_ids: for each KV group a list parallel to `keys`. `NO_BLOCK`: of that group nothing is moved, because no row
-    reads the block (a load), or because its content is gone (a save). The first group has every block.
+    keys: one for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block
+    the content that was saved under its key, or fails for this block. A store keeps the content of all groups under one
+    key.
+    block_ids: for each KV group a list parallel to `keys`. `NO_BLOCK`: the group's content is not moved, because no row
+    reads the block (a load), or because the content was evicted (a save). The first group has every block.
     request_id: the request that waits for the load; None for a save.
     """
 
@@ -133,25 +132,27 @@ class KVTransfer:
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:
-    """Return of each block of a transfer, given by its ids in all groups, whether every group's content is moved."""
+    """Return for each block of a transfer whether the content of every group is moved. block_ids: of a `KVTransfer`."""
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return of each block of a load, given by its ids in all groups, whether another group than the first needs it."""
+    """Return for each block of a load whether any bounded group needs its content. block_ids: of a `KVTransfer`."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
+    """One step: copies to begin with, the tokens of each request, transfers, and requests that ended.
 
-    num_scheduled_tokens is in the order in which the requests were scheduled; the worker orders its rows itself.
-    kv_transfers: to start, behind `copies`. kv_cancels: ids of those to give up; after this step their blocks are
-    neither written nor read.
-    num_pending_transfers: under way, lookups included, so that somebody must ask for their results.
-    max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
-    no bound but the proposer's. Where a model drafts it bounds what that computes, and nothing that is looked up.
+    num_scheduled_tokens: number of tokens by request id, in the order of scheduling; the worker orders its rows itself.
+    finished_req_ids, preempted_req_ids: requests that the worker must drop.
+    scheduled_spec_decode_tokens: the drafts to verify for each request; the last of its scheduled tokens.
+    kv_transfers: transfers to start after `copies`. kv_cancels: ids of transfers to cancel; their blocks are neither
+    read nor written after this step.
+    num_pending_transfers: number of transfers and lookups that have not ended: the worker must be asked for results.
+    max_drafts: largest number of drafts to guess for each request, 0 for none. A request that is not named has only the
+    proposer's limit. If a model drafts, this bounds the drafts that it computes, but not those that are looked up.
     """
 
     step: int
@@ -170,7 +171,7 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the worker need not hear of it: nothing to compute, to move or to forget."""
+        """Whether the step need not be sent: the worker has nothing to compute, to move, to cancel or to drop."""
         return not (
             self.num_scheduled_tokens
             or self.finished_req_ids
@@ -182,12 +183,12 @@ class SchedulerOutput:
 
     @property
     def only_waits_for_transfers(self) -> bool:
-        """Whether there is nothing to compute, and KV is on its way."""
+        """Whether the step has nothing to compute while transfers or lookups are pending."""
         return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property
     def block_ids(self) -> dict[str, list[int]]:
-        """The blocks of the first KV group that each request received in this step (all of them for a new one)."""
+        """The blocks of the first KV group that each request got in this step; all of them for a new request."""
         cached = self.scheduled_cached_reqs
         new_block_ids = cached.new_block_ids[0] if cached.req_ids else []
         return {new.request_id: new.block_ids[0] for new in self.scheduled_new_reqs} | dict(

@@ -1,4 +1,4 @@
-"""What somebody who watches an engine is told, a few times a second: what happened since, and who holds which block."""
+"""Snapshots of an engine for a watching client, a few per second: new events, and the blocks of each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """Where a block of the KV cache is; SHARED: held by more than one request."""
+    """The state of a block of the KV cache. OWNED: its reference count is 1. SHARED: its reference count is above 1."""
 
     FREE = 0
     CACHED = 1
@@ -22,7 +22,10 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The KV cache at one moment: a byte for each block, its `BlockState`, and the blocks of each request in order."""
+    """The first KV group at one moment.
+
+    block_size: in tokens. states: one byte for each block, a `BlockState`. holders: the block table of each request.
+    """
 
     block_size: int
     states: bytes
@@ -31,10 +34,10 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Events in their order, without a gap since the snapshot before; the cache as it is after them.
+    """New events in order, without a gap since the previous snapshot, and the cache after them.
 
-    is_first: nothing that was told before holds any more: it is the first one, or some in between are lost. A long past
-    comes in several snapshots, the last of which has the cache.
+    is_first: whether the client must discard its state: this is the first snapshot, or events before it were lost.
+    blocks: None if more snapshots of the same moment follow, because many events are sent in several snapshots.
     """
 
     events: list[Event]

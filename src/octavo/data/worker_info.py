@@ -1,4 +1,4 @@
-"""What a worker reports after it has loaded its weights and planned its memory."""
+"""The report of a worker after it has loaded its weights and planned its memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class WorkerInfo:
 
     device: "cpu" or "cuda". machine: name of the GPU, or the instruction sets of the processor as torch names them.
     kernels, kernel_layout: identity of the kernels, and the layout into which they pack weights; None if it has none.
-    dtype, kv_dtype: of activations, and of keys and values. scheduler_config: as asked for, but with steps that fit
-    into memory. kv_groups: the KV groups of the cache. num_host_blocks: of host memory. draft_block_bytes: of the keys
-    and values that a drafting model keeps with one block of the first group. kv_cache_bytes: all that the KV cache
-    reserves on the device. kv_layout_version: version of the bytes that stores keep under a key.
-    num_warm_up_tokens: length of the prompt that is computed at the start. draft_summary: one line about the drafting
+    dtype, kv_dtype: of activations, and of keys and values. scheduler_config: the configured one, with steps limited to
+    those that fit into memory. kv_groups: the KV groups of the cache. num_host_blocks: number of host blocks.
+    draft_block_bytes: bytes of a draft model's keys and values for one block of the first group. kv_cache_bytes: bytes
+    that the KV cache reserves on the device. kv_layout_version: version of the bytes that stores keep under a key.
+    num_warm_up_tokens: length of the prompt that is computed at the start. draft_summary: one line about the draft
     model for the log; None if there is none.
     """
 
@@ -50,7 +50,7 @@ class WorkerInfo:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first KV group."""
+        """Number of blocks of the first KV group."""
         return self.kv_groups[0].spec.num_blocks
 
     @property
@@ -60,17 +60,17 @@ class WorkerInfo:
 
     @property
     def bounded_groups(self) -> list[KVGroupSpec]:
-        """The KV groups but the first."""
+        """All KV groups except the first."""
         return [group.spec for group in self.kv_groups[1:]]
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens that the KV cache holds."""
+        """Number of tokens that fit into the KV cache."""
         return self.num_blocks * self.block_size
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: those of a block of every group, one after the other."""
+        """Bytes of one block in host memory and in stores: a block of every group, one after the other."""
         return sum(group.block_bytes for group in self.kv_groups)
 
     @property

@@ -1,1 +1,1 @@
-"""The flight recorder: what went into the core, enough to repeat every decision; and what can be read from it."""
+"""The flight recorder: journals of all calls into the core, which suffice to repeat every decision, and their tools."""

@@ -1,4 +1,4 @@
-"""Why was this slow? A request's life in plain words, from the event stream alone."""
+"""Explains in plain words how a request spent its time, from the event stream alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase. details: of what came of it, by name."""
+    """A time interval that a request spent in one phase. details: text about its result, by name."""
 
     phase: str
     start: float
@@ -38,7 +38,10 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """Where a request's time went. The phases add up to its wall time; `reasons` are the sentences that say why."""
+    """The phases of a request, which add up to its wall time, and the reasons for them.
+
+    intervals: the phases in order. reasons: sentences. ending: how the request ended.
+    """
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)
@@ -47,19 +50,19 @@ class Explanation:
 
     @property
     def wall_s(self) -> float:
-        """From its arrival to its end."""
+        """Seconds from its arrival to its end."""
         return self.intervals[-1].end - self.intervals[0].start if self.intervals else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds in each phase that it was in."""
+        """Seconds in each phase, without phases that it was not in."""
         total: dict[str, float] = defaultdict(float)
         for each in self.intervals:
             total[each.phase] += each.end - each.start
         return {phase: total[phase] for phase in PHASES if phase in total}
 
     def text(self) -> str:
-        """Return everything as lines for a reader."""
+        """Return the explanation as lines of text."""
         lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
         for phase, seconds in self.seconds.items():
             share = 100 * seconds / self.wall_s if self.wall_s else 0.0
@@ -68,9 +71,9 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain one request. Raises `ConfigError` when the stream does not know it.
+    """Explain the first request with this id. Raises `ConfigError` if the stream does not have it.
 
-    end_time: when the stream ends, for a request that lives then; by default the time of its last event.
+    end_time: time at which the stream ends, for a request that has not ended; by default the time of its last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -86,7 +89,10 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
-    """Return the phases of every request, in the order of arrival, in one pass; ids that come back are told apart."""
+    """Return the phases of every request by id, in the order of arrival. A reused id gets the suffix "'".
+
+    end_time: time at which the stream ends, for requests that have not ended.
+    """
     tellers: dict[str, _Teller] = {}
     done: dict[str, list[Interval]] = {}
     for event in log:
@@ -127,17 +133,17 @@ class _Teller:
         self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
-        self.drafted_step = -1  # the newest in which drafts of it were verified
+        self.drafted_step = -1  # the newest step in which its drafts were verified
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
-        self.found_in_host: events.HostBlocksFound | None = None  # in a step whose copies were not told of yet
+        self.found_in_host: events.HostBlocksFound | None = None  # until the `HostBlocksCopied` of its step
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
 
     def tell(self, event: Event) -> None:
-        """Take one event of its life in."""
+        """Process an event between the request's arrival and its end."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
             self._note_step(event)
@@ -158,7 +164,7 @@ class _Teller:
             self.note_own(event)
 
     def finish(self, end: float) -> Explanation:
-        """Close the last phase and add what only the whole life shows."""
+        """Close the last phase, add the reasons that need all events, and return the explanation."""
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
@@ -183,7 +189,7 @@ class _Teller:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """Begin another phase, or none. details: of the one that ends."""
+        """End the present phase, and begin another one unless `phase` is None. details: of the phase that ends."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -191,7 +197,7 @@ class _Teller:
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
-        """Keep why the head of the queue cannot start, and for how long this request waited behind that."""
+        """Record why the head of the queue cannot start, and how long this request waited in the queue meanwhile."""
         now_blocked: tuple[events.RequestBlocked, float] | None = None
         if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
             if self.blocked is None or event.request_id != self.blocked[0].request_id:
@@ -230,7 +236,7 @@ class _Teller:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count what it generated; the first token ends its prompt."""
+        """Count the request's new tokens. The first one ends the prompt phase."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:
@@ -239,7 +245,7 @@ class _Teller:
                 self.enter(GENERATING, event.time)
 
     def note_own(self, event: events.RequestEvent) -> None:
-        """Follow what happens to it."""
+        """Process an event of this request."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
             self.enter(ARRIVING, event.arrival_time)
@@ -259,7 +265,7 @@ class _Teller:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            goes_on = event.num_tokens > 0  # with a part, too
+            goes_on = event.num_tokens > 0  # a part of the KV suffices
             self.enter((GENERATING if self.has_output else PROMPT) if goes_on else QUEUED, event.time, _by_tier(event))
             reasons.append(_what_came(event))
         elif isinstance(event, events.RequestPreempted):

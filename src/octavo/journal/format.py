@@ -1,33 +1,33 @@
-"""The journal's lines: one JSON array for each call into the core, a header before them.
+"""The format of a journal: a JSON object as header, then one JSON array for each call into the core, one per line.
 
-The core is a pure machine, so its inputs are all that is needed: what it decided is computed again, and compared with a
-checksum. No text and no token ids are kept. A token stands as a pseudonym: 31 bits of a running hash over it and all
-tokens before it (BLAKE2b with a key that is not kept), so that two requests agree in pseudonyms exactly as far as they
-agree in tokens, and nothing else can be read from them. A cache salt stands as a keyed hash, too, and so does the key
-of a span of the prompt: the option "spans" has [first, end, key] of each.
+The core is deterministic, so a journal needs its inputs only: a replay computes its decisions again, and compares them
+with checksums. A journal has no text and no token ids. Each token is replaced by a pseudonym: 31 bits of a running hash
+over it and all tokens before it (BLAKE2b with a key that is not stored). So the pseudonyms of two requests are equal
+exactly as far as their tokens are, and reveal nothing else. Cache salts are replaced by keyed hashes, and so are the
+keys of spans of the prompt: the option "spans" has [first, end, key] for each.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; checksum null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
-     seconds, passes, [numbers], [moves], {number: count}]          its result, without requests that were due one token
-                                                                    and got it; a request whose token is postponed has
-                                                                    none, and no error. The last five are left out if
-                                                                    all are empty: what guessing took, of which
-                                                                    requests, what was copied to host memory and back,
-                                                                    and how many drafts were proposed for each request
-    ["k", [answers]]                                                what a store of KV outside answered to the next line
+     seconds, passes, [numbers], [moves], {number: count}]          the result of a step; see below
+    ["k", [answers]]                                                answers of an external KV store, before the line of
+                                                                    the call that asked for them
     ["x", t, message]                                               the step failed
-    ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
-    ["g", number, output]                                           what a request generated, written when it ends
+    ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
+    ["g", number, output]                                           the tokens that a request generated, when it ends
+
+A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
+sampled 0 and no error. The last five fields are omitted if all are empty: seconds and passes of drafting, requests with
+drafts that a model computed, copies to host memory and back, and the number of drafts proposed for each request.
 
 The header has the version as "journal". Its "kv_groups" has one object per KV group, full attention first:
 {"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
-"converted_from": the version that the journal was written in, if a converter brought it to this one. From version 2 the
-checksums are null then, because they do not fit the decisions of later versions.
+"converted_from": the original version, if a converter brought the journal to this one. Checksums of version 2 become
+null then, because they do not fit the decisions of later versions.
 
-t: microseconds since the line before. A move is [tier, blocks, bytes, seconds]. Prompts and outputs: base64 of
-pseudonyms of four bytes, whose highest bit is not used.
+t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs:
+base64 of pseudonyms of four bytes, whose highest bit is not used.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """Names for the tokens of one sequence, each by everything before it."""
+    """Pseudonyms for the tokens of one sequence. Each depends on all earlier tokens and on `key`."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
 
     def extend(self, token_ids: list[int]) -> bytes:
-        """Return the names of the tokens that follow, four bytes each."""
+        """Return the pseudonyms of the next tokens, four bytes each."""
         update, digest, packed = self._hash.update, self._hash.digest, array("q", token_ids).tobytes()
         names = []
         for start in range(0, len(packed), 8):
@@ -90,17 +90,17 @@ class Pseudonyms:
 
 
 def hidden(text: str, key: bytes) -> str:
-    """Return what stands for a text that must not be told: equal for equal texts."""
+    """Return a keyed hash that replaces a secret text: 16 hexadecimal digits, equal for equal texts."""
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
 def encode_tokens(names: bytes) -> str:
-    """Pack names of tokens."""
+    """Encode pseudonyms as base64."""
     return base64.b64encode(names).decode()
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Unpack names of tokens as the 31-bit ids that stand for them."""
+    """Decode pseudonyms to 31-bit ids, which replace the token ids in a replay."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -109,13 +109,13 @@ def decode_tokens(text: str) -> list[int]:
 def decode_transfer(
     transfer_id: int, num_blocks: int, moves: Sequence[list[Any]] = (), evicted: Sequence[tuple[str, int]] = ()
 ) -> EndedTransfer:
-    """Unpack a transfer that ended; a journal may be older than what is told of it besides."""
+    """Decode a transfer that ended. Older journals lack moves and evicted blocks."""
     told = tuple((tier, count) for tier, count in evicted)
     return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), told)
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Sum up every decision of a step: who, how many tokens, which blocks, which copies and transfers."""
+    """Return a checksum of all decisions of a step: requests, token counts, blocks, copies and transfers."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
@@ -128,20 +128,20 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
     )
-    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # thrice as fast as their repr
+    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # 3 times as fast as their repr
     names = zlib.crc32("\0".join(counts).encode())
     return zlib.crc32(repr(seldom).encode(), zlib.crc32(numbers.tobytes(), names))
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:
-    """Open a journal for reading or writing as text; one whose name ends in .gz is compressed."""
+    """Open a journal as text. mode: "r" or "w". A journal with a name that ends in .gz is compressed."""
     if path.suffix == ".gz":
         return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
     return path.open(mode, encoding="ascii")
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines of a journal. A last line that was cut off is left out.
+    """Return header and lines of a journal. Omits an incomplete last line.
 
     Raises `ConfigError` if the file is no journal, cannot be read, or has another version than this one.
     """
@@ -155,7 +155,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
 
 
 def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines like `read_journal`, whatever the version; header["journal"] has it."""
+    """Return header and lines like `read_journal`, but of any version, which is header["journal"]."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))

@@ -1,4 +1,4 @@
-"""A scheduler that writes down every call into it. It stands where the scheduler stands; nobody notices."""
+"""A wrapper of the scheduler that writes every call to a journal. It has the same interface as the scheduler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock of whole microseconds that remembers what it said last: the scheduler asks it once in each call."""
+    """A clock of whole microseconds. `microseconds` is its last reading: the scheduler reads it once in each call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,14 +57,14 @@ class RecordedClock:
 
 @dataclasses.dataclass(slots=True)
 class _Unfinished:
-    """A request by its number in the journal; the tokens that it generated are written when it ends."""
+    """A request that has not ended, and its number in the journal. Its generated tokens are written when it ends."""
 
     number: int
     request: Request
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return the names of the tokens that it generated."""
+        """Return the encoded pseudonyms of its generated tokens. Call it once."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
@@ -72,9 +72,9 @@ class _Unfinished:
 class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to the file at `path`.
 
-    seconds: CPU time spent on recording so far. Raises OSError when the file cannot be opened; one that can no longer
-    be written ends the journal, not the engine. store: what the scheduler asks for KV from outside, None where it asks
-    nobody.
+    clock: the scheduler's clock. header: as of `describe`. store: the scheduler's connector; None without a store.
+    The attribute `seconds` is the CPU time of recording so far.
+    Raises OSError if the file cannot be opened. If writing fails later, the journal ends and the engine continues.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Accept a request; a refused one changes nothing and is not written down."""
+        """Add a request, and record it. A refused request is not recorded, because it changes nothing."""
         asked = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # it has ended, which is told with the next result
+        if request.request_id in self._unfinished:  # the earlier one has ended; the next result reports it
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -128,7 +128,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside."""
+        """End requests from outside, and record those that were known."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -140,11 +140,11 @@ class RecordingScheduler:
         return outputs
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """End one request at the user's wish."""
+        """Abort a request, and record it if it was known."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide a step. Preemptions that were injected are written before it."""
+        """Decide a step, and record it. Injected preemptions are written before it."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -156,11 +156,11 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take a step's result in."""
+        """Process a step's result, and record it unless it is stale."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
-            return outputs  # it changed nothing
+            return outputs  # a stale result changes nothing
         start = time.thread_time()
         self._note_answers()
         known = self._unfinished
@@ -169,7 +169,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # the usual case: without drafts one was sampled, too
+                continue  # the usual case: without drafts one token was sampled as well
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
@@ -190,7 +190,7 @@ class RecordingScheduler:
         return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of a step that failed."""
+        """End the requests of a failed step, and record it."""
         is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
         if not is_taken:
@@ -203,12 +203,12 @@ class RecordingScheduler:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV."""
+        """Discard all cached KV, and record it. Returns False with nothing changed while a block is held."""
         self._write(["r"])
         return self._scheduler.reset_prefix_cache()
 
     def get_stats(self) -> SchedulerStats:
-        """Totals since the start and the state now."""
+        """Return totals since the start, and the present state."""
         return self._scheduler.get_stats()
 
     def get_num_transfers(self) -> int:
@@ -216,17 +216,20 @@ class RecordingScheduler:
         return self._scheduler.get_num_transfers()
 
     def has_work(self) -> bool:
-        """Whether a step has anything to do or to deliver."""
+        """Return whether a step has anything to compute or to report."""
         return self._scheduler.has_work()
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write the remaining lines and close the file."""
         if not self._file.closed:
             self._flush()
             self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
-        """Write what was generated. What a step tells of an id that was given away meanwhile is about the first one."""
+        """Write the generated tokens of ended requests.
+
+        of_step: whether the outputs are of a step. If an id was reused meanwhile, they are then of the first request.
+        """
         for output in outputs:
             if output.finish_reason is None:
                 continue
@@ -240,7 +243,7 @@ class RecordingScheduler:
             self._write(["k", answers])
 
     def _elapsed(self) -> int:
-        """Microseconds since the line before, on the scheduler's clock."""
+        """Return the microseconds since the previous line with a time, on the scheduler's clock."""
         elapsed = self._clock.microseconds - self._last_time
         self._last_time = self._clock.microseconds
         return elapsed
@@ -254,7 +257,7 @@ class RecordingScheduler:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what was gathered: one write for many lines costs a step less than many writes."""
+        """Write the gathered lines. One write for many lines costs a step less than many writes."""
         self._last_flush = self._clock.microseconds
         if not self._is_broken:
             try:
@@ -272,7 +275,7 @@ def _write_out(file: IO[str], lines: list[str]) -> None:
 
 
 def _finish(file: IO[str], lines: list[str]) -> None:
-    """Leave nothing unwritten when the recorder goes away without having been closed."""
+    """Write the remaining lines when the recorder is deleted without having been closed."""
     if not file.closed:
         with contextlib.suppress(OSError):
             _write_out(file, lines)
@@ -280,7 +283,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a journal's header: everything a scheduler like this one is made from."""
+    """Return a journal's header: all parameters to make a scheduler like this one. more: further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

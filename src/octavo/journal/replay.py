@@ -1,4 +1,4 @@
-"""Drive the core through a journal again, and compare every decision."""
+"""Replays a journal: drives a new core through its calls, and compares every decision."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-FIRST_WITH_DROPPED_SAVES = 3  # version of the format in which stores have answered about dropped saves, too
-STOP_TOKEN = -1  # stands for whatever token ended a request
+FIRST_WITH_DROPPED_SAVES = 3  # first version of the format with answers of stores about dropped saves
+STOP_TOKEN = -1  # replaces any stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step that was decided differently."""
+    """A step that the replay decided differently. decided: its token counts by request id in the replay."""
 
     step: int
     decided: dict[str, int]
@@ -43,9 +43,10 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay: its events on the recorded clock, and the steps that differ.
+    """The outcome of a replay.
 
-    num_unchecked: steps that could not be compared, because the journal has no checksum of them.
+    log: its events, with times of the recorded clock. mismatches: the steps that differ. end_time: time of the last
+    line, in seconds of that clock. num_unchecked: number of steps without a checksum, which could not be compared.
     """
 
     log: EventLog
@@ -57,8 +58,9 @@ class Replay:
 
 
 class Player:
-    """Drive a new `scheduler` through the lines of a journal, one after another. Its events go to `log`.
+    """Drives a new `scheduler` through the lines of a journal, one by one. Its events go to `log`.
 
+    names: id of each request, by its number in the journal.
     Raises `ConfigError` if the header has an option or a KV group that this version does not know.
     """
 
@@ -92,7 +94,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = was_asked
 
     def play(self, line: list[Any]) -> None:
-        """Do what the next line of the journal says."""
+        """Repeat the call of one line of the journal. Call it with all lines in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -189,7 +191,7 @@ class Player:
         self.scheduler.reset_prefix_cache()
 
     def _play_g(self, number: int, output: str) -> None:
-        """Read before."""
+        """Do nothing: outputs are read at the start."""
 
 
 def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:

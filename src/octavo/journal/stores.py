@@ -1,4 +1,4 @@
-"""A store of KV outside as a journal knows it: what it answered, in the order in which it was asked."""
+"""Records the answers of an external KV store in a journal, and repeats them in a replay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """A `KVConnector` that passes every question on and remembers the answers until they are taken.
+    """A `KVConnector` that passes every call to `connector`, and keeps its answers until they are taken.
 
-    An answer is a number of tokens, None, or the places of the keys that are wanted among those offered.
+    An answer is a number of tokens, None, or the list of indices of wanted keys among the offered ones.
     """
 
     def __init__(self, connector: KVConnector) -> None:
@@ -29,49 +29,52 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Return what was answered since the last call."""
+        """Return the answers since the last call, and clear them."""
         answers, self._answers = self._answers, []
         return answers
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Ask, and remember."""
+        """Ask the connector, and keep the answer."""
         answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._answers.append(answer)
         return answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Ask, and remember."""
+        """Ask the connector, and keep the answer."""
         wanted = self._connector.keys_to_save(keys, only_first_group=only_first_group)
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
     def request_added(self, request: Request) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.request_added(request)
 
     def lookup_given_up(self, request: Request) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.lookup_given_up(request)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.transfer_ended(transfer, num_blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         self._connector.request_finished(request, block_ids)
 
 
 class ReplayedConnector:
-    """A `KVConnector` that answers as it is written."""
+    """A `KVConnector` that gives the answers in `answers`, in order. The replay sets them.
+
+    Raises `ConfigError` if it has no more answers.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,31 +86,31 @@ class ReplayedConnector:
         return self.answers.pop(0)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return what was answered."""
+        """Return the next recorded answer."""
         del request, num_computed_tokens
         answer = self._next()
         return None if isinstance(answer, list) else answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return what was answered."""
+        """Return the keys of the next recorded answer."""
         del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
 
     def request_added(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def lookup_given_up(self, request: Request) -> None:
-        """Nothing is asked."""
+        """Do nothing."""
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Nothing moves."""
+        """Do nothing."""
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Nothing moves."""
+        """Do nothing."""
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Nothing moves."""
+        """Do nothing."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Nothing is kept."""
+        """Do nothing."""

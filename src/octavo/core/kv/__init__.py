@@ -1,1 +1,1 @@
-"""The KV cache as the scheduler sees it: blocks, who holds them, and which prefixes can be found."""
+"""The KV cache of the scheduler: blocks, the requests that hold them, and the prefixes that can be found."""

@@ -1,4 +1,4 @@
-"""The chain of each request's blocks: under which names its full blocks are found, and how far they can be."""
+"""The chain of each request's blocks: the names of its full blocks, and how many of them can be found."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's name.
+    """A request's block hashes, and how far its blocks are committed.
 
-    extra_keys: what the KV of all its blocks depends on beside their tokens. spans, positions: see `Request`.
-    partial: the name under which the last, partly filled block of its prompt can be copied by others.
+    extra_keys: values that the KV of all its blocks depends on in addition to their tokens.
+    spans, positions: see `Request`; positions are its `rotary_positions`.
+    hashes: of its full blocks so far; the same list as `Request.block_hashes`.
+    num_committed: number of committed blocks. name: the name of the last committed one.
+    partial: hash under which other requests can copy the last, partly filled block of its prompt; None if they cannot.
     """
 
     extra_keys: tuple[str, ...]
@@ -34,7 +37,7 @@ class BlockChain:
     partial: BlockHash | None = None
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return what the KV of a block depends on beside its tokens and the block before it."""
+        """Return the values that the KV of a block depends on in addition to its tokens and the block before it."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -46,9 +49,9 @@ class BlockChain:
 
 
 class BlockChains:
-    """The chains by request id; the only writer of `Request.block_hashes`.
+    """The chains by request id. The only writer of `Request.block_hashes`.
 
-    extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
+    extra_keys: properties of the engine that the KV depends on (model, KV dtype, ...). They are part of every hash.
     """
 
     def __init__(
@@ -65,15 +68,15 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests of which a chain is kept."""
+        """Ids of the requests that have a chain."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
-        """Return the chain of a request, if one was begun."""
+        """Return the chain of a request, or None."""
         return self._chains.get(request_id)
 
     def of(self, request: Request) -> BlockChain:
-        """Return the chain of a request as it is; it begins without a block."""
+        """Return the chain of a request without extending it. Creates an empty one if it has none."""
         chain = self._chains.get(request.request_id)
         if chain is None:
             own = {"salt": request.cache_salt, "adapter": request.adapter}
@@ -89,17 +92,17 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return the chain of a request with the hashes of all full blocks of its known tokens."""
+        """Return the chain of a request, extended to all full blocks of its known tokens."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
         return chain
 
     def forget(self, request_id: str) -> None:
-        """Forget the chain of a request that ended."""
+        """Drop the chain of a request that ended."""
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Forget all chains, and give other names to all that is computed from now on: the weights are others."""
+        """Drop all chains, because the weights have changed. Blocks that are computed from now on get other names."""
         self._weights_epoch += 1
         self._chains.clear()

@@ -1,8 +1,8 @@
-"""The chain of hashes that names the content of a KV block by everything that made it.
+"""The chain of hashes that names the content of a KV block by all inputs that it was computed from.
 
-block hash = SHA-256(parent's hash, extra keys, token ids). SHA-256 because names are trusted between tenants and
-machines (CVE-2025-25183 is what a weaker hash allows); ids are packed as little-endian 64-bit, so the value is the same
-on every machine and in every process.
+block hash = SHA-256(parent's hash, extra keys, token ids). SHA-256, because tenants and machines trust each other's
+names (CVE-2025-25183 describes an attack on a weaker hash). Token ids are packed as little-endian 64-bit numbers, so
+the value is the same on every machine and in every process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
 def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
     """Hash one full block of `tokens` that follows `parent` (None at a sequence's start).
 
-    extra_keys: every further identity that the KV depends on (cache salt, model, adapter, KV dtype,
-    weights epoch, kernels and their instruction set).
+    extra_keys: all other values that the KV depends on (cache salt, model, adapter, KV dtype, weights epoch, kernels
+    and their instruction set).
     """
     digest = hashlib.sha256(parent or ROOT_HASH)
     for key in extra_keys:
@@ -40,9 +40,9 @@ def extend_block_hashes(
     keys_of: Callable[[int], tuple[str, ...]],
     hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
 ) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet (mutates `hashes`).
+    """Append to `hashes` the hashes of the full blocks of `token_ids` that it lacks (mutates `hashes`).
 
-    keys_of(index): the extra keys of a block.
+    keys_of(index): returns the extra keys of a block.
     """
     for index in range(len(hashes), len(token_ids) // block_size):
         block_tokens = token_ids[index * block_size : (index + 1) * block_size]

@@ -1,7 +1,7 @@
-"""All blocks of the paged KV cache, and who holds them.
+"""The blocks of the paged KV cache and their reference counts.
 
-A block is in exactly one place: FREE (no content worth keeping), CACHED (nobody holds it, its content can be found by
-hash), OWNED (in at least one block table, or pinned by a load or a save) or QUARANTINED (its books are wrong:
+A block is in exactly one state: FREE (no content worth keeping), CACHED (not held, its content can be found by hash),
+OWNED (in at least one block table, or pinned by a load or a save) or QUARANTINED (its bookkeeping was wrong; it is
 never given out again). Taking, releasing, finding and evicting a block are O(1).
 """
 
@@ -21,12 +21,13 @@ BlockLink = tuple[int, int]
 
 
 class Block:
-    """One block. generation grows whenever it gets new content.
+    """One block of the device.
 
-    token_ids, extra_keys and parent are kept beside the hash, so that a hit is believed only when all of them agree.
-    name: of findable content, for as long as the device or host memory has it: the link of the block that had it first;
-    parent is the name of the content before it. canonical: of a private block, the link of the one that stands for the
-    same content in the index.
+    generation: grows by one with each new content.
+    token_ids, extra_keys, parent: stored with the hash, because a lookup is a hit only if all of them are equal.
+    name: the name of findable content, kept as long as the device or host memory has that content: the link of the
+    first block that had it. parent: the name of the content before it.
+    canonical: for a private block, the link of the indexed block with the same content.
     """
 
     __slots__ = (
@@ -54,7 +55,7 @@ class Block:
 
     @property
     def link(self) -> BlockLink:
-        """This block with its present content."""
+        """Id and generation, which identify this block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -64,8 +65,8 @@ class Block:
 class BlockPool(ContentPool[Block, Block]):
     """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
 
-    on_evict is told of each cached block that is given to new content, before it forgets what it holds, and
-    on_forget of each block whose content is found no more, whatever the reason.
+    on_evict: called with each cached block that gets new content, before its content is discarded.
+    on_forget: called with each block whose content can no longer be found, for any reason.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # what was released last comes first: it may be in the processor's cache
+        super().__init__(self.blocks[::-1])  # last released, first taken: it may still be in the processor's cache
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in all."""
+        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks in all, less those in quarantine."""
+        """Number of blocks that are not quarantined."""
         return len(self.blocks) - len(self.quarantined)
 
     @property
@@ -96,7 +97,7 @@ class BlockPool(ContentPool[Block, Block]):
         return 1 - self.num_free_blocks / self.num_blocks
 
     def states(self) -> bytes:
-        """Return the `BlockState` of each block, a byte each."""
+        """Return the `BlockState` of each block, one byte per block."""
         free, cached, owned, shared, quarantined = map(int, BlockState)
         states = bytearray(
             (owned if block.ref_count == 1 else shared) if block.ref_count else free if block.hash is None else cached
@@ -107,11 +108,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Ids of the blocks without content that nobody holds, for tests and invariants."""
+        """Return the ids of the free blocks, for tests and invariants."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Ids of the blocks nobody holds, for tests and invariants."""
+        """Return the ids of the free and cached blocks, for tests and invariants."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -128,16 +129,17 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks that were found: one more reference each, out of reach of eviction."""
+        """Add one reference to each block. It cannot be evicted while it is held."""
         for block in blocks:
             if block.ref_count == 0:
                 del self._cached[block.block_id]
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Give up one reference of each. Pass a sequence's tail first: what is released first is evicted first.
+        """Release one reference to each block. Pass the last block first: the first released is the first evicted.
 
-        The block that stands for a private one counts as used with it: it is the parent of those that follow.
+        Releasing a private block also renews the indexed block with the same content, which is the parent of the next
+        blocks. Raises AssertionError for a block that is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -152,7 +154,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make a cached block the last one to be evicted; nothing happens to one that is held or has other content."""
+        """Make a cached block the last one to be evicted. Does nothing if it is held or has other content."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -166,10 +168,10 @@ class BlockPool(ContentPool[Block, Block]):
         extra_keys: tuple[str, ...] = (),
         name: BlockLink | None = None,
     ) -> Block:
-        """Make a full, computed block findable. Returns the block that stands for this content from now on.
+        """Make a full, computed block findable. Returns the block that lookups of this content find.
 
-        When the content is already there in another block, that one stays and `block` remains private.
-        name: under which the same content is in host memory; None: it is not there.
+        If another block with this content is indexed already, that one is returned and `block` remains private.
+        name: the name of the same content in host memory; None if host memory lacks it.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -186,18 +188,18 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Whether what is before it in its chain cannot be found here: then no lookup can reach it."""
+        """Return whether the device lacks the content before this block: then no lookup can reach the block."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
-        """Take an unreachable block out of the index; a holder keeps it as a private one."""
+        """Remove an unreachable block from the index. If it is held, it becomes private; otherwise it becomes free."""
         self._forget(block)
         if block.ref_count == 0:
             del self._cached[block.block_id]
             self._free.append(block)
 
     def reset(self) -> bool:
-        """Forget all cached content. Refused (False, nothing changed) while any block is held."""
+        """Discard all cached content. Returns False with nothing changed while any block is held."""
         if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
         while self._cached:
@@ -214,7 +216,7 @@ class BlockPool(ContentPool[Block, Block]):
         self._on_forget(block)
 
     def evict(self, block: Block) -> None:
-        """Forget a cached block that nobody holds; it is free then."""
+        """Evict a cached block, which must not be held. It becomes free."""
         assert block.ref_count == 0
         self._on_evict(block)
         self._forget(block)
@@ -222,7 +224,7 @@ class BlockPool(ContentPool[Block, Block]):
         self._free.append(block)
 
     def quarantine(self, block: Block) -> None:
-        """Take a block out of use for good: whatever is wrong with its books, nobody is given it again."""
+        """Take a block out of use for good, in any state of its bookkeeping. It is never given out again."""
         if block.hash is not None:
             self._index.pop(block.hash, None)
             self._names.discard(block.name)

@@ -1,4 +1,4 @@
-"""Why a lookup in the prefix cache found no more: a bounded memory of what was cached before."""
+"""Explains prefix cache misses, from a bounded memory of the blocks that were cached before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why the first block that was not found was not there."""
+    """Why a lookup missed the first block that it did not find."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,7 +25,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A reason, and for `DIFFERENT_TOKEN` the first position that differs from what was cached."""
+    """The reason of a miss. position: for `DIFFERENT_TOKEN`, the first position that differs from the cached tokens."""
 
     reason: MissReason
     position: int | None = None
@@ -35,7 +35,7 @@ MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:
-    """Remembers the last `capacity` blocks that could be found, whatever became of them. O(1) per block."""
+    """Remembers the last `capacity` blocks that became findable, evicted or not. O(1) per block."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember the block at `index` of a sequence, which follows the one with hash `parent`."""
+        """Remember the block at `index` of a sequence, which follows the block with hash `parent`."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Say why the full block at `index`, with these tokens behind `parent`, was not found."""
+        """Return why the full block at `index`, with these tokens after `parent`, was not found."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

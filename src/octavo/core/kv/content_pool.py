@@ -1,4 +1,4 @@
-"""What the pools of device and host memory share: content that is found by its hash until its room is needed."""
+"""Base class of the block pools of device and host memory: content is found by its hash until it is evicted."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be taken now, cached ones included."""
+        """Number of blocks that could be taken now, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, held or not."""
+        """Number of blocks whose content can be found, held or not."""
         return len(self._index)
 
     def find(
@@ -43,28 +43,28 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Find the block with this content; a hash that agrees while the content does not is no hit."""
+        """Return the block with this content, or None. An equal hash with different content is a miss."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return whether the content of that name can be found here."""
+        """Return whether content with this name can be found here."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
-        """Return what stands under a hash, for tests and invariants."""
+        """Return the indexed block with a hash, or None, for tests and invariants."""
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
-        """Return the blocks that nobody holds and that can be found, the next to be evicted first."""
+        """Return the cached blocks, which are not held, the next to be evicted first."""
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Take `count` blocks for new content, or None and nothing if there are fewer.
+        """Take `count` blocks for new content. Returns None with nothing changed if fewer are available.
 
-        Blocks without content go first, then the least recently used cached ones lose theirs.
+        Free blocks are taken first, then the least recently used cached ones are evicted.
         """
         if count > self.num_free_blocks:
             return None

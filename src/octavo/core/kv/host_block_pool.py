@@ -1,7 +1,7 @@
-"""Blocks of host memory: KV of preempted requests, and what cached blocks held before their room was needed.
+"""Blocks of host memory: saved KV of preempted requests, and content that the device evicted.
 
-A host block is in exactly one place: free, SAVED (its content is one preempted request's), CACHED (its content can be
-found by hash), or LENT (it is copied from in the next step, and must stay as it is until then).
+A host block is in exactly one state: free, SAVED (it has KV of one preempted request), CACHED (its content can be found
+by hash), or LENT (the next step copies from it, and it must not be overwritten before).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The content of a host block that can be found: what `Block` says of it on the device.
+    """The content of a cached host block, described as by `Block` on the device.
 
-    groups: KV groups whose block with this content is here, the first one always.
+    groups: indices of the KV groups whose block is in this host block. The first group always is.
     """
 
     block_id: int
@@ -41,22 +41,22 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """Host blocks 0 .. num_blocks - 1. Preempted requests take room from cached content, never the other way round.
+    """Host blocks 0 .. num_blocks - 1. Preempted requests evict cached content, never the other way round.
 
-    emit: called with `HostBlockEvicted` and the id of each cached block whose content makes room for other content.
+    emit: called with `HostBlockEvicted` and the block id when cached content is evicted.
     """
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # None: it is free once it was copied from
+        self.lent: dict[int, HostBlock | None] = {}  # None: the block becomes free after the copy
         super().__init__(list(range(num_blocks - 1, -1, -1)))
-        self._num_followers: Counter[BlockLink | None] = Counter()  # contents here that come next behind a name
+        self._num_followers: Counter[BlockLink | None] = Counter()  # number of cached contents by their parent's name
         self._emit = emit
 
     # --- for preempted requests ---------------------------------------------------------------------------------------
 
     def _take_one(self) -> int:
-        """Take the id of a block."""
+        """Take a free block, or evict a cached one. Returns its id."""
         if self._free:
             return self._free.pop()
         block_id, content = self._cached.popitem(last=False)
@@ -65,21 +65,22 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back."""
+        """Release blocks. They become free."""
         self._free.extend(block_ids)
 
-    # --- for what the device has no room for --------------------------------------------------------------------------
+    # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Whether any content that comes next behind that of this name is here."""
+        """Return whether any content that directly follows the content with this name is here."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return a host block to which the content of a device's block is to be copied, or None.
+        """Return a host block to which the content of a device block must be copied, or None.
 
-        groups: KV groups of which the device has it. None if all of that is here already (it counts as used), or if
-        there is no room. The same content under another name makes room: it can no longer be found, because the start
-        of its sequence was lost. So does the same content if the device has that of further groups, too.
+        groups: indices of the KV groups of which the device has the content. Returns None if host memory has all of it
+        already (the host block becomes the most recently used), or if no host block is available. The same content
+        under another name is replaced: it can no longer be found, because the start of its sequence was evicted. The
+        same content is also replaced if the device has more groups of it.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -101,14 +102,14 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def drop(self, block_id: int) -> None:
-        """Forget the content of a cached block; nothing happens to one that is none."""
+        """Discard the content of a cached block. Does nothing for a block that is not cached."""
         content = self._cached.pop(block_id, None)
         if content is not None:
             self._forget(content)
             self._free.append(block_id)
 
     def reset(self) -> None:
-        """Forget all cached content."""
+        """Discard all cached content."""
         for block_id in list(self._cached):
             self.drop(block_id)
 
@@ -119,21 +120,21 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         if not self._num_followers[content.parent]:
             del self._num_followers[content.parent]
 
-    # --- until they are copied ----------------------------------------------------------------------------------------
+    # --- lend ---------------------------------------------------------------------------------------------------------
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Leave blocks as they are until the next step has copied from them: no other copy may overwrite them.
+        """Protect blocks until the next step has copied from them: no other copy may overwrite them.
 
-        Cached ones can be found all the same. Others are free afterwards.
+        Cached blocks can still be found, and are cached again afterwards. Saved blocks become free afterwards.
         """
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back what was lent: the step is decided, and what comes later is copied later.
+        """Take back the lent blocks. Call it once the step is decided: later copies are part of later steps.
 
-        Tails of chains come first, so that they are evicted before their heads.
+        The last lent block comes first, so that tails of chains are evicted before their heads.
         """
         for block_id, content in reversed(self.lent.items()):
             if content is None:
@@ -145,5 +146,5 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for tests and invariants -------------------------------------------------------------------------------------
 
     def free_block_ids(self) -> list[int]:
-        """Ids of the free blocks, for tests and invariants."""
+        """Return the ids of the free blocks, for tests and invariants."""
         return list(self._free)

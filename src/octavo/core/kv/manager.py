@@ -1,6 +1,6 @@
-"""Decides which blocks hold the KV of which request: looks up, allocates, commits, swaps and frees them.
+"""Assigns KV blocks to requests: looks them up, allocates, commits, swaps and frees them.
 
-Blocks change their states in the pools and in the KV groups. `prefix_cache` finds what requests share.
+Blocks change their states in the pools and in the KV groups. `prefix_cache` finds blocks that requests share.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """KV of a preempted request in host memory: its first `num_tokens`."""
+    """The KV of a preempted request's first `num_tokens` tokens, in host memory."""
 
     host_blocks: list[int]
     num_tokens: int
 
 
 class KVCacheManager:
-    """Hands out blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
+    """Allocates blocks of `block_size` tokens. Allocation is all or nothing over all KV groups.
 
-    Block tables change by its calls only: each group writes its own. `groups` are the KV groups in the order of their
-    block tables, `bounded` all but the first. `grown` has the ids of the requests whose tables grew; `OutputBuilder`
-    removes them when the worker is told.
+    Block tables change only by calls to it: each group writes its own. `groups` are the KV groups in the order of their
+    block tables, `bounded` all but the first. `grown` has the ids of the requests that got blocks which the worker does
+    not know yet; `OutputBuilder` removes an id when it sends the blocks.
 
     num_blocks: number of blocks of the first group. bounded_groups: the other groups.
     max_step_tokens: the largest number of tokens of one request that a step computes.
-    num_host_blocks: room in host memory for the blocks of preempted requests, and for cached blocks that are evicted.
+    num_host_blocks: number of host blocks, for preempted requests and for cached blocks that the device evicts.
     extra_keys, hash_function: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
     emit: `octavo.core.event_emitter.EventEmitter.emit`, for events about blocks.
     """
@@ -100,34 +100,34 @@ class KVCacheManager:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit into the empty cache."""
+        """Number of tokens that fit into the empty cache."""
         return self.pool.num_usable_blocks * self.block_size
 
     @property
     def bounded_usage(self) -> float:
-        """Share of the blocks that are held in the fullest group but the first; 0 without one."""
+        """Share of held blocks, 0 to 1, in the fullest bounded group; 0 if there is no bounded group."""
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
     def num_tracked_requests(self) -> int:
-        """Requests for which anything is kept; 0 when nobody is left."""
+        """Number of records of requests and partly filled blocks; 0 when no request remains."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return whether so many blocks of every group could be taken now."""
+        """Return whether `num_blocks` blocks of every group could be taken now."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Find what need not be computed of a request: cached full blocks from its start. Changes no block.
+        """Look up the cached full blocks from a request's start, which need not be computed. Changes no block.
 
-        Blocks on the device come first, then those in host memory. Two finds are used instead if they give more tokens:
-        what was saved of this request when it was preempted, and a block that another request filled in part. At most
+        Blocks on the device come first, then those in host memory. Two alternatives are used if they give more tokens:
+        the KV that was saved when this request was preempted, and a block that another request filled in part. At most
         num_tokens - 1 tokens are found: the last one is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
@@ -138,13 +138,13 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Return how many tokens were found in host memory, where others could find them as well."""
+        """Return how many tokens were found in host blocks that any request may find; 0 for saved KV."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
 
     def update_block_hashes(self, request: Request) -> None:
-        """Name all full blocks of a request's known tokens in `request.block_hashes`."""
+        """Append the hashes of all full blocks of a request's known tokens to `request.block_hashes`."""
         self.prefix_cache.chains.extended(request)
 
     def add_tables(self, request: Request) -> None:
@@ -164,13 +164,14 @@ class KVCacheManager:
         num_reserved_tokens: int = 0,
         is_loaded: bool = False,
     ) -> list[int] | None:
-        """Make room for `num_new_tokens` after the computed ones. The found blocks, if any, are held first.
+        """Allocate blocks for `num_new_tokens` tokens after the computed ones. Found blocks are held first.
 
-        num_reserved_tokens: make room for so many tokens in all, if that is more.
-        is_loaded: the new tokens are not computed, but loaded from a store. So a group needs only the blocks that the
-        row after them reads.
+        computed: blocks that `get_computed_blocks` found.
+        num_reserved_tokens: if larger, the total number of tokens to allocate blocks for.
+        is_loaded: the new tokens are loaded from a store, not computed. So a group needs only the blocks that the row
+        after them reads.
         Returns the ids that were appended to the table of the first group, found ones included, or None with nothing
-        changed.
+        changed if blocks are lacking.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -189,7 +190,7 @@ class KVCacheManager:
         return self._allocate(request, computed, claims)
 
     def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
-        """Give a request the claimed blocks, which are free; return the new ids in the first group's table."""
+        """Give a request the claimed blocks, which must be free; return the new ids in the first group's table."""
         sequence: TokenSequence = request.sequence
         num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
@@ -205,10 +206,10 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before others are taken. Returns for each group the block to copy from, or None."""
+        """Hold found blocks before other blocks are taken. Returns for each group the block to copy from, or None."""
         for group, claim in claims:
             group.hold(claim)
-        self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
+        self.host.lend(computed.host_blocks)  # before any eviction, which may take host blocks
         if computed.source is None:
             return [None] * len(claims)
         source_ids = [group.id_of(computed.source) for group in self.groups]
@@ -220,9 +221,9 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return whether `num_tokens` of a new request fit now and leave so many blocks free.
+        """Return whether `num_tokens` of a new request fit now and `num_spare_blocks` blocks stay free.
 
-        A prompt is not started only to be preempted soon.
+        This avoids starting a prompt that would soon be preempted.
         """
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
@@ -230,10 +231,10 @@ class KVCacheManager:
         )
 
     def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
-        """Take over found blocks, and order the copies for the beginning of the step.
+        """Record found blocks as the request's, and order the copies that the step begins with.
 
-        source_ids: for each group the block to copy from. It is not held. If no other block was left, it may have been
-        taken, even as the target of the copy.
+        source_ids: for each group the block to copy from, or None. It is not held. If no other block was free, it may
+        have been taken meanwhile, even as the target of the copy.
         """
         sequence = request.sequence
         if computed.blocks:
@@ -245,41 +246,41 @@ class KVCacheManager:
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
+        if not request.num_preemptions:  # a resumed request finds its own blocks; these are no prefix hit of its prompt
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
-        """Return the indices of the blocks that were found in host memory and that a group of a new request reads."""
+        """Return the indices of the blocks in host memory that a group of a new request reads."""
         first = len(computed.blocks)
         end = min(first + len(computed.host_blocks), self.num_blocks_for(computed.num_tokens))
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Return how many blocks of each group are copied from host memory for a request that just got its blocks."""
+        """Return how many blocks of each group are swapped in for a request that was just allocated blocks."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def _lend_saved(self, request: Request) -> None:
-        """Give up what is saved of a request that has blocks again: it is copied in, or no longer needed."""
+        """Lend the saved KV of a request that has blocks again: it is swapped in, or no longer needed."""
         saved = self._saved.pop(request.request_id, None)
         if saved is not None:
             self.host.lend(saved.host_blocks)
 
     def take_copies(self) -> BlockCopies:
-        """Return the copies that the next step begins with, once."""
+        """Return the copies that the next step begins with, and clear them."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
-        """Forget the content of host blocks into which a failed step was to copy."""
+        """Discard the content of the host blocks that a failed step should have copied to."""
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
+        """Make the computed full blocks findable for other requests. Call it after the step that wrote them is done."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -292,12 +293,12 @@ class KVCacheManager:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # perhaps: a block of its own is replaced by another one
+            self.grown.add(request.request_id)  # perhaps: a block for a later position replaces a released one
 
-    # --- give back ----------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release all blocks of a request that may come back (a preemption), the last one first. Keeps its hashes."""
+        """Release all blocks of a request that may resume (a preemption), the last one first. Keeps its hashes."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -305,9 +306,9 @@ class KVCacheManager:
         self.prefix_cache.release(request)
 
     def swap_out(self, request: Request) -> bool:
-        """Save what is computed of a request in host memory; False and nothing done when it does not fit there.
+        """Save the computed KV of a request in host memory. Returns False with nothing changed if it does not fit.
 
-        The copies are made at the beginning of the next step, before anything is written: release the blocks at once.
+        The next step begins with the copies, before it writes anything. So the blocks can be released immediately.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
@@ -322,15 +323,15 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Give up what host memory holds of a request."""
+        """Discard the saved KV of a request."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep the content of a cached block in host memory, if lookups can use it.
+        """Keep the content of an evicted block in host memory, if lookups can use it.
 
-        A block that lost its part in a group is of use only before blocks that have theirs.
+        A block that lacks a part in a group is only useful if host memory has its parts or a block after it.
         """
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
@@ -355,15 +356,15 @@ class KVCacheManager:
             group.block_forgotten(block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
-        """Return whether a block can be found after its parent, which is a name; None for a sequence's first block."""
+        """Return whether lookups can reach a block. parent: the name before it; None for a sequence's first block."""
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Host blocks of each preempted request that has any, for tests and invariants."""
+        """Return the host blocks of each preempted request that was saved, for tests and invariants."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request that ended and forget it."""
+        """Release all blocks of a request that ended, and drop all records of it."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
@@ -371,21 +372,21 @@ class KVCacheManager:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def note_loaded(self, request: Request) -> None:
-        """Count what came from a store outside, up to a request's computed tokens, as found in its prompt."""
+        """Count the computed tokens of a request as a prefix hit, after a load from an external store."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
 
     def pin(self, transfer_id: int, block_ids: list[list[int]]) -> None:
-        """Hold blocks for a transfer, whatever becomes of the requests in whose tables they are.
+        """Pin blocks for a transfer, independently of the requests that have them in their tables.
 
-        block_ids: for each group; `NO_BLOCK` is passed over.
+        block_ids: block ids for each group. Skips `NO_BLOCK`.
         """
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.pin(ids)
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> bool:
-        """Unpin a transfer's blocks; False for one that is unknown or over."""
+        """Unpin a transfer's blocks. Returns False if the transfer is unknown or over."""
         pinned = self._pins.pop(transfer_id, None)
         if pinned is None:
             return False
@@ -395,26 +396,26 @@ class KVCacheManager:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that hold blocks."""
+        """Number of transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return the ids of a group's blocks that transfers hold, each as often as it is held."""
+        """Return the ids of a group's pinned blocks, each once for every transfer that pins it."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False and nothing changed while any request holds a block."""
+        """Discard all cached content. Returns False with nothing changed while any block is held."""
         if not self.pool.reset():
             return False
         self.host.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:
-        """Make everything cached or saved so far unfindable: the weights are others now.
+        """Discard all cached and saved KV, because the weights have changed.
 
-        False and nothing changed while any request holds a block: its KV is of the old weights.
+        Returns False with nothing changed while any block is held: its KV was computed with the old weights.
         """
         if not self.reset_prefix_cache():
             return False

@@ -1,7 +1,7 @@
-"""What requests share of their beginnings: what was computed before of one that comes, and what it gives to others.
+"""The prefix cache: finds the cached blocks of a new request's prefix, and registers the blocks that it computes.
 
-Blocks and their content belong to the pools. Here it is found by the names of a request's blocks, and put there under
-them. A lookup changes nothing.
+Blocks and their content belong to the pools. Content is registered and looked up under the names of a request's
+blocks. A lookup changes nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
+    """The first `num_tokens` tokens of a request, which need not be computed. Valid until anything is allocated.
 
-    blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
-    host_blocks: full blocks that the device had before, or (is_saved) what was swapped out when it was preempted;
-    source: a block that holds all the tokens behind `blocks`, and the last of them is computed again: a cached one that
-    the tokens fill, or one that another filled only in part.
+    blocks: full blocks on the device, from its start, that it shares with other requests. The content of at most one of
+    the next two is copied into blocks of its own, which follow `blocks` in its table.
+    host_blocks: full blocks in host memory that the device evicted, or (is_saved) the KV that was swapped out when the
+    request was preempted.
+    source: a block with all known tokens after `blocks`. The last of them is computed again. It is a cached block that
+    the tokens fill, or a block that another request filled only in part.
     """
 
     blocks: list[Block]
@@ -46,7 +48,7 @@ class ComputedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are there, on the device or in host memory."""
+        """Number of blocks that were found, on the device or in host memory."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -55,9 +57,9 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks from a request's start: on the device, and behind them in host memory.
+    """Cached full blocks from a request's start: first those on the device, then those in host memory.
 
-    num_usable: behind how many of both it can be gone on.
+    num_usable: number of leading blocks of both that the request can resume from.
     """
 
     on_device: list[Block]
@@ -67,7 +69,7 @@ class FullBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A block that the end of a prompt fills in part; content: its tokens, the block before it, and the keys."""
+    """A block that the end of a prompt fills in part. content: its tokens, its parent's name, and its extra keys."""
 
     block: Block
     content: tuple[list[int], BlockLink | None, tuple[str, ...]]
@@ -76,8 +78,8 @@ class _Partial:
 class PrefixCache:
     """Finds and shares blocks of `block_size` tokens by the names in `chains`. It takes no block and frees none.
 
-    is_enabled: whether anything is shared. cache_decoded_blocks: whether blocks after the prompt are.
-    emit: called with `BlockCached` and the id of each block that can be found from now on.
+    is_enabled: whether any block is shared. cache_decoded_blocks: whether blocks after the prompt are shared, too.
+    emit: called with `BlockCached` and the block id when a block becomes findable.
     """
 
     def __init__(
@@ -102,21 +104,21 @@ class PrefixCache:
         self._bounded = bounded
         self._block_size = block_size
         self._emit = emit
-        self._computing: dict[BlockHash, str] = {}  # who is about to commit a block
+        self._computing: dict[BlockHash, str] = {}  # id of the request that will commit a block
         self._partials: dict[BlockHash, _Partial] = {}
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests of which anything is kept."""
+        """Ids of the requests that have records here."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Partly filled blocks that can be copied."""
+        """Number of partly filled blocks that can be copied."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
-        """Whether what others computed may be used for a request."""
+        """Return whether a request may use blocks that other requests computed."""
         return self.is_enabled and request.reads_prefix_cache
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -124,7 +126,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        A block that lacks a part that would be read is taken from host memory if that gives a longer hit.
+        If a block on the device lacks a part that would be read, the lookup continues in host memory from that block
+        on, provided that this gives a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -139,15 +142,15 @@ class PrefixCache:
         return FullBlocks(found, in_host, num_usable)
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[HostBlock]:
-        """Return the host blocks with what follows the blocks that were found on the device."""
+        """Return the host blocks that continue the blocks found on the device."""
         return self._find_from(request, len(found), found[-1].name if found else None, self._host.find)
 
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Return what a pool has of a request's full blocks from the one at index `first` on, up to the first it lacks.
+        """Return a pool's blocks with a request's full blocks from index `first` on, up to the first miss.
 
-        name: of the content before them.
+        name: name of the content before them; None at the start of a sequence. find: the pool's `find`.
         """
         if not self.reads_cache(request):
             return []
@@ -163,15 +166,15 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """Return how many of a request's full blocks spare it something: its last token is computed anyway."""
+        """Return how many of a request's full blocks save computation. Its last token is always computed."""
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return what need not be computed of a request, of which these blocks were found.
+        """Return the part of a request that need not be computed, given its found blocks.
 
-        Where no host block follows, the one that holds its last token is copied: a cached one that its tokens fill, or
-        one that another request with the same prompt filled in part.
+        If no host block is used, the block with the request's last token is copied: a cached block that the tokens
+        fill, or a block that another request with the same prompt filled in part.
         """
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
@@ -186,7 +189,7 @@ class PrefixCache:
         return ComputedBlocks(found[:num_found], num_found * size) if num_found else NO_COMPUTED_BLOCKS
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
-        """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
+        """Find a block of another request with the same prompt that has the tokens after the last full block."""
         is_found = len(found) == request.num_prompt_tokens // self._block_size
         if not (self._partials and is_found and self.reads_cache(request)) or request.sequence.num_output_tokens:
             return None
@@ -201,12 +204,12 @@ class PrefixCache:
         return partial.block if is_covered and partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
-        """Return the prompt's tokens behind its last full block."""
+        """Return the prompt's tokens after its last full block."""
         start = request.num_prompt_tokens // self._block_size * self._block_size
         return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
-        """Name the prompt's last, partly filled block; None when sharing it would save nothing."""
+        """Return the name of the prompt's last, partly filled block; None if sharing it would save no computation."""
         num_full = request.num_prompt_tokens // self._block_size
         tail = self._prompt_tail(request)
         if len(tail) < 2:
@@ -214,10 +217,10 @@ class PrefixCache:
         parent = chain.hashes[num_full - 1] if num_full else None
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
-    # --- what was not found -------------------------------------------------------------------------------------------
+    # --- misses -------------------------------------------------------------------------------------------------------
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Say why a lookup found no more full blocks; None when there was no more to find."""
+        """Return the reason why a lookup found no more full blocks; None if it found all that could be used."""
         index, size = computed.num_blocks, self._block_size
         token_ids = request.sequence.token_ids
         if not self.reads_cache(request):
@@ -233,9 +236,9 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the next block a lookup would need and who is computing it right now; None when nobody is.
+        """Return the hash of the first missing block and the id of the request that computes it now; None if none does.
 
-        Who copies it from host memory right now counts as well: what one has copied is there for all.
+        A request that swaps it in from host memory counts as well: other requests can share the block afterwards.
         """
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
@@ -247,18 +250,18 @@ class PrefixCache:
         return None if owner is None or owner == request.request_id else (name, owner)
 
     def is_being_computed(self, block_hash: BlockHash) -> bool:
-        """Whether a running request is about to commit this block."""
+        """Return whether a running request will commit this block."""
         return block_hash in self._computing
 
     # --- share --------------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
-        """Take note that a request holds these shared blocks from its start on: they are committed already."""
+        """Record the shared blocks that a request holds from its start on. They are committed already."""
         chain = self.chains.of(request)
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Tell which blocks a request is about to compute and share, behind so many that were found."""
+        """Record the blocks that a request will compute and share, after the first `num_found`, which were found."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -266,7 +269,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Let others find the full blocks that are computed by now, and the partly filled one of a whole prompt."""
+        """Make the computed full blocks findable, and the partly filled last block of a completely computed prompt."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -289,7 +292,7 @@ class PrefixCache:
             canonical = self._pool.register(block, hashes[index], tokens, chain.name, keys, name)
             for group in self._bounded:
                 group.block_doubled(block, canonical)
-            if block.hash is not None:  # it stands for this content now
+            if block.hash is not None:  # lookups of this content find this block now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
                 self._emit(BlockCached, block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
@@ -308,14 +311,14 @@ class PrefixCache:
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
-        """Return how many of a request's blocks, from its start, others can share by now."""
+        """Return how many leading blocks of a request other requests can share."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 
-    # --- give back ----------------------------------------------------------------------------------------------------
+    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Take note that a request holds no block any more and computes none; the names of its blocks are kept."""
+        """Record that a request no longer holds or computes any block. The names of its blocks are kept."""
         chain = self.chains.get(request.request_id)
         if chain is None:
             return

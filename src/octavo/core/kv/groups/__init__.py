@@ -1,4 +1,4 @@
-"""KV groups: which blocks a request holds, by what its layers read."""
+"""KV groups: the blocks that a request holds, by the positions that a group's layers read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return after how many of a sequence's first blocks a request can go on in every one of these groups.
+    """Return the largest number of leading blocks after which a request can continue in every one of these groups.
 
-    host_blocks: found in host memory, after `blocks`. num_tokens: of the sequence. A shorter hit in one group may not
-    be a hit in another one, so the groups are asked in turn until none shortens it.
+    blocks: found on the device. host_blocks: found in host memory, after `blocks`. num_tokens: number of tokens of the
+    sequence. A hit that one group shortened may be no hit in another group, so the groups are asked in turn until none
+    shortens it.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -35,5 +36,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many blocks precede the first that the row after `num_tokens` reads and that lacks a part."""
+    """Return how many blocks precede the first one that the row after `num_tokens` reads and that lacks a part."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,14 +1,14 @@
 """Every KV group but the first: a request holds only the blocks that a later row can still read.
 
-Each held or cached block has the content of one block of the first group: its part of it in this group. It is in
-exactly one place: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and the
-first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
-takes a free block first, then a cached one that some request released when its window had passed it, then the least
-recently used one. The first group's block stays findable, without its part in this group.
+Each held or cached block is the part of one block of the first group: the same positions in this group's layers. It is
+in exactly one state: FREE, HELD (in block tables of requests, or pinned by transfers), CACHED (nothing holds it, and
+the first group's block can be found) or QUARANTINED (its bookkeeping was wrong; it is never given out again). A request
+takes a free block first, then a cached one that a running request released because no later row reads it, then the
+least recently used one. The first group's block stays findable without its part in this group.
 
-If memory is set aside for a request, it is given at once all blocks that it may ever hold together. These are its own:
-other requests do not find them until it releases them. So the blocks that it releases suffice for the positions to
-come. Blocks that it found stay findable, if as many others are free; otherwise they are its own, too.
+If memory is set aside for a request, it reserves the largest number of blocks that it may ever hold. These are its own:
+other requests do not find them until it releases them. So the blocks that it releases suffice for its later positions.
+Blocks that it found stay findable if the same number of other blocks is free; otherwise they become its own, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BoundedGroup:
         self._blocks = blocks
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # cached; released by a request that ran on, in this order
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached; released by running requests, first released first
         self._cached: OrderedDict[int, None] = OrderedDict()  # the other cached ones, least recently used first
         self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
@@ -83,35 +83,39 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of a block's part in this group; None if it is gone, or hidden from other requests."""
+        """Return the id of a block's part in this group; None if it was evicted, or is hidden from other requests."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._own else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the block at an index of a sequence, held or not; None if it is gone."""
+        """Return the id of the block at an index of a sequence, held or not; None if it was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
         return self.id_of(self._blocks[sequence.block_table[index]])
 
     def num_covered(self, blocks: Sequence[Block], num_tokens: int) -> int:
-        """Return how many blocks precede the first that the row after `num_tokens` reads and that has no part here."""
+        """Return how many blocks precede the first one that the row after `num_tokens` reads and that lacks a part."""
         first = self.first_read(num_tokens)
         return next((i for i in range(first, len(blocks)) if self.id_of(blocks[i]) is None), len(blocks))
 
     def longest_hit(
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
-        """Return after how many of a sequence's first blocks, up to `limit`, a request can go on.
+        """Return the largest number of leading blocks, up to `limit`, after which a request can continue.
 
-        host_blocks: those in host memory, after `blocks`. num_tokens: of the sequence.
+        blocks: found on the device. host_blocks: found in host memory, after `blocks`.
+        num_tokens: number of tokens of the sequence.
         """
         is_there = [self.id_of(block) is not None for block in blocks]
         is_there += [self.index in block.groups for block in host_blocks]
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence that holds blocks for more tokens holds those that the row after these reads."""
+        """Return whether a sequence holds the blocks that the row after `num_tokens` tokens reads.
+
+        Its table must cover at least `num_tokens` tokens.
+        """
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class BoundedGroup:
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs for the next step, or for everything if memory is set aside for it."""
+        """Return the blocks that a request needs for the next step, or until its end if memory is set aside for it."""
         first, table = self.first_read(num_read), sequence.block_tables[self.index]
         found_ids, num_unheld = self._read(found[first:])
         is_own = num_all_blocks > num_step_blocks
@@ -135,44 +139,48 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_own, is_found_own)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return the ids of the parts of found blocks, and how many of them nothing holds. No part may be missing."""
+        """Return the ids of the parts of found blocks, and the number of unheld ones. No part may be missing."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
         return ids, sum(not self._num_holders[block_id] for block_id in ids)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
-        """Return how many blocks a request may hold besides found ones at once, with so many blocks to come.
+        """Return how many blocks a request may hold in addition to the found ones, at the same time.
 
-        A found block that it has released is reused for a later position.
+        num_blocks_ahead: number of blocks after the found ones. A found block that the request released is reused for a
+        later position.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request finds the blocks that it may hold at once, and so many blocks stay free."""
+        """Return whether the blocks that a new request may hold fit, and `num_spare_blocks` others stay free."""
         num_needed = self.num_needed(found, num_read, num_all_blocks)
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return how many free blocks a new request of `num_all_blocks` blocks may take at once."""
+        """Return the largest number of free blocks that a new request of `num_all_blocks` blocks takes."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the number of blocks that a row reads, and one more for the next position.
+        """Return the number of blocks that a row reads, plus one for the next position; at most `num_all_blocks`.
 
-        `can_reserve` leaves room for what a longer step takes besides.
+        `can_reserve` adds the blocks of a longer step.
         """
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether there are so many blocks beside the tokens of a step and saves. One request always fits."""
+        """Return whether `num_blocks` blocks exist in addition to those of a step and of saves.
+
+        The only request always fits.
+        """
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_beside(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks are left beside so many requests of `num_all_blocks` blocks and a step."""
+        """Return how many blocks remain with `max_num_seqs` requests of `num_all_blocks` blocks and a step."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -207,7 +215,7 @@ class BoundedGroup:
             table.append(block_id)
 
     def _place(self, block_id: int) -> OrderedDict[int, None]:
-        """Return the list in which a cached block waits to be taken."""
+        """Return the list of cached blocks that has this one."""
         return self._left if block_id in self._left else self._cached
 
     def _evict(self) -> int:
@@ -230,10 +238,10 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Release the blocks that no row after `num_tokens` computed tokens reads.
 
-        These are evicted before other cached blocks, because prefix hits end where requests end, and not in their
-        middle. Two kinds stay longer: blocks that the row after the last full block reads, and blocks that were found,
-        which others may find as well. For a block of its own the request takes one for its next position, if its table
-        in the first group is longer.
+        These are evicted before other cached blocks, because prefix hits end at the end of a request, not in its
+        middle. Two kinds are evicted later: blocks that the row after the last full block reads, and blocks that were
+        found, which other requests may find as well. For each of its own blocks that it releases, the request takes one
+        for a later position, if its table in the first group is longer.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -259,15 +267,15 @@ class BoundedGroup:
             sequence.first_held[self.index] = 0
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more each. `NO_BLOCK` is passed over."""
+        """Hold each block once more. Skips `NO_BLOCK`."""
         self._hold((block_id for block_id in block_ids if block_id != NO_BLOCK), is_own=False)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Release blocks, the last one first. `NO_BLOCK` is passed over."""
+        """Release blocks, the last one first. Skips `NO_BLOCK`."""
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Give up one hold of each; return how many were a request's own and are not held any more."""
+        """Release one hold of each block; return how many were a request's own and are no longer held."""
         num_own = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -298,7 +306,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give the part of a block to `canonical`, which has the same content and is found instead, if it has none."""
+        """Give the part of a block to `canonical` if that lacks one. Lookups find `canonical` for the same content."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -330,13 +338,13 @@ class BoundedGroup:
         return list(self._free)
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the blocks that nothing holds and that can be found, the next to be evicted first."""
+        """Return the ids of the unheld blocks that can be found, the next to be evicted first."""
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block whose part a block is."""
+        """Return the id of the first group's block that this block is a part of; None if it is no part."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Return the ids of parts by the ids of the first group's blocks."""
+        """Return the ids of all parts, by the id of the first group's block."""
         return dict(self._id_of)

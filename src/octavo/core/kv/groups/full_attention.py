@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FullAttentionGroup:
     """The blocks of a `BlockPool` as a `KVGroup`. A request holds all of its blocks until it ends or is preempted.
 
-    Without layers that read all positions its blocks have no bytes, and still carry the names.
+    If no layer reads all positions, its blocks have no bytes, but still carry the names.
     """
 
     index = 0
@@ -53,7 +53,7 @@ class FullAttentionGroup:
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return what is missing of `num_all_blocks` blocks."""
+        """Return the blocks that the request lacks of `num_all_blocks`."""
         del num_read, num_step_blocks
         num_new = num_all_blocks - len(sequence.block_tables[0]) - len(found)
         if not found:  # as after the first step of a request
@@ -62,17 +62,17 @@ class FullAttentionGroup:
         return Claim(0, [block.block_id for block in found], num_new, num_new + num_unheld)
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether all blocks of a new request fit, and so many blocks stay free."""
+        """Return whether all blocks of a new request fit, and `num_spare_blocks` others stay free."""
         del num_read
         num_held = sum(block.ref_count > 0 for block in found)
         return num_all_blocks - num_held + num_spare_blocks <= self._pool.num_free_blocks
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return all of them."""
+        """Return `num_all_blocks`."""
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether there are so many blocks. Saves pin blocks that requests hold anyway."""
+        """Return whether `num_blocks` usable blocks exist. Saves count nothing: they pin blocks that requests hold."""
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 
@@ -81,11 +81,11 @@ class FullAttentionGroup:
         self.pin(claim.found)
 
     def renew(self, block: Block) -> None:
-        """Count a cached block as used just now."""
+        """Mark a cached block as the most recently used."""
         self._pool.renew(block.link)
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append the found blocks and new ones."""
+        """Append the found blocks, then new ones."""
         new_blocks = self._pool.take(claim.num_new)
         assert new_blocks is not None
         sequence.block_tables[0] += claim.found
@@ -101,12 +101,12 @@ class FullAttentionGroup:
         table.clear()
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more each."""
+        """Hold each block once more."""
         blocks = self._pool.blocks
         self._pool.touch(blocks[block_id] for block_id in block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Give up one reference of each, the last one first."""
+        """Release one reference to each block, the last one first."""
         blocks = self._pool.blocks
         self._pool.release(blocks[block_id] for block_id in reversed(block_ids))
 
@@ -123,5 +123,5 @@ class FullAttentionGroup:
         return self._pool.free_list()
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the cached blocks that nothing holds, the next to be evicted first."""
+        """Return the ids of the unheld cached blocks, the next to be evicted first."""
         return [block.block_id for block in self._pool.cached_blocks()]

@@ -1,4 +1,4 @@
-"""What the KV cache manager asks of every KV group. Of the bounded ones it asks more: see `BoundedGroup`."""
+"""The interface of a KV group to the KV cache manager. A bounded group has more methods: see `BoundedGroup`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks of a group that a request needs to go on.
+    """The blocks of a group that a request needs to continue.
 
     first: index of the first block that the request will hold.
-    found: ids of found blocks from there on.
-    num_new: number of blocks to take besides.
-    num_unheld: number of both that nothing holds yet: as many must be free.
-    is_own: the blocks that it takes stay hidden from other requests until it releases them.
-    is_found_own: so do the found blocks that nothing holds.
+    found: ids of the found blocks from that index on.
+    num_new: number of further blocks to take.
+    num_unheld: number of found and further blocks that nothing holds yet. At least this many must be free.
+    is_own: the blocks that it takes are hidden from other requests until it releases them.
+    is_found_own: the found blocks that nothing holds are hidden, too.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Claim(NamedTuple):
 
 
 class KVGroup(Protocol):
-    """The blocks of one KV group. Of a sequence it writes its own block table and `first_held`."""
+    """The blocks of one KV group. It writes its own block table and `first_held` entry of each sequence."""
 
     @property
     def index(self) -> int:
@@ -66,7 +66,7 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block with the content of a block of the first group; None if it is gone."""
+        """Return the id of this group's block for the positions of a first group's block; None if it was evicted."""
         ...
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -74,17 +74,20 @@ class KVGroup(Protocol):
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs to go on. Changes nothing.
+        """Return the blocks that a request needs to continue. Changes nothing.
 
         found: blocks of the first group that were found and that the request does not hold yet.
-        num_read: its next row comes after so many tokens.
-        num_step_blocks, num_all_blocks: length of its table for the next step, and for everything that it may need, if
-        memory is set aside for it.
+        num_read: number of tokens before its next row.
+        num_step_blocks: length of its table for the next step, in blocks. num_all_blocks: the same for all that memory
+        is set aside for; equal to num_step_blocks if none is.
         """
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request of `num_all_blocks` blocks fits, and so many blocks stay free."""
+        """Return whether a new request of `num_all_blocks` blocks fits, and `num_spare_blocks` others stay free.
+
+        found, num_read: as of `claim`.
+        """
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
@@ -92,9 +95,9 @@ class KVGroup(Protocol):
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether so many blocks can be set aside in all.
+        """Return whether `num_blocks` blocks can be set aside in total.
 
-        num_saved: of further blocks that may be pinned for saves. is_only: for the only request.
+        num_saved: number of further blocks that saves may pin. is_only: whether they are for the only request.
         """
         ...
 
@@ -103,7 +106,7 @@ class KVGroup(Protocol):
         ...
 
     def renew(self, block: Block) -> None:
-        """Count the content of a block as used just now."""
+        """Mark the content of a block as the most recently used."""
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
@@ -123,7 +126,7 @@ class KVGroup(Protocol):
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more each, whatever becomes of the requests in whose tables they are."""
+        """Hold each block once more, independently of the requests that have it in their tables."""
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
@@ -145,5 +148,5 @@ class KVGroup(Protocol):
         ...
 
     def cached_ids(self) -> list[int]:
-        """Return the ids of the blocks that nothing holds and that can be found, the next to be evicted first."""
+        """Return the ids of the unheld blocks that can be found, the next to be evicted first."""
         ...
