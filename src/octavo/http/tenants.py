@@ -55,8 +55,8 @@ class Tenant:
     def cache_salt(self, asked: str | None) -> str | None:
         """Return the cache salt of its prompts' blocks, from the salt that a client asks for.
 
-        It begins with the tenant's name, or with "shared". So no client can ask for a salt that equals another
-        tenant's. Raises `RequestError` for an invalid salt.
+        A named tenant's salt has its name as prefix, or "shared" if it shares the prefix cache. So no client can ask
+        for a salt that equals another tenant's. Raises `RequestError` for an invalid salt.
         """
         check_salt(asked)
         if not self.name:
