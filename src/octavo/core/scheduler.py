@@ -268,7 +268,8 @@ class Scheduler:
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
         """Give a running request its next tokens, and blocks for them. Preempts requests if blocks are lacking.
 
-        num_kept: tokens of the budget that are kept for later requests. A prompt gets no tokens if earlier prompts used all that `max_batch_prefill_tokens` allows.
+        num_kept: tokens of the budget that are kept for later requests. A prompt gets no tokens if earlier prompts used
+        all that `max_batch_prefill_tokens` allows.
         """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST

@@ -1,4 +1,4 @@
-"""The APIs that clients speak: how each spells errors and ends a stream, and what it calls a prompt and its counts."""
+"""The client APIs: how each spells errors and ends a stream, and its names for the prompt and token counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _LastToken(msgspec.Struct):
-    """The fields that only the last event of TGI's streams, and the last line of Ollama's, has set."""
+    """Fields that are set only in the last event of a TGI stream, and in the last line of an Ollama stream."""
 
     error: Any = None
     details: Any = None
@@ -28,18 +28,21 @@ class _LastToken(msgspec.Struct):
 class Api:
     """One API.
 
-    name: its tag in the OpenAPI document. below: where its routes are: an error at any such path is spelled its way.
+    name: its tag in the OpenAPI document.
+    below: the path prefix of its routes; errors at any path with this prefix are spelled as this API does.
     error: returns the JSON object of an error. event: returns the last event of a stream that fails.
-    last_event: how the last event of a complete stream begins; None: it is JSON, with a field of `_LastToken` set.
-    statuses: its statuses of errors that differ from HTTP's.
-    any_type: programs need not send `Content-Type: application/json`. lines: a stream's events are lines of JSON.
+    last_event: matches the beginning of the last event of a complete stream. None: that event is JSON with a field
+    of `_LastToken` set.
+    statuses: from an HTTP status to this API's status, for those that differ.
+    any_type: clients other than browsers need not send `Content-Type: application/json`.
+    lines: each event of a stream is a line of JSON.
 
-    For the router, which reads requests and answers without parsing them as a whole:
+    For the router, which does not parse requests and answers completely:
 
-    prompt: a body's fields that become the prompt, in their order in the prompt.
-    limits: a body's fields that bound the tokens of an answer; `a.b` is field b of object a.
-    counted: the field of an answer that begins its token counts.
-    prompt_counts, answer_counts: names of the numbers of tokens there.
+    prompt: fields of the body that become the prompt, in their order in the prompt.
+    limits: fields of the body that limit the tokens of an answer; `a.b` is field b of object a.
+    counted: the field of an answer at which its token counts begin.
+    prompt_counts, answer_counts: names of the counts of prompt tokens and of answer tokens there.
     """
 
     name: str
@@ -57,7 +60,7 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return an error as a whole answer."""
+        """Return a complete HTTP response for an error."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
@@ -161,7 +164,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends it so
+    any_type=True,  # `curl -d` sends another type
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -170,18 +173,18 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# In this order no field that becomes a prompt comes before one that precedes it in its own API.
+# Each API's fields of the prompt keep their own order if the fields of all these APIs are joined in this order.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
 OLLAMA_TAG = ":latest"  # Ollama's clients append it to a name without a tag
 
 
 def api_below(path: str) -> Api:
-    """Return the API whose routes are where `path` is, also for paths without a route; OpenAI's for all others."""
+    """Return the API by the prefix of `path`, which need not be a route; OpenAI's if no prefix matches."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return an error that no route has spelled as a whole answer, as the API at a path spells it."""
+    """Return a complete HTTP response for an error outside of a route, as the API at `path` spells it."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

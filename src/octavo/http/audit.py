@@ -1,4 +1,4 @@
-"""One line of log for each request, with what it cost and without what it said; and the id that its answer carries."""
+"""The audit log: one line for each request, with its cost and without its content. Also sets the request's id."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from octavo.http.errors import HttpError
     from octavo.http.metrics import Metrics
 
-logger = logging.getLogger(logs.AUDIT)  # of the lines alone
+logger = logging.getLogger(logs.AUDIT)  # for the audit lines only
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # asked for every second, by routers as well
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second, also by routers
 
 
 class Spans(Protocol):
-    """What makes a span of a request."""
+    """Makes and sends tracing spans of requests."""
 
     def tell(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make one of a request that is over."""
+        """Make a span of a request that is over. reason: of the refusal or cut-off, None without one."""
         ...
 
     def close(self) -> None:
@@ -42,11 +42,11 @@ class Spans(Protocol):
 
 
 class AuditMiddleware:
-    """Outermost of all: sees every request, what became of it, and how long it took.
+    """The outermost middleware: counts and logs every request with its status and duration.
 
-    Takes the client's X-Request-Id where it is a plain one, else makes one; the answer has it as a header. Routes add
-    to `request.state.audit` what a line shall tell. A refusal or a cut-off is counted here, once, by the reason that
-    was noted (`octavo.http.errors.note_error`), else by its status. tracing: what makes a span of it as well.
+    Uses the client's X-Request-Id if it is valid (`_ID`), else makes an id; the answer has it as a header. Routes add
+    fields of the log line to `request.state.audit`. A refusal or cut-off is counted here, once, by the noted reason
+    (`octavo.http.errors.note_error`), else by its status. tracing: makes a span of each request, too.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
@@ -54,13 +54,13 @@ class AuditMiddleware:
         self._metrics, self._tracing = metrics, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Pass the request on, then count and log it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         start, status = time.monotonic(), 0
         request_id = _request_id(scope)
-        about = logs.request_id.set(request_id.decode())  # for whatever is logged until it is over
+        about = logs.request_id.set(request_id.decode())  # for all log lines until the request is over
         state = scope.setdefault("state", {})
         state["audit"] = {}
 
@@ -73,7 +73,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, tell)
-        except Exception as error:  # nothing else may fail outside of the routes; where it does, it is told and counted
+        except Exception as error:  # a bug in a middleware: answer it, so that it is logged and counted
             if status:
                 raise
             _faults.exception("a request failed")
@@ -103,7 +103,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
-    """Count and log an answer to what was no HTTP request, so that no middleware ever saw it."""
+    """Count and log an answer to input that was no HTTP request, which no middleware sees."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}
@@ -111,7 +111,7 @@ def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: Htt
 
 
 def _reason(error: HttpError | None, status: int) -> str | None:
-    """Return why a request was refused or cut off; None where it was not, or where its client left."""
+    """Return why a request was refused or cut off; None if it was not, or if its client disconnected."""
     if error is not None:
         return error.reason
     return reason_of(status) if status >= 400 and status != CLIENT_LEFT else None

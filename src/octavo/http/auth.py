@@ -1,4 +1,4 @@
-"""Who asks: the API key, asked for on every route but the health checks, and the tenant that it stands for."""
+"""API keys: every route except the health checks requires one. A key identifies its tenant."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeyMiddleware:
-    """Outside of all routes: without a key no route is reached, known or unknown. Sets `request.state.tenant`.
+    """Requires a valid API key before any route, known or unknown, is reached. Sets `request.state.tenant`.
 
-    keyring: returns the keys that are valid now; None where none is asked for.
+    keyring: returns the keys that are valid now; None if no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:
@@ -32,7 +32,7 @@ class ApiKeyMiddleware:
         self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is allowed, answer 401 to the rest."""
+        """Pass on requests with a valid key, answer 401 to all other ones."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -55,16 +55,16 @@ class ApiKeyMiddleware:
 
 
 def check_operator(tenant: Tenant, action: str) -> None:
-    """Raise `NotAllowedError` if a key lacks `read_metrics`. action: what it then "may not" do, for the message."""
+    """Raise `NotAllowedError` if a key lacks `read_metrics`. action: follows "this key may not" in the message."""
     if not tenant.read_metrics:
         raise NotAllowedError(f"this key may not {action}")
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the one key that is sent, as OpenAI's clients send it, as Anthropic's do, or as a browser does.
+    """Return the key of a request: sent as by OpenAI's clients, as by Anthropic's, or as a browser's password.
 
-    Where several headers have a key it must be the same. A browser sends its password with whatever any page makes it
-    ask for: it counts only for the server's own pages, and for opening one of them.
+    If several headers have a key, it must be the same. A browser sends its password with every request that any page
+    makes. So a password counts only for requests of the server's own pages, and for opening one of them.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -78,9 +78,9 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _asks_itself(scope: Scope) -> bool:
-    """Whether a browser says that one of the server's own pages asks, or its user.
+    """Return True if a browser says that its user or one of the server's own pages makes the request.
 
-    One that does not say so (over plain HTTP, but for loopback) must name no other Origin.
+    A browser does not say so over plain HTTP, except on loopback. Then the request must not name another Origin.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")
@@ -96,14 +96,14 @@ def _scheme(value: bytes) -> bytes:
 
 
 def _read_key(name: bytes, value: bytes) -> bytes | None:
-    """Return the key in a header's value; None where there is none."""
+    """Return the key in a header's value; None if it has none."""
     if name == b"x-api-key":
         return value.strip()
     rest = value.partition(b" ")[2].strip()
     match _scheme(value):
         case b"bearer":
             return rest
-        case b"basic":  # of any user, with the key as password
+        case b"basic":  # any user name, with the key as password
             with contextlib.suppress(binascii.Error):
                 return base64.b64decode(rest, validate=True).partition(b":")[2] or None
     return None

@@ -1,4 +1,4 @@
-"""A request's body, read up to a limit in bytes and in time, and the time that its client gives it."""
+"""Reading a request's body within limits of bytes and time, and the timeout that its client asks for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Yield the pieces of a request's body. They hold room in a pool until the block is left.
+    """Read a request's body and yield its pieces. They hold bytes of `pool` until the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -53,9 +53,10 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read the pieces of a body; stop as soon as it is too large, whatever Content-Length says.
+    """Read the pieces of a body; raise as soon as it is too large, even if Content-Length is small.
 
-    The first `FREE_BYTES` need no room in the pool: as many wait in the connection anyway. taken: gives the room back.
+    The first `FREE_BYTES` take no room in the pool, because the connection buffers as many anyway.
+    taken: gets a callback that gives the room back.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -1,6 +1,6 @@
-"""A client's connection, bounded before there is a request, and answered no faster than its client reads.
+"""HTTP connections with limits on headers, idle time and unread answers.
 
-uvicorn itself waits for headers for ever, however long, and writes an answer's body at once, however large.
+uvicorn itself waits for headers without a limit of time or size, and writes an answer's whole body immediately.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ _PROBE_TIMEOUT_S = 2.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
+    """Closes connections that exceed a limit of time, and answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. Of what waits
-    for its reader, all or `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`: a stream that has ended
-    keeps its place until it is sent, and closing waits for the reader, too. on_refused: hears of what is answered and
-    was no request, with the client's address. A client may send requests without waiting for answers (pipelining): they
-    are answered one after another, and while one is, one more is read, so that a client who leaves meanwhile is
-    noticed. Who asks for another protocol (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110,
-    section 7.8, allows. max_connections: those beyond are refused, but for `PROBE_CONNECTIONS` more that may ask
-    whether the server lives, each once: a full server is not a dead one, which would be started again.
+    header_timeout_s: for all headers of a request, from their first byte on; for the first request, from connecting on.
+    keep_alive_timeout_s: idle time between two requests.
+    idle_timeout_s: in each such period the client must take all waiting bytes, or `MAX_UNSENT_BYTES` of them. Without
+    it a stream that has ended would keep its place until it is sent, and closing would wait for the reader, too.
+    max_connections: more connections are refused, except `PROBE_CONNECTIONS` for one health check each. Otherwise a
+    full server would look dead and be restarted.
+    timeouts: the queue that all connections share.
+    on_refused: called for each answer to input that was no request, with the client's address and the error.
+
+    Pipelined requests are answered one after another. During an answer one more request is read, so that a client's
+    disconnect is noticed. A request to upgrade to another protocol (h2c, as Java's client sends; WebSocket) is
+    answered in HTTP/1.1, as RFC 9110, section 7.8, allows.
     """
 
     def __init__(
@@ -70,17 +74,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._on_refused = on_refused
         self._timer: Timeout | None = None
-        self._reader_timer: Timeout | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
-        self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
+        self._reader_timer: Timeout | asyncio.TimerHandle | None = None  # during answers, and while bytes wait
+        self._answered: RequestResponseCycle | None = None  # answered now, or last; `cycle` is the newest request
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = False
         self._is_for_probes = False
-        self._refusal: HttpError | None = None  # what is wrong with headers besides that they cannot be read
+        self._refusal: HttpError | None = None  # why headers are refused that can be parsed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for the first headers; one connection too many is told so, and closed."""
+        """Start the timer for the first headers. If there are too many connections, refuse and close one of them."""
         super().connection_made(transport)
-        if self.client is not None:  # of IPv4 on a socket of both families: as it is everywhere else
+        if self.client is not None:  # an IPv4 address on a dual-stack socket: spelled as on an IPv4 socket
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._is_for_probes = len(self.connections) > self._max_connections
@@ -89,49 +93,49 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wait(min(self._header_timeout_s, _PROBE_TIMEOUT_S) if self._is_for_probes else self._header_timeout_s)
 
     def _make_room_for_a_probe(self) -> None:
-        """End one that was to ask whether the server lives and has said nothing yet, or else this one."""
+        """Close a connection for health checks that has sent nothing yet; if there is none, close this one."""
         others = (each for each in self.connections if each is not self and isinstance(each, BoundedHttpProtocol))
         next((each for each in others if each.is_silent_probe), self).give_way()
 
     @property
     def is_silent_probe(self) -> bool:
-        """Whether it is there to ask whether the server lives, and has not begun to."""
+        """Return True if the connection is for a health check only and has sent nothing yet."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
     def give_way(self) -> None:
-        """Say that there are too many, and close."""
+        """Answer that there are too many connections, and close."""
         self._refuse(_too_many_connections())
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more is waited for."""
+        """Stop the timers and mark the request that is being answered as disconnected."""
         self._stop_waiting()
         self._stop_watching_reader()
         super().connection_lost(exc)
-        if self._answered is not None:  # uvicorn tells only what came last
+        if self._answered is not None:  # uvicorn marks only the newest request
             self._answered.disconnected = True
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Let answers wait, but not for ever."""
+        """Let answers wait for the reader, for a limited time."""
         super().pause_writing()
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; headers that are not complete yet are counted."""
+        """Parse the bytes. Count those of incomplete headers, and refuse headers that are too large."""
         self._came_further = False
         self._parse(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
-                self._wait(self._header_timeout_s)  # it was idle
+                self._wait(self._header_timeout_s)  # it was idle: these are the first bytes of the headers
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refusal = _headers_too_large()
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
-        """Parse; where the parser stops at an upgrade, begin that request anew without it and go on behind."""
+        """Parse bytes. If the parser stops at an upgrade, start that request again without it, then parse the rest."""
         rest = memoryview(data)
         try:
             while True:
@@ -151,24 +155,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _asks_to_upgrade(self) -> bool:
-        """Whether the parser takes what follows these headers for another protocol, and so skips the body."""
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has none
+        """Return True if the parser stops after these headers because it expects another protocol, not a body."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has no body
 
     def _begin_without_upgrade(self) -> None:
-        """Parse the same headers once more, without the one that asks."""
+        """Parse the same headers again, without `Upgrade`."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those behind a body (trailers) say nothing that is heard."""
+        """Take a header; ignore those after a body (trailers)."""
         if not self._is_in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Let the request begin."""
+        """Start the request, or refuse it."""
         if self._asks_to_upgrade:
             return
         self._stop_waiting()
@@ -178,11 +182,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
             self._refusal = _too_many_connections()
         if self._refusal is not None:
-            raise ValueError("refused")  # makes the parser give up, and `send_400_response` follow
+            raise ValueError("refused")  # makes the parser fail, so that `_parse` calls `send_400_response`
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
-            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # which ends it, too
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # uvicorn obeys it
         if not self.pipeline:
             self._answered = self.cycle
             self._watch_reader()
@@ -190,39 +194,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def write_body(self, piece: bytes) -> bool:
-        """Write a piece of the chunked answer that was begun; return whether its client takes more now.
+        """Write a piece of a chunked answer that has begun; return True if its client can take more now.
 
-        Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send`
-        of ASGI takes a task, and a call of each layer.
+        If it returns False, send an empty piece by ASGI, which waits until the client can take more. Routes use it as
+        `request.state.write_body`, because ASGI's `send` costs a task and a call in each middleware.
         """
-        if self.transport.is_closing():  # nobody reads it, of which the route hears by `receive`
+        if self.transport.is_closing():  # the client is gone, which the route learns from `receive`
             return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return not self.flow.write_paused
 
     def on_message_complete(self) -> None:
-        """What follows are the next headers."""
+        """Expect the headers of the next request."""
         if self._asks_to_upgrade:
             return
         super().on_message_complete()
         self._is_in_body, self._came_further = False, True
         self._num_header_bytes = 0
-        if self._timer is not None:  # the answer was there before the body
+        if self._timer is not None:  # the answer was complete before the body
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Be idle, unless the rest of a body that nobody wanted, or of headers, has to come in time."""
+        """Wait for the next request, or for the rest of an unread body or of headers that have begun."""
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's own timer, which knows of no turns
-        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
+        self._unset_keepalive_if_required()  # stop uvicorn's own timer, which does not use the queue of timeouts
+        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request is answered
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, and close; where nobody could tell the answer from another one, only close."""
+        """Answer input that is no request, and close. Only close if the answer could be taken for another request's."""
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
         if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
@@ -230,7 +234,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer, and tell who counts it; state: of the request that it ends, which is counted when it is over."""
+        """Answer with an error. state: of the request that it ends, which is counted at its end; None: count now."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -254,7 +258,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Look whether what waits for the reader now is taken in time, and go on as long as more comes or waits."""
+        """Start a check that the client takes the waiting bytes in time; repeated while an answer or bytes remain."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
@@ -265,10 +269,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reader_timer = self.loop.call_later(self._idle_timeout_s, self._look_at_reader, sock, before, waiting)
 
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
-        """End the connection of who had taken `before`, and since then neither what waited nor enough of it."""
+        """Abort the connection if its client took too little since the last check.
+
+        before: bytes that the client had taken then. waiting: bytes that waited for it then.
+        """
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor tells 0 of every connection; who is gone before the first byte arrives is the system's to notice
+        # gVisor reports 0 for every connection. If a client takes no byte at all, the system ends the connection.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -285,7 +292,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return bytes_under_way(sock) + self.transport.get_write_buffer_size()
 
     def _abort(self) -> None:
-        """End the connection at once: closing would wait for its reader, and so would the system behind that."""
+        """End the connection immediately: closing would wait for its reader, and afterwards so would the system."""
         reset_when_closed(self.transport.get_extra_info("socket"))
         self.transport.abort()
 
@@ -304,18 +311,19 @@ def _headers_too_large() -> HttpError:
 
 
 class PacedAnswers:
-    """Sends the body of a whole answer in pieces, each when those before it have been taken.
+    """Sends the body of a complete answer in pieces, each after the previous ones were taken.
 
-    An answer is over when next to all of it has arrived: only then does its connection count as idle, which may be
-    closed. TLS takes all of one piece at once, and its connection never says that anything waits for the reader.
-    Events of a stream, behind which more follows, go out as they are: comments come between them, not into one.
+    So an answer is over only when almost all of it has arrived. Until then its connection must not count as idle,
+    because an idle one may be closed. Without pieces, TLS would accept the whole body immediately and never report
+    that bytes wait for the reader. Events of a stream (`more_body`) are not split: comments are sent between events,
+    and must not come inside one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on, the end of an answer in pieces of at most `MAX_UNSENT_BYTES`."""
+        """Pass all messages on, the last one of an answer in pieces of at most `MAX_UNSENT_BYTES`."""
 
         async def send_paced(message: Message) -> None:
             body = message.get("body", b"")

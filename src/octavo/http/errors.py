@@ -1,4 +1,4 @@
-"""Errors as HTTP: one table from octavo's errors to a status and an OpenAI error object."""
+"""HTTP errors: one table maps octavo's errors to a status and an OpenAI error object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
-CLIENT_LEFT = 499  # the status of a request whose client left, for the log; the number is nginx's
+CLIENT_LEFT = 499  # the logged status of a request after its client disconnected; the number is nginx's
 PAGES = ("/dashboard", "/router")  # that people open in a browser
 
 
@@ -48,7 +48,7 @@ class AuthenticationError(RequestError):
 
 
 class NotAllowedError(RequestError):
-    """The API key is valid, and not for this."""
+    """The API key is valid, but does not permit this action."""
 
 
 class ModelNotFoundError(RequestError):
@@ -56,7 +56,7 @@ class ModelNotFoundError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """What is asked for is not there."""
+    """The requested object does not exist."""
 
 
 class BodyTooLargeError(RequestError):
@@ -64,11 +64,11 @@ class BodyTooLargeError(RequestError):
 
 
 class MediaTypeError(RequestError):
-    """The request's body is not said to be JSON."""
+    """The request's Content-Type is not JSON."""
 
 
 class ServerClosingError(EngineError):
-    """The server is shutting down and takes nothing new."""
+    """The server is shutting down and takes no new requests."""
 
 
 class NoEngineError(EngineError):
@@ -80,18 +80,18 @@ class NoEngineError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The engine that a router had sent a request to has gone."""
+    """The engine to which a router had sent a request is gone."""
 
     def __init__(self) -> None:
         super().__init__("the engine is lost")
 
 
 class EngineTimeoutError(EngineLostError):
-    """The engine that a router had sent a request to did not begin its answer, or continue it, in time."""
+    """The engine to which a router had sent a request did not begin or continue its answer in time."""
 
 
 class EngineAnswerError(EngineLostError):
-    """The engine that a router had sent a request to gave an answer that is not valid HTTP, or too large."""
+    """The engine to which a router had sent a request gave an answer that is invalid HTTP or too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """What it is counted as, and what its line of the audit log has."""
+        """The label of the error in the metrics and in the audit log."""
         return self.code or reason_of(self.status)
 
     @property
@@ -119,12 +119,12 @@ class HttpError:
         if self.status in {408, 413}:
             return {"Connection": "close"}  # the rest of the body is not read
         if self.status == 504:
-            return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
+            return {"x-should-retry": "false"}  # OpenAI's clients would retry immediately
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
 
 class ErrorResponse(Response):
-    """An error as a whole answer; who sends it notes its reason with it."""
+    """A complete response for an error; sending it also notes the error (`note_error`)."""
 
     media_type = "application/json"
 
@@ -133,15 +133,15 @@ class ErrorResponse(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Note the error and send the response."""
         note_error(scope.setdefault("state", {}), self._error)
         await super().__call__(scope, receive, send)
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Keep what a request failed of, for its count and its line of the audit log; return the first that was noted.
+    """Keep the first error of a request for the metrics and the audit log, and return it.
 
-    state: the request's, of its scope; mutated.
+    state: `scope["state"]` of the request; mutated.
     """
     noted: HttpError = state.setdefault("error", error)
     return noted
@@ -155,8 +155,8 @@ def reason_of(status: int) -> str:
         return f"status_{status}"
 
 
-# The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
-# about the server's own trouble stands here, because the error's own text may name paths or addresses.
+# The first row with a matching class counts. A client sees the error's own text only if the client's request caused
+# the error. A server's failure has a fixed message here, because the error's text may name paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -184,7 +184,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
 
 
 def to_http(error: Exception) -> HttpError:
-    """Translate any error."""
+    """Translate any error; an unknown one becomes status 500."""
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
@@ -195,10 +195,10 @@ def to_http(error: Exception) -> HttpError:
 
 @contextlib.contextmanager
 def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
-    """Name the fields of an error as the client did.
+    """Rename the field in a `RequestError` that the block raises, from octavo's name to the client's.
 
-    names: octavo's names and the client's. in_text: in the message, too; of fields that the error is not about, names
-    of one word are left alone there, as they may be plain words.
+    names: from octavo's names to the client's. in_text: rename in the message, too. There, names of other fields are
+    replaced only if they have an underscore, because a single word may be plain text.
     """
     try:
         yield

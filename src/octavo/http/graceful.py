@@ -1,4 +1,4 @@
-"""A process that listens, and that ends by itself when it is told to; what it serves is an application's."""
+"""An HTTP server for an application that drains its open requests before it exits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from octavo.http.service import HttpService
 
 logger = logging.getLogger(__name__)
-_SLOW_READER_S = 10  # after the last event was handed over
-_LOOK_S = 0.1  # whether there was a second signal
+_SLOW_READER_S = 10  # for sending, after the last event was handed over
+_LOOK_S = 0.1  # between looks for a second signal
 
 
 class GracefulServer(uvicorn.Server):
-    """Refuses what is new and ends open requests with a last event each before its process leaves.
+    """Shuts down gracefully: refuses new requests and ends each open one with a last event, then exits.
 
-    A second signal leaves at once. SIGHUP reads the API keys and the certificate anew. Without an engine it leaves as
-    well, where no request will ever be taken again: nobody but who starts it anew can help then.
+    A second signal exits immediately. SIGHUP reads the API keys and the certificate again. The server also exits if it
+    can never take a request again (`HttpService.is_dead`), because only a restart helps then.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -40,31 +40,31 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Take a signal in; none of them kills the process from outside."""
+        """Begin the shutdown; a second signal forces it. uvicorn's version would raise the signal again at the end."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Install the SIGHUP handler, start the service and listen."""
         if hears_hang_up():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # the signal may have come since they were read
+            self.reload()  # a SIGHUP since they were read was ignored
         await self._service.start()
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell whether it is time to leave; uvicorn asks ten times a second."""
+        """Return True if the server must exit; uvicorn calls it ten times a second."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:
-        """Read the API keys and the certificate anew; what cannot be used stays as it was. Open connections go on."""
+        """Read the API keys and the certificate again; an invalid file changes nothing. Open connections continue."""
         config = self._service.config
         if config.api_keys_file is not None:
             self._service.reload()
         if config.ssl_certfile is None:
             return
         try:
-            check_certificate(config)  # a pair that does not match would spoil the one that is in use
+            check_certificate(config)  # loading a pair that does not match would damage the context in use
         except ConfigError as error:
             logger.error("the certificate stays as it was: %s", error)  # noqa: TRY400 - the error says all
         else:
@@ -72,7 +72,7 @@ class GracefulServer(uvicorn.Server):
             logger.info("the certificate was read anew")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let open requests end, and new ones hear that this server leaves; then stop listening."""
+        """Drain open requests while new ones are refused; then stop listening and close the service."""
         self.server_state.default_headers.append((b"connection", b"close"))  # of every answer from now on
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         while not (drain.done() or self.force_exit):
@@ -86,7 +86,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server of an application; `run(sockets=[...])` it with a socket of `bind`."""
+    """Make a server for an application; call its `run(sockets=[...])` with a socket from `bind`."""
     config = service.config
     http = partial(
         BoundedHttpProtocol,
@@ -100,11 +100,11 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
     return GracefulServer(
         uvicorn.Config(
             app,
-            log_config=None,  # one log for all
+            log_config=None,  # octavo's own log is used
             log_level=config.log_level,
             access_log=False,  # the audit log says more
-            loop="auto",  # uvloop where there is one
-            http=http,  # type: ignore[arg-type]  # whatever makes protocols
+            loop="auto",  # uvloop if it is installed
+            http=http,  # type: ignore[arg-type]  # any factory of protocols
             ws="none",
             proxy_headers=bool(config.forwarded_allow_ips),
             forwarded_allow_ips=list(config.forwarded_allow_ips),

@@ -1,6 +1,6 @@
-"""How a request says that one engine computes its prompt and another one its answer: three headers.
+"""Headers for a request of which one engine computes the prompt and another engine the answer.
 
-Bodies say nothing of it, so that whatever stands before the engines sends both the same body, whichever API it is.
+The body does not mention the transfer, so a router sends the same body to both engines, whatever its API.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SPELLED = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
-    """Return what a request's headers say; None where there is none of them.
+    """Parse the transfer headers of a request; return None if it has none of them.
 
-    headers: found by any spelling of their names. role: the engine's.
-    Raises `RequestError` for headers that say nothing clear, or that are for an engine of another role.
+    headers: a mapping that ignores the case of names. role: the engine's.
+    Raises `RequestError` for headers that are incomplete or invalid, or meant for an engine of another role.
     """
     given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
     if not given:
@@ -46,6 +46,6 @@ def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams 
 
 
 def kv_transfer_headers(params: KVTransferParams) -> dict[str, str]:
-    """Return the headers that say it."""
+    """Return the headers for `params`."""
     headers = {_ID: params.transfer_id, _ROLE: _PREFILL if params.is_prefill else _DECODE}
     return headers if params.source is None else {**headers, _SOURCE: params.source}

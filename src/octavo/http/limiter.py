@@ -1,6 +1,6 @@
-"""How much is taken in: who is let through at once, and when to come back who is not.
+"""Limits on open requests: admits each one, makes it wait, or refuses it with a time to retry.
 
-The place of a request is taken before anything is done for it, and given back when its answer is over.
+A request takes its place before any work is done for it, and gives it back when its answer is over.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """So many units a minute, and at most a minute's worth at once. It may go into debt, for what is counted later."""
+    """A token bucket of `per_minute` units a minute, which holds at most one minute's units.
+
+    Its level may become negative, because some units are counted only after they were used.
+    """
 
     def __init__(self, per_minute: float, now: float) -> None:
         self.per_minute = per_minute
         self._level, self._time = per_minute, now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return how long until `amount` can be taken, 0 for now; more than a minute's worth waits for a full one."""
+        """Return the seconds until `amount` units are available, or until the bucket is full if `amount` is larger."""
         missing = min(amount, self.per_minute) - self._fill(now)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take it, whatever is there."""
+        """Take `amount` units, even if fewer are available."""
         self._level = self._fill(now) - amount
 
     def _fill(self, now: float) -> float:
@@ -48,11 +51,12 @@ class Bucket:
 
 
 class Pool:
-    """Units of one thing that all share, and how many each tenant holds. limit: None for no end of them.
+    """Counts units of a resource that all tenants share, and the units that each tenant holds.
 
-    Where several tenants share it, one that holds some may hold at most its weight times as many as are free: after
-    Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch" (1998), so a flood of one
-    always leaves room for the others.
+    limit: total number of units; None: unlimited. If several tenants share the pool (`is_shared`), a tenant that holds
+    units may hold at most its weight times the number of free units. So one tenant's flood always keeps room free for
+    the other tenants. After Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch"
+    (1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -64,33 +68,36 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """How many nobody holds."""
+        """The number of units that no tenant holds."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return how many a tenant holds."""
+        """Return the number of units that a tenant holds."""
         return self._held[tenant.name]
 
     def room(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many more a tenant may take now; below 0 where it holds more than it might take.
+        """Return how many more units a tenant may take now; negative if it holds more than its share.
 
-        besides: what it holds for the same thing, which is not held against it.
+        besides: units that it holds already for the same request; they do not count against its share.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return how many more leave it its weight times the rest at most: half of what is free for a weight of 1."""
+        """Return the most units to take so that the tenant then holds at most its weight times the free rest.
+
+        For a tenant of weight 1 that holds none, that is half of the free units.
+        """
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Count units as a tenant's; whether there is room is for the caller to ask."""
+        """Count units as held by a tenant. The caller has checked that there is room."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Count them no more."""
+        """Release units of a tenant."""
         if not amount:
             return
         self._held[tenant.name] -= amount
@@ -101,13 +108,17 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait until some are given back."""
+        """Wait until units are given back."""
         await self._change.wait()
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """Who waits in a line. passed: units that others took since it is the first of its key, by its own weight."""
+    """One request for units that waits in a `Line`.
+
+    passed: units that later requests took while it was the first of its tenant, scaled by its tenant's weight over
+    theirs.
+    """
 
     tenant: Tenant
     amount: int
@@ -117,17 +128,17 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Whether as much as it asks for has gone to others meanwhile: room is kept for it now."""
+        """Return True if later requests took as many units as it asks for: room is now reserved for it."""
         return self.passed >= self.amount
 
 
 class Line:
-    """Who waits for room in a pool: first come, first served among those of one tenant.
+    """Requests that wait for room in a pool, first come, first served within a tenant.
 
-    Others may pass, who have not come in yet or who are first of another tenant, as long as they fit and until the
-    one they pass has been passed by as much as it asks for: a large one is not starved by small ones, and those are not
-    kept out by one that waits for long. After that no other of its tenant passes; other tenants leave it its room once
-    it waits for them alone, as its own tenant holds nothing.
+    A later request may overtake if it fits and if it is new or the first of another tenant. This ends when the
+    overtaken one has been passed by as many units as it requested. So small requests do not starve a large one, and a
+    large one does not block small ones for long. Then no request of its own tenant overtakes it any more. Those of
+    other tenants must keep room for it once its own tenant holds nothing, so that it waits only for other tenants.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -136,7 +147,7 @@ class Line:
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room for one who does not wait; False where it may not have it now."""
+        """Take room for a request that does not wait; return False if it may not have the room now."""
         own = self._waiters.get(tenant.name)
         if (own and own[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -144,7 +155,7 @@ class Line:
         return True
 
     async def take(self, tenant: Tenant, amount: int) -> None:
-        """Take room when it is its turn. Who is cancelled meanwhile has taken nothing."""
+        """Wait for room in turn and take it. A cancelled call has taken nothing."""
         waiter = _Waiter(tenant, amount, self._num_waited, asyncio.get_running_loop().create_future())
         self._num_waited += 1
         self._waiters.setdefault(tenant.name, deque()).append(waiter)
@@ -155,31 +166,31 @@ class Line:
             if waiter.granted.cancelled():
                 self._remove(waiter)
                 self.serve()
-            else:  # it was its turn just now
+            else:  # the room was granted just before
                 self.give_back(tenant, amount)
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Give room back to the pool, and what is free to those who wait."""
+        """Give room back to the pool, and grant free room to waiting requests."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
     def serve(self) -> None:
-        """Let in who may come in now, the longest waiting first."""
+        """Grant room to all requests that may take it now, the longest waiting first."""
         while (waiter := next(filter(self._is_served, self._heads()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
             waiter.granted.set_result(None)
 
     def _heads(self) -> list[_Waiter]:
-        """Return the first of each tenant, the longest waiting first."""
+        """Return the first waiter of each tenant, the longest waiting first."""
         return sorted((waiters[0] for waiters in self._waiters.values()), key=lambda waiter: waiter.number)
 
     def _is_served(self, waiter: _Waiter) -> bool:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Tell whether there is room that is not kept for one of another tenant who came before `number`."""
+        """Return True if there is room that is not reserved for another tenant's waiter from before `number`."""
         if amount > self._pool.room(tenant):
             return False
         left = self._pool.num_free - amount
@@ -195,7 +206,7 @@ class Line:
             head.passed += amount * head.tenant.weight / tenant.weight
 
     def _passed(self, number: int) -> list[_Waiter]:
-        """Return the first of each tenant who came before `number`."""
+        """Return the first waiter of each tenant, if it came before `number`."""
         return [waiters[0] for waiters in self._waiters.values() if waiters[0].number < number]
 
     def _remove(self, waiter: _Waiter) -> None:
@@ -207,7 +218,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Account:
-    """The rates of a tenant."""
+    """The rate limits of a tenant; None: unlimited."""
 
     requests: Bucket | None
     tokens: Bucket | None
@@ -215,9 +226,10 @@ class _Account:
 
 @dataclass(slots=True)
 class Permit:
-    """The place of one HTTP request: so many output streams of a tenant. Given back once, however often it is left.
+    """The place of one HTTP request: `num_streams` output streams of a tenant. Later calls of `leave` do nothing.
 
-    is_in: one of its prompts has had room, so that those behind it are not refused any more: they wait.
+    is_kept: a stream gives the place back, not the `with` block.
+    is_in: one of its prompts got room. Its further prompts are not refused any more: they wait.
     """
 
     tenant: Tenant
@@ -226,10 +238,10 @@ class Permit:
     is_kept: bool = False
     is_in: bool = False
     _is_left: bool = False
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its prompts
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # its prompts get room one after another
 
     def __enter__(self) -> Self:
-        """Give it back when the block ends, unless a stream keeps it (`is_kept`), whose duty it is then."""
+        """Give the place back when the block ends, unless a stream keeps it (`is_kept`) and gives it back."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -237,36 +249,37 @@ class Permit:
             self.leave()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Take room for a prompt that waits, to be given back with `release_tokens`.
+        """Take room for the tokens of a waiting prompt; `release_tokens` gives it back.
 
-        Raises `QueueFullError` where there is none for the first prompt, `RequestError` for one that never fits.
+        Raises `QueueFullError` if there is no room for the first prompt, `RequestError` for a prompt that never fits.
         """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Give the room of a prompt back: it does not wait any more."""
+        """Give back the room of a prompt that does not wait any more."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens that were read or written for it."""
+        """Count tokens, read or written for the request, against the tenant's rate."""
         self._limiter.charge(self.tenant, num_tokens)
 
     def leave(self) -> None:
-        """Give it back."""
+        """Give the place back."""
         if not self._is_left:
             self._is_left = True
             self._limiter.leave(self)
 
 
 class RequestLimiter:
-    """Counts what is open; belongs to the event loop.
+    """Limits the open requests of all tenants. Used on one event loop only.
 
-    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which no output was told
-    yet, and `line` who waits for room among them; body_bytes: of bodies that arrive. What a request can never have is a
-    `RequestError`, what it may have later a `QueueFullError` with the seconds to wait.
+    streams: output streams that run or wait. waiting_tokens: tokens of prompts that have no output yet.
+    line: requests that wait for room in `waiting_tokens`. body_bytes: bytes of bodies that arrive.
+    A demand that can never be met raises `RequestError`. One that can be met later raises `QueueFullError` with the
+    seconds to wait.
     """
 
     def __init__(
@@ -283,12 +296,12 @@ class RequestLimiter:
         self.line = Line(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # when, and of how many streams
+        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # (time, number of streams)
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request of which only the headers are known. Raises what would refuse the smallest."""
-        account = self._account(tenant)  # perhaps a new one, whose times begin now
+        """Count a request of which only the headers are known. Raises if even the smallest request would be refused."""
+        account = self._account(tenant)  # before `now`: a new account's times begin when it is made
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -296,10 +309,11 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for a request that has begun: all of them, or none.
+        """Take places for a request that has begun.
 
-        at_least: with fewer it can be served, too, one part after another. It takes a multiple of that then, and no
-        more than its share of what there is. Raises `RequestError`, `RateLimitError` and `QueueFullError`.
+        at_least: the number of streams that suffices to serve the request part after part. The request then takes a
+        multiple of it, at most `num_streams`, its tenant's limit and its tenant's share. None: all or none.
+        Raises `RequestError`, `RateLimitError` and `QueueFullError`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -312,12 +326,12 @@ class RequestLimiter:
     def leave(self, place: Permit) -> None:
         """Give places back."""
         self.streams.give_back(place.tenant, place.num_streams)
-        if place.is_in:  # else it was refused, or had its text counted: that says nothing of how fast answers end
+        if place.is_in:  # else it had no answer (it was refused, or only counted): no measure of how fast answers end
             self._endings.append((self._clock(), place.num_streams))
             self._has_ended = True
 
     async def hold_tokens(self, place: Permit, num_tokens: int) -> None:
-        """Take room for a prompt of a place: see `Permit.hold_tokens`."""
+        """Take room for a prompt; see `Permit.hold_tokens`."""
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(
@@ -335,16 +349,16 @@ class RequestLimiter:
             )
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Count a tenant's tokens."""
+        """Count tokens against the tenant's rate."""
         tokens = self._account(tenant).tokens
         if tokens is not None:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Go on with these tenants; what they have open stays counted, their rates begin anew where they changed."""
+        """Use these tenants and their limits from now on. Open requests stay counted; only changed rates start anew."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
-        self.line.serve()  # as shares are others now
+        self.line.serve()  # shares have changed
         for tenant in tenants:
             account = self._account(tenant)
             account.requests = self._bucket(account.requests, tenant.requests_per_minute)
@@ -364,7 +378,7 @@ class RequestLimiter:
         return present if present and present.per_minute == per_minute else Bucket(per_minute, self._clock())
 
     def _check(self, tenant: Tenant, num_streams: int, now: float) -> None:
-        """Raise where so many streams cannot be opened, now or ever."""
+        """Raise if the tenant cannot open so many streams, now or ever."""
         for limit, whose in ((tenant.max_concurrency, "this key"), (self.streams.limit, "this server")):
             if limit is not None and num_streams > limit:
                 raise RequestError(
@@ -396,11 +410,11 @@ class RequestLimiter:
             raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Return when so many of what is open will have ended, at the rate of the last minute's endings."""
+        """Return the seconds until `num_ahead` open streams have ended, by the rate of the last minute."""
         while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # what ended with the first one took longer than is known
+        (first, _), *later = self._endings  # the first one only marks the start of the measured time
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

@@ -1,6 +1,7 @@
-"""What a server does before it has a model: its address, its files, its connections. Loads no framework.
+"""Checks and sockets of a server before it has a model. Loads no web framework.
 
-`octavo serve` finds what is wrong of these before the engine starts; the application is imported while that loads.
+So `octavo serve` finds errors in address and files before the engine starts, and imports the application while the
+engine loads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from octavo.errors import ConfigError
 from octavo.http.tenants import Keyring
 
-if sys.platform != "win32":  # where there are no such limits
+if sys.platform != "win32":  # Windows has none of these
     import fcntl
     import resource
     import termios
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-PROBE_CONNECTIONS = 32  # beside them, for those who only ask whether the server lives
-# Answers wait for their reader once so much of them is unsent in the system or a little more, and so much here.
+PROBE_CONNECTIONS = 32  # in addition, for health checks only
+# An answer waits for its reader once about so many bytes are unsent in the system and as many in this process.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4  # of C
-_GONE = (OSError, ValueError)  # of a closed socket, as asyncio and uvloop say it
+_GONE = (OSError, ValueError)  # raised for a closed socket by asyncio and by uvloop
 _BACKLOG = 2048
-_LEAVE_S = 10.0  # in which an engine is told to end
-_OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
+_LEAVE_S = 10.0  # for ending the engine
+_OWN_FILES = 256  # open files that are no connections: of libraries, of the engine's sockets, read by requests
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
-    """Raise `ConfigError` for an address that others can reach while no key is asked for."""
+    """Raise `ConfigError` for an address that other machines can reach without an API key, unless `insecure`."""
     if not config.asks_for_key and not insecure and not is_loopback(host):
         raise ConfigError(
             f"host {host!r} can be reached from other machines and no API key is set: give --api-keys FILE, --api-key "
@@ -55,29 +56,30 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for a file of API keys or a certificate that cannot be used."""
+    """Raise `ConfigError` for an invalid file of API keys or an invalid certificate."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
 
 
 def check_certificate(config: AccessConfig) -> None:
-    """Raise `ConfigError` for a certificate, or its key, that cannot be used."""
+    """Raise `ConfigError` if the TLS certificate or its key cannot be used."""
     if config.ssl_certfile is None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # of the files, or of what is in them
+    except OSError as error:  # also for invalid content: ssl.SSLError is an OSError
         files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
         raise ConfigError(f"the certificate for TLS and its key cannot be used ({files}): {error}") from None
 
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Hear signals while no server does that itself; in another thread than the first nothing is done.
+    """Handle signals until the server does so itself. Does nothing outside of the main thread.
 
-    SIGHUP does nothing: the server will read keys and certificate anyway, and it would kill. SIGTERM ends the process,
-    also the first one of a container, which the system lets live on where it does not ask for the signal.
+    SIGHUP is ignored: its default would kill the process, and the server reads keys and certificate later anyway.
+    SIGTERM ends the process, also the first process of a container, for which the system ignores a signal without a
+    handler.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -92,19 +94,19 @@ def hearing_signals() -> Iterator[None]:
 
 
 def _leave(*_: object) -> NoReturn:
-    last = threading.Timer(_LEAVE_S, os._exit, [0])  # a download joins its threads, which go on until it is over
+    last = threading.Timer(_LEAVE_S, os._exit, [0])  # leaving a download would wait until its threads have finished
     last.daemon = True
     last.start()
     raise SystemExit(0)
 
 
 def hears_hang_up() -> bool:
-    """Tell whether there is a SIGHUP, and this thread can hear it."""
+    """Return True if the system has SIGHUP and this thread can handle it."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return True if only this machine can reach an address."""
     if host in LOOPBACK_NAMES:
         return True
     try:
@@ -114,13 +116,13 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address, at which nobody is let in before `open_door`. Raises `ConfigError` where another has it.
+    """Bind a socket to an address. It refuses connections until `open_door`. Raises `ConfigError` if that fails.
 
-    Until then connections are refused, so that a proxy goes on to another server while this one loads its model.
-    "::" is every address of this machine, those of IPv4 too. The system is told to take little of what a client does
-    not read, where it can be (Linux): it would take megabytes. It is not told to end connections that take nothing
-    (TCP_USER_TIMEOUT): Linux ends those with it, too, whose reader takes less than it is sent, as the time goes on from
-    the first full window; `BoundedHttpProtocol` looks itself.
+    host: "::" is every address of this machine, IPv4 included.
+    Connections are refused so that a proxy tries another server while this one loads its model. On Linux the system is
+    told to buffer few unsent bytes for a slow reader, because it would buffer megabytes. TCP_USER_TIMEOUT is not set:
+    its time runs from the first full window, so Linux would also end connections whose reader is only slower than the
+    sender. `BoundedHttpProtocol` checks readers itself.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -131,16 +133,16 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections have it, too
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections inherit it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind in a way that another server, which loads a model as well, is refused the address.
+    """Bind so that a second server cannot bind the same address while this one loads its model.
 
-    Linux gives an address to several sockets that all allow it (SO_REUSEADDR) as long as none of them listens. So it is
-    allowed only to bind beside connections of a server that was here before and that linger.
+    Linux lets several sockets with SO_REUSEADDR bind one address as long as none of them listens. So the option is set
+    only for a moment, and only if lingering connections of an earlier server block the address.
     """
     try:
         sock.bind((host, port))
@@ -153,8 +155,8 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 
 def open_door(sock: socket.socket) -> None:
-    """Let connections come. Raises `ConfigError` where another server was faster."""
-    if sys.platform != "win32":  # connections inherit it, and linger: the next server must be able to bind beside them
+    """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
+    if sys.platform != "win32":  # connections inherit it and may linger: the next server must be able to bind then
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -164,10 +166,10 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return how much of what was sent on a connection has arrived, TLS and all; None where the system does not say.
+    """Return the number of sent bytes of a connection that have arrived, TLS overhead included; None if unknown.
 
-    It says nothing of a connection that is gone, and systems other than Linux of none. tcpi_bytes_acked of tcp_info
-    (linux/tcp.h): what waits in this process says nothing of it under TLS, whose layers have buffers of their own.
+    Unknown for a closed connection, and on systems other than Linux. Read from tcpi_bytes_acked of tcp_info
+    (linux/tcp.h), because with TLS the bytes that wait in this process say nothing: its layers have own buffers.
     """
     if sys.platform != "linux" or sock is None:
         return None
@@ -179,9 +181,9 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return how much of what the system was given on a connection has not arrived yet (SIOCOUTQ of tcp(7), Linux).
+    """Return the number of bytes of a connection that the system has and that have not arrived (SIOCOUTQ of tcp(7)).
 
-    0 of a connection that is gone, and on other systems.
+    0 for a closed connection, and on systems other than Linux.
     """
     if sys.platform != "linux" or sock is None:
         return 0
@@ -193,16 +195,16 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Let the system keep nothing of a connection for its reader once it is closed."""
+    """Make the system drop the unsent bytes of a connection when it is closed."""
     if sock is not None:
         with contextlib.suppress(*_GONE):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise this process's soft limit of open files as far as so many connections need; return how many fit.
+    """Raise this process's soft limit of open files for so many connections, and return how many connections fit.
 
-    files_each: that a connection takes. Warns where these are fewer.
+    files_each: number of files for each connection. Logs a warning if fewer connections fit.
     """
     if sys.platform == "win32":
         return num_connections

@@ -1,4 +1,4 @@
-"""GET /metrics: how many requests were answered and refused, next to what a collector of the process reads."""
+"""The figures of GET /metrics: counts of answered and refused requests, and those of a collector."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
+        """Count an answered request. handler: the route's path, so that clients cannot create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
+        """Count a request that was refused or cut off. reason: that of its `HttpError`."""
         self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Return all figures in the format that the client prefers, and its content type."""
+        """Return all figures in the format that the client prefers, and the content type. accept: the header."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make a family of gauges. text: what they are. values: the values of the labels, and the number, of each."""
+    """Make a family of gauges. text: their description. values: for each gauge its labels' values and its number."""
     return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 

@@ -1,8 +1,8 @@
-"""Which names the server answers to, and which pages may use it from a browser.
+"""Checks of Host and Origin: the names that the server answers to, and the pages that may use it from a browser.
 
-A page of any origin can make a browser send a POST to a server on the same machine, and a name of its own choice can be
-made to mean 127.0.0.1 (DNS rebinding): so a browser's Origin must be known, and so must, on loopback, the Host. Probes
-ask for a server's health by its address: that is told under any Host.
+A page of any origin can make a browser send a POST to a server on the same machine. It can also make a name of its own
+resolve to 127.0.0.1 (DNS rebinding). So a browser's Origin must be known and, on loopback, the Host too. Health checks
+are answered under any Host, because probes use the server's address.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class OriginMiddleware:
-    """Answers 403 to a page of an unknown origin, 421 under a name that is not the server's, and 400 under none or two.
+    """Answers 403 for an unknown Origin, 421 for an unknown Host, and 400 for no Host or several.
 
-    hosts: the names to answer to, without ports; None for any. origins: those that may ask, like "https://example.org",
-    beside the server's own; "*" for any.
+    hosts: the names to answer to, without ports; None: any name. origins: the permitted origins in addition to the
+    server's own, like "https://example.org"; "*": any origin.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:
@@ -32,7 +32,7 @@ class OriginMiddleware:
         self._hosts, self._origins = hosts, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is allowed."""
+        """Pass on permitted requests."""
         error = self._error(scope) if scope["type"] == "http" else None
         app = self.app if error is None else OPENAI.response(error)
         await app(scope, receive, send)
@@ -55,7 +55,7 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 
 def _name(host: str) -> str | None:
-    """Return the name without its port; None where anything in it could be read as more than these two."""
+    """Return the name in a Host header, without the port; None if the value has more than these two parts."""
     if set(host) & set("/\\@?#, \t"):
         return None
     try:

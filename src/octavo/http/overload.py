@@ -1,7 +1,4 @@
-"""Refuses requests to a full server before their bodies are read.
-
-Each POST to a route of the model is counted when its headers arrive.
-"""
+"""Refuses requests to a full server before their bodies are read: a request is counted when its headers arrive."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Counts requests, also those whose bodies never come, and refuses those that would not even get one place.
+    """Counts requests when their headers arrive, and refuses those that would not get even one place.
 
-    That costs a fraction of a route, which asks again, for as many places as the request has streams.
-    begin: counts a request of a tenant, or raises why it cannot be taken. routes: those that `Routes.find` finds take a
-    place (`octavo.http.limiter.Permit`), and their APIs spell a refusal.
+    This is much cheaper than a route, which later takes as many places as the request has streams.
+    begin: counts a request of a tenant, or raises the reason to refuse it. routes: only POST requests to routes that
+    `Routes.find` finds take a place (`octavo.http.limiter.Permit`); the route's API spells a refusal.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:
@@ -32,7 +29,7 @@ class OverloadMiddleware:
         self._begin, self._routes = begin, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may have room."""
+        """Pass on requests that may get a place."""
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         if is_post and (route := self._routes.find(scope["path"])) is not None:
             try:

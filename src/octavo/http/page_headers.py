@@ -1,6 +1,6 @@
 """Headers of the server's own pages."""
 
-# Nothing but the page's own files runs, whatever a model, a prompt or a request's id may say.
+# Only the server's own files may run, even if a model's text, a prompt or a request's id contains code.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
 _OLDER = ("/get_server_info",)
-# What a key without `read_metrics` may not do.
+# Actions that need a key with `read_metrics`.
 _SETTINGS = "read the server's settings: that takes read_metrics"
 METRICS, DASHBOARD = "read the metrics, which tell of all keys", "see the dashboard, which tells of all keys"
-_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # the dashboard's, which shows requests of all keys
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows requests of all keys
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One route.
 
-    path: with parameters as in Starlette. aliases: older paths of the same route.
+    path: its path, with parameters as in Starlette. aliases: older paths of the same route.
     endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`.
-    api: the API whose spelling of errors, streams and counts it uses.
+    api: the API that defines its spelling of errors, streams and counts.
     work: the work for a request: "answer", a model writes text; "vectors", a model turns texts into vectors; "count",
-    texts are only read. Such requests have a body, take a place, count as their tenant's, and the router balances
-    them. "": none of that.
+    texts are only read. Such requests have a body, take a place, count for their tenant, and are balanced by the
+    router. "": none of that.
     methods: the OpenAPI document has the first one.
     operators: an action such as "read the metrics": a key without `read_metrics` may not do it here. "": any key may.
     is_described: whether the OpenAPI document has the route.
@@ -50,7 +50,7 @@ class Route:
 
 
 class Routes:
-    """A table of routes. Starlette asks them in this order; the router finds them by their exact paths."""
+    """A table of routes. Starlette tries them in this order; the router finds them by their exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -61,7 +61,7 @@ class Routes:
         return iter(self._routes)
 
     def find(self, path: str) -> Route | None:
-        """Return the route with a body at a path; its requests take a place. None if there is none."""
+        """Return the route with `work` at a path, whose requests take a place; None if there is none."""
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
@@ -70,7 +70,7 @@ class Routes:
         return api_below(path) if route is None else route.api
 
     def is_for_operators(self, path: str) -> bool:
-        """Whether a route shows figures of all keys, or how the server was started: it needs `read_metrics`."""
+        """Return True if a path shows figures of all keys or the server's settings, and so needs `read_metrics`."""
         return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
 
 
@@ -104,7 +104,7 @@ ROUTES = Routes(
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
     Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
     Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),
-    Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers ask by HEAD
+    Route("/health", "operating:health", OPERATOR, methods=_PROBE),  # `wget --spider` and some balancers use HEAD
     Route("/ready", "operating:ready", OPERATOR, methods=_PROBE),
     Route("/version", "operating:version", OPERATOR, methods=_GET),
     Route("/openapi.json", "openapi:openapi", OPERATOR, methods=_GET),

@@ -1,4 +1,4 @@
-"""The state that an application's routes share: its keys, its limits, its counts, and whether it is shutting down."""
+"""The state that an application's routes share: keys, limits, counts, and whether it is shutting down."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class HttpService(ABC):
-    """What server and router have in common. Used on one event loop only.
+    """The common base of the server's and the router's services. Used on one event loop only.
 
     num_bodies: number of bodies of the largest size that may be held at once. max_waiting_tokens: see `RequestLimiter`.
     collector: reads the figures of the engine or engines.
@@ -53,7 +53,7 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """Whether no request will ever be taken again."""
+        """True if no request can ever be taken again."""
 
     @abstractmethod
     def check_engine(self) -> None:
@@ -61,7 +61,7 @@ class HttpService(ABC):
 
     @abstractmethod
     def _keys_changed(self) -> None:
-        """Act on a new keyring: end the open requests whose tenant is no longer present, with `key_removed`."""
+        """React to a new keyring: end open requests of tenants that are not present any more with `key_removed`."""
 
     @abstractmethod
     async def _idle(self) -> None:
@@ -72,7 +72,7 @@ class HttpService(ABC):
         """End all open requests with an error; called once, at shutdown."""
 
     async def start(self) -> None:  # noqa: B027 - a server's engine runs already
-        """Begin what runs next to requests, once the event loop runs."""
+        """Start background tasks. Called when the event loop runs."""
 
     def close(self) -> None:
         """Send the last spans, after the last connection is closed; may block for a while."""
@@ -95,7 +95,7 @@ class HttpService(ABC):
         return tenant if self.keyring is None else self.keyring.named(tenant.name)
 
     def reload(self) -> None:
-        """Read the file of keys again. An invalid file changes nothing. Requests whose key was removed are ended."""
+        """Read the file of keys again. An invalid file changes nothing. Open requests of removed keys are ended."""
         try:
             self._read_keys()
         except ConfigError as error:
@@ -124,5 +124,5 @@ def server_closing() -> ServerClosingError:
 
 
 def key_removed() -> AuthenticationError:
-    """Make the error of an open request whose key was removed."""
+    """Make the error of an open request after its key was removed."""
     return AuthenticationError("the API key of this request was taken away")

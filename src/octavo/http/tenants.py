@@ -1,16 +1,16 @@
-"""Who may ask, and for how much: API keys from a file, each a tenant with limits and a share of its own.
+"""API keys from a file: each key is a tenant with its own limits and share.
 
     [keys.alice]
     sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
-    previous_sha256 = "2c26b46b..."   # the key before it, which `octavo keys rotate FILE alice` leaves open for a while
+    previous_sha256 = "2c26b46b..."   # the key before it: `octavo keys rotate FILE alice` keeps it valid for a while
     weight = 2.0                      # twice the share of a key of weight 1, under the fair policy
-    max_concurrency = 16              # output streams open at once
+    max_concurrency = 16              # output streams open at the same time
     requests_per_minute = 600
     tokens_per_minute = 100000
-    share_prefix_cache = true         # else nobody can tell from an answer's speed what others have asked
-    read_metrics = true               # else /metrics, which tells of all keys, is closed to it
+    share_prefix_cache = true         # false: other keys cannot infer its prompts from the speed of their answers
+    read_metrics = true               # false closes /metrics, which covers all keys, to this key
 
-Keys are random and long, so that a plain SHA-256 keeps them; they stand nowhere else.
+Keys are long and random, so a plain SHA-256 protects them. The keys themselves are stored nowhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Whose requests these are. name "" is everybody, where nobody is told from another. None: no limit of its own."""
+    """An owner of requests, with its limits; None: no limit of its own. name "": all clients, if none is identified."""
 
     name: str = ""
     weight: float = 1.0
@@ -53,15 +53,15 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """Return the salt of its prompts' blocks: who has another one finds none of them.
+        """Return the cache salt of its prompts' blocks, from the salt that a client asks for.
 
-        Its first words say whose it is, so whatever a client asks for cannot spell the salt of somebody else. Raises
-        `RequestError` for what is no salt.
+        A named tenant's salt has its name as prefix, or "shared" if it shares the prefix cache. So no client can ask
+        for a salt that equals another tenant's. Raises `RequestError` for an invalid salt.
         """
         check_salt(asked)
         if not self.name:
             return asked
-        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # of one length
+        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # all have one length
         if self.share_prefix_cache:
             return f"shared\0{own}" if own else None
         return f"key\0{self.name}\0{own}"
@@ -73,9 +73,10 @@ _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The keys that open the server. Found in a time that tells nothing about any of them.
+    """The valid keys. The time of a lookup reveals nothing about any of them.
 
-    A digest of the key is looked up under a secret of this process, so nobody knows which digests are near each other.
+    The index of a key is a keyed hash with a secret of this process, so a client cannot know which keys are close
+    to each other there.
     """
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
@@ -86,33 +87,33 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the ring that a server asks for; None where it asks nobody. Raises `ConfigError`."""
+        """Return the keys that a configuration requires; None if it requires none. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls.of_one(config.api_key)
 
     @classmethod
     def of_one(cls, key: str) -> Keyring:
-        """Return the ring of a single key that everybody shares."""
+        """Return a keyring of one key that all clients share."""
         return cls([(_digest(key.encode()), EVERYBODY)])
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
-        """Read a file of keys; an operator's is none of its tenants'.
+        """Read a file of keys. operator_key: one more key, for a tenant that no file can have.
 
-        Raises `ConfigError` with the place of what is wrong.
+        Raises `ConfigError` that names the place of the error.
         """
         operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
         return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
-        """Return whose key it is."""
+        """Return the tenant of a key; None if the key is unknown."""
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant of a name."""
+        """Return the tenant of a name; None if there is none."""
         return self._named.get(name)
 
     def _index(self, digest: bytes) -> bytes:
@@ -176,8 +177,8 @@ def _check(field: str, value: Any, place: str) -> None:
 def add_key(path: Path, tenant: Tenant) -> str:
     """Make a key for a tenant, add its digest and limits to a file, and return the key.
 
-    A missing file is created, for its owner alone. Raises `ConfigError` if the name exists, or the file cannot be read
-    or written.
+    A missing file is created, readable by its owner only. Raises `ConfigError` if the name exists, or if the file
+    cannot be read or written.
     """
     given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
     given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
@@ -224,7 +225,7 @@ def _new_key() -> tuple[str, str]:
 
 
 def _table(path: Path, tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the tables, of which one has this name. Raises `ConfigError` without one."""
+    """Return `tables`. Raises `ConfigError` if none of them has this name."""
     if name not in tables:
         raise ConfigError(f"{path} has no key of the name {name!r}")
     return tables
@@ -232,10 +233,10 @@ def _table(path: Path, tables: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def _changed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, and write them back. Comments, and all that does not change, stay as they are.
+    """Yield the tables of a file, and write them back with its comments and formatting.
 
-    Nothing is written if the block raises. The file is replaced at once, and keeps its owner and its mode. Raises
-    `ConfigError`, also without tomlkit.
+    Nothing is written if the block raises. The file is replaced atomically, and keeps its owner and mode. Raises
+    `ConfigError`, also if tomlkit is not installed.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -244,7 +245,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
 
     is_new, path = not path.exists(), path.resolve()
     if not is_new:
-        _read(path)  # says what is wrong
+        _read(path)  # raises an error that names the place
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
     yield tables
@@ -258,7 +259,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             beside.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # the server must be able to read it, also if root changes it
+            if hasattr(os, "chown"):  # so that the server can read it even if root changed it
                 os.chown(beside, before.st_uid, before.st_gid)
         beside.replace(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Limits of time of many connections, acted on one after another: others are served between where many end at once."""
+"""Timeouts of many connections. Expired ones act one after another, so that open connections are served in between."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SPACING_S = 0.002  # several times what a cut costs, with what its client costs who comes again
+SPACING_S = 0.002  # several times the cost of one timeout, including that of its client's next connection
 
 
 class Timeout:
-    """Something that is done when its time is over, unless it is cancelled before."""
+    """A call that is made when its time is over, unless it is cancelled before. Made by `TimeoutQueue.call_later`."""
 
     __slots__ = ("_act", "_queue", "_timer")
 
@@ -23,20 +23,20 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Let nothing be done, also where its time is over and its turn has not come."""
+        """Prevent the call, also if its time is over and it waits for its turn."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
     def act(self) -> None:
-        """Do it."""
+        """Make the call."""
         self._act()
 
 
 class TimeoutQueue:
-    """Acts on limits that are over: first come, first cut, at most one in a turn of the loop, `SPACING_S` apart.
+    """Runs expired timeouts in the order of their expiry, at most one in a turn of the event loop, `SPACING_S` apart.
 
-    A cut thus comes late by at most as many times `SPACING_S` (or turns of the loop, where those take longer) as
-    connections wait for theirs; each waits for one, and none that has ended keeps a turn. Used on one event loop only.
+    So a timeout is late by at most `SPACING_S` (or a turn of the loop, if that takes longer) for each expired one
+    before it. Cancelled timeouts take no turn. Used on one event loop only.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class TimeoutQueue:
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Act when a time is over; the cut that is returned can be cancelled."""
+        """Call `act` after `seconds`, in its turn. Return the timeout, which can be cancelled."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Bound what is awaited inside. Raises `TimeoutError`."""
+        """Limit the time of the block. Raises `TimeoutError`."""
         async with asyncio.timeout(None) as limit:
             cut = self.call_later(seconds, lambda: limit.reschedule(0.0))
             try:
@@ -58,13 +58,13 @@ class TimeoutQueue:
                 cut.cancel()
 
     def take_in(self, cut: Timeout) -> None:
-        """Act on a cut whose time is over, in its turn."""
+        """Queue an expired timeout, and run it in its turn."""
         self._waiting[cut] = None
         if not self._is_pausing:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Forget a cut, if it waits for its turn."""
+        """Remove a timeout if it is queued."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

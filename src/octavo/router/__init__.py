@@ -1,1 +1,1 @@
-"""Many engines behind one address: which of them a request goes to, and what becomes of it when one is lost."""
+"""Serves many engines at one address: chooses an engine for each request, and retries if an engine is lost."""

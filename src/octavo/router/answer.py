@@ -1,4 +1,4 @@
-"""An engine's answer: parsed as its bytes arrive, bounded in time and size, handed to its reader."""
+"""An engine's HTTP answer: parsed as its bytes arrive, within limits of time and size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from octavo.router.connection import EngineConnection
 
-_MAX_HEADER_BYTES = 64 << 10  # also of chunk lines and trailers between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # of a body that the reader has not taken: more stays in the system's buffers
+_MAX_HEADER_BYTES = 64 << 10  # also for chunk lines and trailers between two pieces of a body
+_MAX_WAITING_BYTES = 256 << 10  # of a body that the reader has not taken: then reading from the socket pauses
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})  # they have no body
@@ -41,7 +41,7 @@ class SilentEngineError(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Bounds of an answer.
+    """Limits of an answer.
 
     first_byte_s: seconds from the end of the request to the end of the answer's headers. idle_s: seconds between two
     pieces of its body. max_bytes: size of a body that is read as a whole.
@@ -53,9 +53,10 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. Leaving its block gives the connection back, or closes it if the answer is not complete.
+    """An engine's answer. At the end of its `async with` block the connection is released for reuse, or closed.
 
-    The time in which the reader does not take what has arrived does not count as the engine's silence.
+    It is closed if the answer is not complete. Time in which the reader does not take arrived bytes does not count as
+    the engine's silence.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -64,7 +65,7 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken; before the headers: of the request
+        self._progress_at = self._loop.time()  # when the body was last taken; before the headers: when it was requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # since the last piece of the body
@@ -75,13 +76,13 @@ class Answer:
         self._is_reading, self._is_full = True, False
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle  # while it waits
+        self._timer: asyncio.TimerHandle  # set while the reader waits
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        del self._parser  # which holds this object
+        del self._parser  # breaks a reference cycle
         if self.is_over and self._keeps_alive:
             self._connection.release()
         else:
@@ -89,36 +90,33 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers for a client, in ASGI's form.
-
-        A stream's length is left out because an error event may be added to it.
-        """
+        """The headers for a client, in ASGI's form. A stream's length is omitted: an error event may be added to it."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
     @property
     def is_stream(self) -> bool:
-        """Whether it is a stream of events or lines that can be read: a compressed one cannot."""
+        """True for an uncompressed stream of events or lines."""
         return self.is_plain and self._content_type in {_EVENT_STREAM, _JSON_LINES}
 
     @property
     def is_plain(self) -> bool:
-        """Whether its body is not compressed."""
+        """True if the body is not compressed."""
         return self._header(b"content-encoding").lower() in {b"", b"identity"}
 
     @property
     def is_of_lines(self) -> bool:
-        """Whether each event of the stream is a line, as Ollama's are; else a blank line ends it."""
+        """True if each event of the stream is a line, as Ollama's are; otherwise a blank line ends an event."""
         return self._content_type == _JSON_LINES
 
     @property
     def is_json(self) -> bool:
-        """Whether it is JSON."""
+        """True if the body is JSON."""
         return self._content_type == b"application/json"
 
     @property
     def retry_after_s(self) -> float | None:
-        """Its `Retry-After` in seconds; None if there is none, or none that can be read."""
+        """Its `Retry-After` in seconds; None if there is none or it is invalid."""
         return retry_after_s(self._header(b"retry-after"))
 
     @property
@@ -136,7 +134,7 @@ class Answer:
             await self._more()
 
     async def next(self) -> bytes:
-        """Return the next bytes of the body as soon as there are any; b"" at the end. Raises `OSError`."""
+        """Wait for bytes of the body and return them; b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -151,7 +149,7 @@ class Answer:
         return body
 
     async def read_held(self) -> tuple[bytes, bool]:
-        """Return the body and True, or its beginning and False as soon as that exceeds the limit. Raises `OSError`."""
+        """Return the body and True, or, as soon as it exceeds the limit, its beginning and False. Raises `OSError`."""
         pieces: list[bytes] = []
         num_bytes = 0
         while num_bytes <= self._limits.max_bytes:
@@ -163,10 +161,10 @@ class Answer:
         return b"".join(pieces), False
 
     async def relay(self, take: Callable[[bytes], bool], room: Callable[[], Awaitable[None]]) -> None:
-        """Have the rest of the body taken as it arrives, in the call that reads it. Raises `OSError`.
+        """Pass the rest of the body to `take` as it arrives, in the callback that reads it. Raises `OSError`.
 
-        take: returns whether it takes more now; if it does not, nothing more is read until `room` has been awaited.
-        An error that it raises is raised here.
+        take: returns True if it can take more now. If it returns False, `room` is awaited before more is read.
+        Errors of `take` are raised here.
         """
         self._take = take
         try:
@@ -183,12 +181,12 @@ class Answer:
             self._take = None
 
     def give_up(self) -> None:
-        """Close the connection now: the rest is not wanted."""
+        """Close the connection now and discard the rest of the answer."""
         self._keeps_alive = False
         self._connection.close()
 
     async def _more(self) -> None:
-        """Wait until something has changed. Raises `SilentEngineError` if the engine makes no progress in time."""
+        """Wait for a change of state. Raises `SilentEngineError` if the engine makes no progress in time."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -204,7 +202,7 @@ class Answer:
         return self._progress_at + (self._limits.idle_s if self._is_begun else self._limits.first_byte_s)
 
     def _look(self) -> None:
-        """Fail if nothing has come for too long; else look again when that may be so."""
+        """Fail if the engine was silent for too long; else look again at the next possible time."""
         if self._loop.time() < self._silent_at:
             self._timer = self._loop.call_at(self._silent_at, self._look)
             return
@@ -236,7 +234,7 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # also if it follows the answer
+            self._keeps_alive = False  # also if the error comes after the answer
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:
@@ -250,7 +248,7 @@ class Answer:
         self._wake()
 
     def _hand_over(self) -> None:
-        """Pass waiting bytes to the taker of `relay`, unless it is full."""
+        """Pass waiting bytes to the `take` of `relay`, unless it is full."""
         if self._take is None or self._is_full or not self._pieces:
             return
         try:
@@ -261,7 +259,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End with the connection: some answers do."""
+        """Complete an answer that ends with its connection; fail any other one that is not complete."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:
@@ -281,12 +279,12 @@ class Answer:
     # --- for the parser -----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Let nothing follow an answer."""
+        """Refuse a second answer."""
         if self.is_over:
             raise AnswerError("two answers")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; trailers are left out."""
+        """Take a header; ignore trailers."""
         if self._is_begun:
             return
         self._num_header_bytes += len(name) + len(value)
@@ -295,7 +293,7 @@ class Answer:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Begin the answer, unless it is an interim one (1xx), which another one follows."""
+        """Begin the answer. An interim one (1xx) is skipped, because another one follows."""
         self.status = self._parser.get_status_code()
         if self.status in _INTERIM_STATUSES:
             self._headers.clear()
@@ -310,7 +308,7 @@ class Answer:
             self._refuse("its status is 204, which has no body, and its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # it has no body, although it may have a length
+        self.is_over = self._is_head  # the answer to HEAD has no body, although it may have a length
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 

@@ -1,4 +1,4 @@
-"""The headers of an engine's answer: which of them a client gets, and when it may come back."""
+"""The headers of an engine's answer: those that a client gets, and `Retry-After`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _MAX_DATE_BYTES = 64
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers without those of the connection, and without the engine's address.
+    """Return an answer's headers without those of the connection, and without the engine's address in `Location`.
 
-    headers: names in lower case. has_length: whether `Content-Length` is kept. A `Retry-After` that says neither
-    seconds nor a date is left out.
+    headers: names in lower case. has_length: keep `Content-Length`. An invalid `Retry-After` is dropped.
     """
     origin = engine_url.encode()
     named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
@@ -35,7 +34,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds that a `Retry-After` asks for, 0 for a date in the past; None if it cannot be read."""
+    """Return the seconds of a `Retry-After`, 0 for a date in the past; None if it is invalid."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None
@@ -43,7 +42,7 @@ def retry_after_s(value: bytes) -> float | None:
         return None
     try:
         date = parsedate_to_datetime(text.decode("latin-1"))
-    except (ValueError, OverflowError):  # the latter for a year that no C integer holds
+    except (ValueError, OverflowError):  # the latter for a year that exceeds a C integer
         return None
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""The router's own routes; all others are the engines'."""
+"""The router's own routes; all other routes are passed on to the engines."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class _ModelList(msgspec.Struct):
-    """OpenAI's, or Ollama's."""
+    """A list of models, as OpenAI's API (`data`) or Ollama's (`models`) has it."""
 
     data: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
 
 
 def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. With API keys, every route but /health and /ready needs one.
+    """Make the ASGI application. With API keys, every route except /health and /ready needs one.
 
-    routes: those of the engines.
+    routes: the engines' table of routes.
     """
     own = [
         Route("/health", _health),
@@ -57,7 +57,7 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
 
 
 def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server; `run(sockets=[...])` it with a socket of `bind`."""
+    """Make a server; call its `run(sockets=[...])` with a socket from `bind`."""
     return http_server(create_app(service), service, max_connections=max_connections)
 
 
@@ -77,9 +77,10 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 
 
 async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
-    """Tell the models of all engines, each once; an engine that does not answer is left out.
+    """Return the models of all ready engines, each once; an engine that does not answer is skipped.
 
-    field, key: where an API has them in an answer, and the name of each. more: what else stands in it.
+    field: the answer's field with the list of models. key: a model's field with its name. more: the answer's other
+    fields.
     """
     service.check_ready()
     ready = service.pool.ready()
@@ -98,7 +99,7 @@ async def _models(service: RouterService, field: str, key: str, more: dict[str, 
 
 
 def _cards(text: bytes, field: str, key: str) -> list[dict[str, Any]]:
-    """Return what an engine tells of its models; nothing where it is no list of them."""
+    """Return an engine's list of models; an empty list if its answer is invalid."""
     try:
         told = getattr(msgspec.json.decode(text, type=_ModelList), field)
     except msgspec.MsgspecError:

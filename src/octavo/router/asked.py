@@ -1,4 +1,4 @@
-"""What a request asks for, as far as a router has to know: read from its body without taking the prompt apart."""
+"""The parts of a request that a router needs, read from its body without parsing the prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from octavo.http.apis import APIS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BYTES_PER_TOKEN = 4  # of English; only loads are reckoned with it
-_USUAL_TOKENS = 256  # of an answer whose length is not limited
-_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: its first ones are small
-_MAX_PIECES = 4096  # behind these nobody looks: 4 MB
-_MAX_TOKENS = 1 << 17  # that an answer counts as; who asks for more is told so by the engine
+_BYTES_PER_TOKEN = 4  # of English; used only for estimates of load
+_USUAL_TOKENS = 256  # estimate for an answer without a limit
+_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: the first 128 are small
+_MAX_PIECES = 4096  # later bytes of a prompt are ignored: after 4 MB
+_MAX_TOKENS = 1 << 17  # most that an answer counts as; if a request asks for more, the engine refuses it
 _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
-_BLOCK_BYTES = 4096  # that are looked at at once
+_BLOCK_BYTES = 4096  # looked at in one go
 
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
@@ -30,12 +30,12 @@ _OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_
 
 
 def _nested(name: str) -> Any:
-    """Return the type of a nested object with the fields that matter here; it skips all others."""
+    """Return a type for a nested object that decodes only the fields used here."""
     paths = [path for path in (*_LIMITS, _DETAILS) if path[0] == name and len(path) > 1]
     return msgspec.defstruct(name.capitalize(), [(path[1], Any, None) for path in dict.fromkeys(paths)])
 
 
-# The fields of all APIs that matter here; the engine checks whether they are right, and all others.
+# The fields of all APIs that are used here. Their values are not checked: the engine checks the whole body.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
     **{path[0]: (Any if len(path) == 1 else _nested(path[0]) | None, None) for path in (*_LIMITS, _DETAILS)},
@@ -48,13 +48,16 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 @dataclass(frozen=True)
 class Asked:
-    """One request.
+    """What a request asks for.
 
-    prompt: what of its body stands for its prompt, not copied; one that goes on begins with the same bytes.
-    owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of all prompts and of each answer.
-    num_choices: answers to each of its prompts, num_streams: to all of them. session: what the policy affinity goes by.
-    scores_prompt: log probabilities of the prompt are asked for, so that all of it is computed whatever is in a cache.
-    is_answered: a model writes an answer; embeddings and counts have none.
+    prompt: the parts of the body that hold the prompt, not copied. A prompt that continues another one begins with the
+    same bytes.
+    owner: identifies the cache that it can use: model, salt and tenant, as JSON.
+    num_tokens: estimated tokens of all prompts. max_tokens: estimated tokens of each answer.
+    num_choices: number of answers to each prompt. num_streams: number of answers to all prompts.
+    session: the key of the policy "affinity"; None: no session.
+    scores_prompt: log probabilities of the prompt are requested, so all of it is computed in spite of any cache.
+    is_answered: a model writes an answer; False for embeddings and counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -70,12 +73,12 @@ class Asked:
 
     @cached_property
     def num_prompt_bytes(self) -> int:
-        """How long the prompt is."""
+        """Length of the prompt in bytes."""
         return sum(map(len, self.prompt))
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """The prompt's pieces: a hash of each with all that stands before it, and where each ends."""
+        """The prompt's pieces: for each a hash of it and all bytes before it, and the place of its end."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -97,7 +100,7 @@ class Asked:
 
 
 def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield where pieces begin and end, which depends on nothing but where they are; the rest is none."""
+    """Yield the bounds of each piece. They depend on the position only; an incomplete last piece is dropped."""
     start = 0
     for number in range(_MAX_PIECES):
         end = start + (_SMALL_PIECE if number < _SMALL_PIECES else _LARGE_PIECE)
@@ -110,7 +113,7 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
 def read_asked(
     body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
 ) -> Asked:
-    """Read a request. A body that is none of a known API's asks for nothing in particular. is_answered: see `Asked`."""
+    """Read a request. A body that cannot be decoded gives an `Asked` with the defaults. is_answered: see `Asked`."""
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
@@ -136,7 +139,10 @@ def read_asked(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt's fields behind one another, without what closes the last: then one that goes on is longer."""
+    """Return the prompt's fields in order, the last one without its closing characters.
+
+    Without them a prompt that continues another one begins with the same bytes.
+    """
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])
@@ -150,7 +156,7 @@ def _scores_prompt(read: Any) -> bool:
 
 
 def _opened(view: memoryview) -> memoryview:
-    """Return what stands before the quotes and brackets that close a field, a block at a time as there may be many."""
+    """Return a field without its closing quotes and brackets. Reads it block by block, because they may be many."""
     kept = b""
     while view and not kept:
         block = bytes(view[-_BLOCK_BYTES:])
@@ -160,7 +166,7 @@ def _opened(view: memoryview) -> memoryview:
 
 
 def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
-    """Return how many tokens a prompt may have; of ids, as many as there are."""
+    """Estimate a prompt's number of tokens; exact if the prompt consists of token ids."""
     return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
 
 
@@ -169,15 +175,15 @@ def _holds_ids(part: memoryview) -> bool:
 
 
 def _elements(part: memoryview) -> bytes:
-    """Return how the first element of a list begins; b"" where it is none."""
+    """Return the bytes from the first element of a list on; b"" if `part` is no list."""
     beginning = bytes(part[:_BLOCK_BYTES]).lstrip()
     return beginning[1:].lstrip() if beginning[:1] == b"[" else b""
 
 
 def _num_prompts(read: Any) -> int:
-    """Return to how many prompts an answer is asked for each: of completions and embeddings there may be a list."""
+    """Return the number of prompts; completions and embeddings may have a list of them."""
     given = read.prompt or read.input
-    if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, ids of one, or a conversation's items
+    if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, the ids of one, or a conversation's items
         return 1
     return len(msgspec.json.decode(given, type=list[msgspec.Raw]))
 

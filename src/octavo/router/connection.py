@@ -1,4 +1,4 @@
-"""A connection to an engine: it carries one request after another, and hands what arrives to the current answer."""
+"""A connection to an engine, for one request after another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Carries one request after another to an engine's address.
+    """Sends one request after another to an engine's address, and passes arriving bytes to the current `Answer`.
 
     on_idle: called when another request may be sent. on_lost: called when the connection is closed.
     """
@@ -28,25 +28,25 @@ class EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # asyncio's is wider
-        """Begin."""
+        """Keep the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Hand bytes to the answer; bytes that nobody asked for close the connection."""
+        """Pass bytes to the answer. Bytes without a request close the connection."""
         if self._answer is None:
             self.close()
         else:
             self._answer.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the answer."""
+        """Notify the owner and the answer."""
         self._on_lost(self)
         if self._answer is not None:
             self._answer.connection_lost(exc)
 
     @property
     def is_closing(self) -> bool:
-        """Whether no more requests can be sent."""
+        """True if no more requests can be sent."""
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Read what arrives, or leave it in the system."""
+        """Resume or pause reading; while it is paused, bytes stay in the system's buffers."""
         if self._transport.is_closing():
             return
         if is_reading:
@@ -72,7 +72,7 @@ class EngineConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def release(self) -> None:
-        """Be ready for another request."""
+        """Make the connection available for another request."""
         self._answer = None
         if not self._transport.is_closing():
             self._on_idle(self)

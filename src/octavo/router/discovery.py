@@ -1,4 +1,4 @@
-"""Which engines there are: named, in a file that may change, or under a name of DNS."""
+"""Finds the addresses of engines: from the command line, from a file that may change, or from a DNS name."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Says which engines there are."""
+    """A source of engine addresses."""
 
     async def urls(self) -> list[str]:
-        """Return their addresses now; where that cannot be found out, those that were there before."""
+        """Return the current addresses; if they cannot be found, the previous ones."""
         ...
 
 
 class NamedEngines:
-    """Those of the command line."""
+    """The engines of the command line."""
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = list(urls)
 
     async def urls(self) -> list[str]:
-        """Return them."""
+        """Return the addresses."""
         return self._urls
 
 
 class EnginesFile:
-    """A file with an address on each line; what stands behind # is none. Read again when it has changed.
+    """A file with an address on each line; text after # is a comment. It is read again when it has changed.
 
-    A file that cannot be read, or holds anything else, changes nothing and is told once.
+    An unreadable or invalid file changes nothing and is logged once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class EnginesFile:
         self._trouble = ""
 
     async def urls(self) -> list[str]:
-        """Return what stands in it."""
+        """Return the addresses in the file."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[str]:
@@ -68,13 +68,13 @@ class EnginesFile:
 
 
 def read_engines(path: Path) -> list[str]:
-    """Read a file of engines. Raises `ConfigError`, `OSError` and `UnicodeDecodeError`."""
+    """Return the addresses in a file. Raises `ConfigError`, `OSError` and `UnicodeDecodeError`."""
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [engine_url(line) for line in lines if line]
 
 
 class EnginesOfName:
-    """All addresses of a name, as Kubernetes has them for a headless Service."""
+    """All addresses of a DNS name, like that of a headless Service of Kubernetes."""
 
     def __init__(self, name_and_port: str) -> None:
         name, _, port = name_and_port.rpartition(":")
@@ -82,7 +82,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Ask for them. Where nobody answers they stay; a name that has none any more has no engines."""
+        """Resolve the name. Without an answer of DNS the addresses stay; a name without addresses has no engines."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Return all that the configuration names."""
+    """Make all sources that the configuration names."""
     sources: list[Source] = [NamedEngines(config.engines)]
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

@@ -1,4 +1,4 @@
-"""The engines that a router has: what is known of each, and what each is doing."""
+"""The engines of a router, with the known state and the load of each."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ _numbers = itertools.count()
 class Engine:
     """One engine.
 
-    open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
-    incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
-    what it told is no list. role: which part of requests it is for: prefill, decode or both. kv_transfer_port: where it
-    hands KV over directly, None: it does not. kv_format: what its KV depends on besides tokens, by name; None if the
-    engine did not publish it. prefills_from: when it may be asked for prompts again, on the event loop's clock.
-    num_paired: requests that it answers with KV of prompts that others compute; num_paired_in_vain: those without KV.
-    prompt_figures: how it got the KV of prompts, by its metrics; None: not known. num_sent_prompt_tokens: estimated
-    tokens of the prompts among num_sent_tokens. request_timeout_s: its limit of a request's time; None: not known.
+    is_member: the sources still name it. models: the names of its models; None: not known yet; empty: its answer was
+    no list. role: "prefill", "decode" or "both". incarnation: identifies a run of its process; None: not known yet.
+    kv_transfer_port: its port for direct transfers of KV; None: it has none.
+    kv_format: the properties that its KV depends on in addition to tokens, by name; None: it published none.
+    request_timeout_s: its time limit of a request; None: not known.
+    prompt_figures: counts of how it got the KV of prompts, from its metrics; None: not known.
+    prefills_from: time from which it may be asked for prefills again, on the event loop's clock.
+
+    open_tokens: tokens that this router sent or expects and that have not come back. other_tokens: estimated tokens
+    of requests from other clients of the engine. num_sent_prompt_tokens: estimated prompt tokens in num_sent_tokens.
+    num_paired: requests that it answers with KV of prompts that another engine computes. num_paired_in_vain: those of
+    them to which no KV came.
     """
 
     url: str
@@ -67,22 +71,22 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """How many tokens it has to do."""
+        """Estimated tokens that it still has to process."""
         return self.open_tokens + self.other_tokens
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds within which it ends a request by itself, with a margin."""
+        """Seconds after which it has ended any request by itself, with a margin."""
         limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
-        """Whether it may have a model of that name."""
+        """Return True if it may have a model of that name; also if its models are not known."""
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
 class EnginePool:
-    """All engines by address, and which of them a request goes to."""
+    """All engines by address. Chooses the engine for each request."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -90,7 +94,7 @@ class EnginePool:
         self.partners = Partners()
 
     def change(self, urls: Iterable[str]) -> tuple[list[Engine], list[Engine]]:
-        """Have these engines and no others; return who is new, and who has left: it ends what it has begun."""
+        """Replace the set of engines; return the new and the removed ones. A removed one finishes its open requests."""
         wanted = dict.fromkeys(urls)
         gone = [engine for url, engine in self.engines.items() if url not in wanted]
         for engine in gone:
@@ -107,13 +111,14 @@ class EnginePool:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds within which each engine ends a request by itself, with a margin."""
+        """Seconds after which every engine has ended any request by itself, with a margin."""
         return max((engine.ends_within_s for engine in self.engines.values()), default=ASSUMED_REQUEST_TIMEOUT_S)
 
     def choose(self, asked: Asked, tried: Sequence[Engine], failed: Collection[Engine] = ()) -> Engine | None:
-        """Return the engine for a request; None where none is left that could take it.
+        """Return the engine for a request; None if no untried engine can take it.
 
-        One of role prefill answers only where no other engine has the model, is ready and has not failed this request.
+        tried: engines that were asked already. failed: those of them that failed the request.
+        An engine of role prefill is chosen only if no other ready engine has the model and has not failed the request.
         """
         able = self._able(asked)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
@@ -124,13 +129,13 @@ class EnginePool:
         return able[0] if len(able) == 1 else self._policy.choose(asked, able)
 
     def _able(self, asked: Asked) -> list[Engine]:
-        """Return the ready engines that have a request's model; where no engine at all has it, anybody may say so."""
+        """Return the ready engines that have a request's model. If no engine has it, return all: any may refuse it."""
         able = [engine for engine in self.ready() if engine.serves(asked.model)]
         is_known = any(engine.models and engine.serves(asked.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
 
     def choose_prefill(self, asked: Asked, decode: Engine, now: float) -> Engine | None:
-        """Return the engine that computes a prompt for another one: the least loaded; None if there is none.
+        """Return the least loaded engine that can compute a prompt for `decode`; None if there is none.
 
         now: on the event loop's clock.
         """
@@ -145,11 +150,11 @@ class EnginePool:
         return least_loaded(able) if able else None
 
     def sent(self, asked: Asked, engine: Engine) -> float:
-        """Note that a request goes to an engine; return the share of its prompt that should be in its cache."""
+        """Record that a request goes to an engine; return the share of its prompt expected in the engine's cache."""
         return self._policy.sent(asked, engine)
 
     def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int | None) -> None:
-        """Note that a request is over, and what its engine said of it; None: nothing."""
+        """Record the end of a request and the counts that its engine reported; None: not reported."""
         share = None
         if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
@@ -158,17 +163,17 @@ class EnginePool:
         self._policy.ended(asked, engine, share)
 
     def forget(self, engine: Engine) -> None:
-        """Know nothing any more of an engine that has left or begun anew: its cache is empty."""
+        """Drop the records about an engine's cache after it was removed or restarted."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 
     def restarted(self, engine: Engine) -> None:
-        """Note that an engine begins anew."""
+        """Record that an engine has restarted."""
         engine.num_restarts += 1
         self.forget(engine)
 
     def lost(self, engine: Engine) -> None:
-        """Send an engine nothing more until it is ready again, and give up what it was doing."""
+        """Mark an engine as not ready, and end its open requests with `EngineLostError`."""
         engine.is_ready = False
         engine.other_tokens = 0
         for flight in list(engine.flights):

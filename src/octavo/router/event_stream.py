@@ -1,4 +1,4 @@
-"""A stream of events on its way to a client: only complete events are passed on."""
+"""Splits an engine's stream into events, so that a client gets only complete ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from octavo.router.usage import COUNTS_BYTES
 if TYPE_CHECKING:
     from octavo.router.flight import Share
 
-_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # of the end: the counts may stand in an event before the last
+_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # kept from the end: the token counts may be in an event before the last
 _BLANK_LINES = (b"\n\n", b"\n\r\n")
 _LONGEST_END = 3
 
 
 class EventStream:
-    """Splits a stream into complete events and counts them. first: how the first ones begin.
+    """Splits a stream into complete events and counts them in `share`.
 
-    is_of_lines: each event is a line; else a blank line ends it. max_bytes: size of an event. The time is linear in
-    the bytes that come, however they are split into pieces.
+    is_of_lines: each event is a line; otherwise a blank line ends it. max_bytes: the largest size of an event.
+    first: the beginning of the first events. The time is linear in the number of bytes for any split into pieces.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
@@ -34,8 +34,8 @@ class EventStream:
     def whole(self, piece: bytes) -> bytes:
         """Take the next bytes; return the events that they complete.
 
-        Blanks between two events pass at once, as signs of life. Raises `MalformedAnswerError` for an event above the
-        limit.
+        Blanks between two events are returned immediately: they show that the engine is alive. Raises
+        `MalformedAnswerError` for an event above the limit.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece
@@ -47,8 +47,8 @@ class EventStream:
         return piece
 
     def _completed(self, piece: bytes) -> bytes:
-        """Add bytes to the incomplete event; return all up to the last end of an event among them."""
-        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # where an end that these bytes complete can begin
+        """Add bytes to the incomplete event; return all bytes up to the end of the last complete event."""
+        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # the first place of an end that these bytes may complete
         self._rest += piece
         place = max(_end_of_last(end, self._rest, start) for end in self._ends)
         if not place:
@@ -69,7 +69,7 @@ class EventStream:
 
     @property
     def rest(self) -> bytes:
-        """The beginning of an event that is not complete."""
+        """The incomplete event at the end."""
         return bytes(self._rest)
 
     @property

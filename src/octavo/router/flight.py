@@ -1,4 +1,4 @@
-"""A request under way: the task that serves it, and whatever may end it from outside."""
+"""An open request of a client, and its share of an engine's load."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """One request of a client. is_begun: its client has heard something.
+    """One request of a client. Other tasks can end it with an error.
 
-    Whatever ends it is raised where it is served, in a block of `guarded`; the first that came counts.
+    is_begun: its answer has begun, so the client has received something. The first error given to `end` is raised in
+    the task that serves the request, inside a block of `guarded`.
     """
 
     __slots__ = ("_task", "_why", "asked", "is_begun", "tenant")
@@ -36,7 +37,7 @@ class Flight:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """End what is done for it now."""
+        """End the request with an error. Only the first call counts."""
         if self._why is None:
             self._why = why
             if self._task is not None:
@@ -44,14 +45,14 @@ class Flight:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Raise what ends it, inside of the block or where it begins."""
+        """Raise the error of `end` inside the block, or at its beginning."""
         self._task = asyncio.current_task()
         try:
             self._raise()
             yield
         except asyncio.CancelledError:
             if self._why is None or self._task is None:
-                raise  # the whole process ends
+                raise  # the task is cancelled from elsewhere: the process ends
             self._task.uncancel()
             self._raise()
         finally:
@@ -64,7 +65,7 @@ class Flight:
 
     @contextlib.contextmanager
     def limited(self, timeouts: TimeoutQueue, timeout_s: float | None) -> Iterator[None]:
-        """Let it take so many seconds in the block, or any time if None; then it ends with `DeadlineError`."""
+        """Limit the time of the block: after `timeout_s` seconds the request ends with `DeadlineError`. None: never."""
         if timeout_s is None:
             yield
             return
@@ -77,7 +78,7 @@ class Flight:
 
     @contextlib.asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:
-        """Look whether its client leaves, until the block is left: then it ends with `ClientDisconnect`."""
+        """During the block, end the request with `ClientDisconnect` if its client disconnects."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             yield
@@ -92,7 +93,7 @@ class Flight:
 
 
 class Share:
-    """What a request takes of an engine's load until it is over: what was sent less what came back."""
+    """A request's share of an engine's load: the tokens sent and expected, less those that came back."""
 
     __slots__ = ("_flight", "_num_left", "_num_prompt", "engine")
 
@@ -112,7 +113,7 @@ class Share:
         return self
 
     def came_back(self, num_events: int) -> None:
-        """Count so many events of a stream, each about a token; with the first the prompt is done."""
+        """Count events of a stream, each as one token. The first event shows that the prompt was computed."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

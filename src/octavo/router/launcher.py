@@ -1,4 +1,4 @@
-"""Who starts engines: nobody, or this process its own replicas. Others (many hosts) would stand beside these."""
+"""Launchers of engines: none, or replicas as child processes. A launcher for many hosts would be one more class."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONG_S = 60.0  # who has run for so long was well
-_MAX_FAILED_STARTS = 3  # in a row, of one that never ran for so long
+_LONG_S = 60.0  # a replica that has run for so long has started successfully
+_MAX_FAILED_STARTS = 3  # in a row
 _STOP_S = 15.0
-_FROZEN_TIMES = 8  # of silence, of 3 s each and with pauses by default: half a minute
+_FROZEN_TIMES = 8  # health checks without an answer, in a row; by default half a minute (3 s each, with pauses)
 
 
 class Launcher(Protocol):
-    """Runs engines while it is entered."""
+    """Runs engines during its `with` block."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether no engine of it will ever run."""
+        """True if none of its engines will ever run."""
         ...
 
     def reload(self) -> None:
-        """Have the engines read their API keys anew."""
+        """Make the engines read their API keys again."""
         ...
 
     def silent(self, url: str, num_times: int) -> None:
-        """Hear that an engine, which accepts connections, has said nothing so many times in a row."""
+        """Report that an engine accepts connections but did not answer so many times in a row."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -43,7 +43,7 @@ class Launcher(Protocol):
 
 
 class NoLauncher:
-    """Engines are started by others."""
+    """Engines are started elsewhere."""
 
     has_failed = False
 
@@ -51,7 +51,7 @@ class NoLauncher:
         """Do nothing."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Do nothing: whoever runs it looks after it."""
+        """Do nothing: the engine is supervised elsewhere."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,9 +61,10 @@ class NoLauncher:
 
 
 class LocalReplicas:
-    """Child processes of this one: they end with it, however that ends, and one that dies or freezes is started again.
+    """Child processes of this one. They end when it ends in any way; one that dies or freezes is restarted.
 
-    commands: one for each, by its address; its standard input ends when this process does. environment: of all.
+    commands: the command of each replica, by its address. A replica's standard input closes when this process ends.
+    environment: the variables of all replicas.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -74,16 +75,16 @@ class LocalReplicas:
 
     @property
     def has_failed(self) -> bool:
-        """Whether all of them have failed to start too often."""
+        """True if all replicas have failed to start too often."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """End one that will not go on by itself: then it is started again."""
+        """Kill a replica that has frozen; it is then restarted."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
     def reload(self) -> None:
-        """Have the replicas read their API keys anew, as this process has."""
+        """Make the replicas read their API keys again, as this process has."""
         for replica in self._replicas.values():
             replica.reload()
 
@@ -100,34 +101,34 @@ class LocalReplicas:
 
 
 class _Replica:
-    """One child, and the thread that waits for its end."""
+    """One child process, and the thread that waits for its end and restarts it."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
-        self._lock = threading.Lock()  # a child is started, or told to stop
+        self._lock = threading.Lock()  # held while a child is started or gets a signal
         self._thread = threading.Thread(target=self._run, name=f"octavo-replica-{index}", daemon=True)
         self._has_failed = False
 
     @property
     def has_failed(self) -> bool:
-        """Whether it does not run, and was never well."""
+        """True if it does not run now, and has failed too often or because of a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the child and keep it running."""
         self._thread.start()
 
     def tell_to_stop(self) -> None:
-        """Tell the child to end, and start it no more."""
+        """Send SIGTERM to the child, and do not restart it."""
         with self._lock:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
 
     def reload(self) -> None:
-        """Have the child read its API keys anew; one that is just started reads them anyway."""
+        """Make the child read its API keys again. A child that is just starting reads them anyway."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGHUP)
@@ -140,7 +141,7 @@ class _Replica:
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait for its end; one that does not end in time is killed."""
+        """Wait for the child's end; kill it if it does not end in time."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not end: it is killed", self._index)
@@ -156,14 +157,14 @@ class _Replica:
                 return
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
-            # a wrong option is wrong the next time as well
+            # statuses 1 and 2 mean a wrong option, which will be wrong at the next start, too
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d has ended with %d; it is started again in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _run_once(self) -> int | None:
-        """Run the child to its end; return its status, None where it was not to be started any more."""
+        """Run the child to its end; return its status, or None without starting it if the replica must stop."""
         with self._lock:
             if self._is_stopping.is_set():
                 return None
@@ -175,7 +176,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback address that nobody listens on, all different."""
+    """Return `count` different ports of the loopback address that are free now."""
     socks = [socket.socket() for _ in range(count)]
     try:
         for sock in socks:

@@ -1,4 +1,4 @@
-"""GET /metrics of a router: what it knows of its engines."""
+"""The figures of engines in GET /metrics of a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.router.engines import EnginePool
 
-# (attribute of Engine, name, what it says)
+# (attribute of Engine, name, description)
 _GAUGES = (
     ("is_ready", "router_engine_ready", "1 while an engine takes requests."),
     ("open_tokens", "router_open_tokens", "Tokens that were sent to an engine, or are to come of it, reckoned."),
@@ -36,7 +36,7 @@ _COUNTERS = (
 
 
 class RouterCollector(Collector):
-    """Reads the engines' figures whenever somebody asks."""
+    """Reads the engines' figures at each request for the metrics."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

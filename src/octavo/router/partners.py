@@ -1,4 +1,4 @@
-"""Which prefill engines may compute prompts for a decode engine: those with the same KV, whose blocks arrive."""
+"""Decides which prefill engines may compute prompts for a decode engine: those with the same KV that arrives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # so many requests in vain, one after another, and a pair pauses
+_VAIN_IN_A_ROW = 3  # requests without KV, one after another, after which a pair pauses
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # requests of a decode engine: its figures come every second
-_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, they came in vain
+_MAX_UNKNOWN = 1024  # requests of one decode engine; enough, as its figures are read every second
+_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, the request counts as one without KV
 _COMPUTED_SHARE = 0.5  # of a prompt's new tokens, which are estimated: if as many were computed, no KV came
 
 
@@ -35,8 +35,8 @@ class PromptFigures(NamedTuple):
 class _Pair:
     """State of a prefill and a decode engine.
 
-    differences: of their KV, as last logged. num_vain: requests in vain since the last one with KV. pause_s: length of
-    the last pause, which ends at resumes_at.
+    differences: of their KV, as last logged. num_vain: requests without KV since the last one with KV. pause_s: length
+    of the last pause, which ends at resumes_at.
     """
 
     differences: str = ""
@@ -63,8 +63,9 @@ class _Unknown:
 class Partners:
     """Compares engines' descriptions of their KV, and counts requests to which no KV came.
 
-    Two engines with different descriptions are never paired, because neither finds the blocks of the other. A pair
-    pauses after several requests in vain in a row, and twice as long after each further one. Both are logged once.
+    Two engines with different descriptions are never paired, because neither finds the other's blocks. A pair pauses
+    after `_VAIN_IN_A_ROW` requests without KV in a row, and for twice as long after each further one. Each is logged
+    once.
     """
 
     _pairs: dict[tuple[Engine, Engine], _Pair] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Partners:
                 self._note(each.prefill, decode, now, came=came)
 
     def forget(self, engine: Engine) -> None:
-        """Drop the state of an engine that left or restarted."""
+        """Drop the state of an engine that was removed or restarted."""
         for pair in [pair for pair in self._pairs if engine in pair]:
             del self._pairs[pair]
         self._unknown.pop(engine, None)

@@ -1,4 +1,4 @@
-"""The way of a request: to an engine, to another one if the first fails in time, and its answer back."""
+"""Passes requests to engines and their answers back to clients; retries with another engine if one fails in time."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_OK, _FULL, _NOT_SERVING = 200, 429, 503  # the last also of requests that were under way when an engine began anew
-_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
+_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take the request
 _NO_USAGE = Usage(None, None, 0)
-_MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
-_END_BYTES = 2 * COUNTS_BYTES  # of a large answer, where the counts may stand
+_MAX_FAILURES = 2  # engines that may fail a request: it is retried once
+_END_BYTES = 2 * COUNTS_BYTES  # kept from the end of a large answer, which may have the token counts
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
 
 
 class Proxy:
-    """The route of all requests that the router does not answer itself."""
+    """ASGI application for all requests that the router does not answer itself."""
 
     def __init__(self, service: RouterService, own_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """own_paths: paths that the router answers itself, by the methods that it knows. routes: the engines'."""
+        """own_paths: paths that the router answers itself: other methods get 405. routes: the engines' table."""
         self._service, self._routes = service, routes
         self._own_paths = frozenset(own_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. Its API spells an error; once an answer has begun, an error ends the connection."""
+        """Serve a request. Its API spells an error; after an answer has begun, an error ends the connection."""
         if scope["path"] in self._own_paths:
             raise HTTPException(405)
         request = Request(scope, receive)
@@ -71,7 +71,7 @@ class Proxy:
             await self._serve(request, send)
         except ClientDisconnect:
             if not request.state.is_begun:
-                await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # nobody reads it
+                await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # only for log and metrics
         except OctavoError as error:
             http_error = note_error(scope["state"], to_http(error))
             if not request.state.is_begun:
@@ -105,20 +105,20 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The answer of an engine that takes nothing now."""
+    """The answer of an engine that takes no requests now."""
 
     answer: Answer
     body: bytes
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds after which the engine may take something; infinite if it does not say."""
+        """Seconds after which the engine may take requests; infinite if it does not say."""
         told = self.answer.retry_after_s
         return math.inf if told is None else told
 
 
 class _Exchange:
-    """A request and its answer, whichever engine gives it."""
+    """A request and its answer, with all attempts to get it from engines."""
 
     def __init__(
         self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send, api: Api
@@ -129,7 +129,7 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[Engine] = []
         self._failed: set[Engine] = set()
-        self._is_complete = False  # an engine has given all of a successful answer
+        self._is_complete = False  # an engine has sent a complete successful answer
 
     async def run(self) -> None:
         """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` if none does."""
@@ -166,10 +166,10 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: Engine) -> _Refusal | None:
-        """Have one engine answer.
+        """Ask one engine and pass its answer on.
 
-        Return None once the client has its answer, whatever that is; else the engine's refusal. Raises
-        `EngineLostError` while the client has heard nothing.
+        Return None if the client got an answer, also an error; otherwise the engine's refusal. Raises `EngineLostError`
+        if the engine fails before the client has received anything.
         """
         pool, asked = self._service.pool, self._flight.asked
         usage = _NO_USAGE
@@ -196,7 +196,7 @@ class _Exchange:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._flight.is_begun:
-                    raise  # an answer that is no stream, cut in the middle: its connection is ended
+                    raise  # the answer is no stream and was cut in the middle: the client's connection is closed
                 raise _failure_of(error) from error
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
@@ -205,9 +205,9 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> Usage:
-        """Pass JSON on as a whole, so that another engine can answer until then; above the limit as it comes.
+        """Pass JSON on when it is complete, so that until then another engine can answer; if too large, as it arrives.
 
-        Raises `AnswerError` if the text was cut by the end of the connection, which alone marks its length.
+        Raises `AnswerError` if only the connection's end marks the end of the text and the text is incomplete.
         """
         async with self._flight.guarded():
             body, is_whole = await answer.read_held()
@@ -218,11 +218,11 @@ class _Exchange:
             if answer.ends_with_connection and answer.is_plain and not _is_json(body):
                 raise AnswerError("its answer was cut: it is no complete JSON")
         self._is_complete = answer.status == _OK
-        await self._send_whole(answer.status, answer.headers, body)  # its engine is done, whatever becomes of it
+        await self._send_whole(answer.status, answer.headers, body)  # unguarded: the engine has done its work
         return read_usage(b"", body)
 
     async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
-        """Pass an answer on as it comes, after its first bytes; return its end."""
+        """Pass an answer on as it arrives, after its `first` bytes; return its last `_END_BYTES`."""
         await self._start(answer.status, answer.headers)
         end, piece = b"", first or await answer.next()
         while piece:
@@ -233,7 +233,7 @@ class _Exchange:
         return end
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
-        """Pass events on as they come, each whole; a stream that fails ends with an event that says so."""
+        """Pass on complete events as they arrive; end a stream that fails with an error event."""
         events = EventStream(share, is_of_lines=answer.is_of_lines, max_bytes=self._service.config.max_answer_bytes)
         try:
             async with self._flight.guarded():
@@ -249,7 +249,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
-            answer.give_up()  # its engine need not wait until the client has read the error
+            answer.give_up()  # now, so that the engine need not wait until the client has read the error
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK
@@ -257,14 +257,14 @@ class _Exchange:
         return read_usage(events.first, events.last)
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
-        """Raise `AnswerError` for a model's stream that only its connection's end ended, before the last event."""
+        """Raise `AnswerError` if a model's stream was ended by its connection's end, before the last event."""
         if not answer.ends_with_connection or not self._flight.asked.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):
             raise AnswerError("its stream was cut: the connection ended before the last event")
 
     async def _end_stream(self, error: Exception, events: EventStream, engine: Engine) -> None:
-        """End a stream that was begun: with an error event, unless all of its events have been sent."""
+        """End a stream that has begun, with an error event unless all of its events were sent."""
         if self._api.is_last(events.last_event):
             await self._send({"type": "http.response.body"})
             return
@@ -278,7 +278,7 @@ class _Exchange:
         await self._send({"type": "http.response.body", "body": self._api.event(http_error)})
 
     async def _send_more(self, body: bytes = b"") -> None:
-        """Send a piece of an answer as soon as its client takes more."""
+        """Send a piece of an answer; wait until its client can take more."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -291,14 +291,17 @@ class _Exchange:
 
 
 def _failure_of(error: Exception) -> EngineLostError:
-    """Return the error for a client whose engine failed in this way."""
+    """Return the client's error for this failure of an engine."""
     if isinstance(error, SilentEngineError):
         return EngineTimeoutError()
     return EngineAnswerError() if isinstance(error, MalformedAnswerError) else EngineLostError()
 
 
 def _timeout_s(request: Request, limit_s: float) -> float | None:
-    """Return how long a request may take; None for a GET without X-Request-Timeout. Raises `RequestError`."""
+    """Return the time limit of a request in seconds; None for a GET or HEAD without X-Request-Timeout.
+
+    Raises `RequestError`.
+    """
     is_unlimited = request.method in _UNLIMITED and "x-request-timeout" not in request.headers
     return None if is_unlimited else read_timeout(request, limit_s)
 

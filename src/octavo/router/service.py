@@ -1,4 +1,4 @@
-"""What a router's routes share: the engines, who may ask, and which requests are open."""
+"""The state that a router's routes share: the engines, the keys, and the open requests."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # so many of the largest may be open at once
+_BODIES = 64  # bodies of the largest size that may be held at the same time
 
 
 class RouterService(HttpService):
-    """The engines of a configuration, and who may use them. Used on one event loop only.
+    """The engines and keys of a configuration. Used on one event loop only.
 
-    launcher: what runs them, where that is this process.
-    Raises `ConfigError` where the file of keys cannot be used.
+    launcher: runs the engines; None: they are started elsewhere.
+    Raises `ConfigError` if the file of keys cannot be used.
     """
 
     config: RouterConfig
-    upstream: Upstream  # from `start` on: connections belong to a loop that runs
+    upstream: Upstream  # set by `start`, because connections need a running event loop
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
@@ -50,18 +50,18 @@ class RouterService(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """Whether there will never be an engine."""
+        """True if no engine will ever run."""
         return self._launcher.has_failed
 
     async def start(self) -> None:
-        """Begin to look after the engines."""
+        """Start watching the engines."""
         self.upstream = Upstream(self.config)
         self._watch = EngineWatch(self.pool, self.upstream, self.config, self._launcher)
         self._watch.start()
 
     @property
     def request_timeout_s(self) -> float:
-        """Seconds that a request may take: as configured, else as long as the engines allow, with a margin."""
+        """The time limit of a request in seconds: as configured, otherwise that of the engines with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -72,7 +72,7 @@ class RouterService(HttpService):
 
     @contextlib.contextmanager
     def entering(self, flight: Flight, *, takes_place: bool) -> Iterator[None]:
-        """Have a request open until the block is left. Raises where it finds no place."""
+        """Keep a request open until the block ends. Raises if it gets no place."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
@@ -88,12 +88,12 @@ class RouterService(HttpService):
                     self._is_idle.set()
 
     def charge(self, flight: Flight, num_tokens: int) -> None:
-        """Count tokens that an engine says a request took."""
+        """Count the tokens that an engine reported for a request against its tenant's rate."""
         if num_tokens:
             self.limiter.charge(flight.tenant, num_tokens)
 
     def suspect(self, engine: Engine) -> None:
-        """Ask an engine at once whether it is still there."""
+        """Check immediately whether an engine still answers."""
         if self._watch is not None:
             self._watch.suspect(engine)
 
@@ -112,7 +112,7 @@ class RouterService(HttpService):
         for flight in list(self._flights):
             flight.end(why())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SLOW_READER_S):  # a client that does not read is not waited for
+            async with asyncio.timeout(_SLOW_READER_S):  # do not wait for clients that do not read
                 await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()

@@ -1,4 +1,4 @@
-"""Looks after engines: which there are, which are ready, which have begun anew, and what others send them."""
+"""Watches engines: finds new and removed ones, checks readiness, notices restarts, and estimates foreign load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
-_MAX_SILENT = 2  # so often in a row an engine may not answer in time
+_MAX_SILENT = 2  # timeouts in a row after which an engine counts as lost
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
 _LOADED = b"octavo:kv_load_tokens_total"
 _LOOKED_UP, _HITS = b"octavo:prefix_cache_queries_total", b"octavo:prefix_cache_hits_total"
@@ -49,7 +49,7 @@ class _Info(msgspec.Struct):
 
 
 class EngineWatch:
-    """A task for each engine, and one that finds out which there are."""
+    """Runs a task that watches each engine, and one that finds engines."""
 
     def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
@@ -58,17 +58,17 @@ class EngineWatch:
         self._wake: dict[Engine, asyncio.Event] = {}
 
     def start(self) -> None:
-        """Begin."""
+        """Start the task that finds engines, which starts the other ones."""
         self._begin(self._discover())
 
     async def stop(self) -> None:
-        """Stop looking."""
+        """Cancel all tasks and wait for their ends."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, engine: Engine) -> None:
-        """Look at an engine now."""
+        """Check an engine now."""
         if engine in self._wake:
             self._wake[engine].set()
 
@@ -86,7 +86,7 @@ class EngineWatch:
         while True:
             try:
                 urls = [url for source in self._sources for url in await source.urls()]
-            except Exception:  # what goes wrong once must not end it
+            except Exception:  # one failure must not end the task
                 logger.exception("which engines there are cannot be found out now")
             else:
                 self._change(urls)
@@ -108,15 +108,15 @@ class EngineWatch:
                 num_silent = 0
                 await self._heard(engine, is_ready=status == 200)
             except FAILURES as error:
-                # who refuses connections is gone; who is only silent is asked once more
+                # an engine that refuses connections is gone; one that only times out is asked once more
                 is_gone = is_refusal(error)
                 num_silent = 0 if is_gone else num_silent + (not is_own_failure(error))
                 if num_silent >= _MAX_SILENT or is_gone:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # at once: its requests wait
-            except Exception:  # what goes wrong once must not end it
+                    continue  # without a pause, because its requests wait
+            except Exception:  # one failure must not end the task
                 logger.exception("%s cannot be looked at now", engine.url)
             await self._pause(engine)
         del self._wake[engine]
@@ -125,12 +125,15 @@ class EngineWatch:
         if engine.is_ready:
             logger.warning("%s is lost: %s: %s", engine.url, type(error).__name__, error)
         if is_refusal(error):
-            self._pool.forget(engine)  # whoever comes back at this address begins anew
+            self._pool.forget(engine)  # an engine that comes back at this address has an empty cache
         engine.models = None
         self._pool.lost(engine)
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
-        """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
+        """Update an engine's readiness, and read its role, models and figures if it is ready.
+
+        Raises `TimeoutError` if it does not answer in time.
+        """
         if is_ready and (engine.models is None or engine.role != "both"):  # its port and KV may change when it restarts
             await self._read_role(engine)
         if is_ready and engine.models is None:
@@ -151,7 +154,7 @@ class EngineWatch:
         wake.clear()
 
     async def _read_figures(self, engine: Engine) -> None:
-        """Correct what is reckoned of an engine by what it says, where this router may ask."""
+        """Update estimates by an engine's metrics, if this router may read them. Notices a restart."""
         text = await self._get(engine, "/metrics")
         if text is None:
             return
@@ -191,7 +194,10 @@ class EngineWatch:
             engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
-        """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""
+        """Return the body of an engine's answer with status 200, otherwise None.
+
+        Raises `TimeoutError` if it does not answer in time.
+        """
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s
@@ -205,7 +211,7 @@ class EngineWatch:
 
 
 def _prompt_figures(figures: dict[bytes, float], engine: Engine) -> PromptFigures | None:
-    """Return how an engine got the KV of prompts; None if its metrics do not count loads."""
+    """Return the counts of how an engine got the KV of prompts; None if its metrics do not count loads."""
     if (num_loaded := figures.get(_LOADED)) is None:
         return None
     num_looked_up, num_hits = figures.get(_LOOKED_UP), figures.get(_HITS)

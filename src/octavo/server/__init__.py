@@ -1,1 +1,1 @@
-"""octavo over HTTP: the OpenAI API in front of one engine."""
+"""octavo over HTTP: the APIs of one engine."""

@@ -1,4 +1,4 @@
-"""The application: the routes of the table, joined to one engine."""
+"""The ASGI application: the table of routes, served by one engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. With API keys, every route but /health and /ready needs one.
+    """Make the ASGI application. With API keys, every route except /health and /ready needs one.
 
     Raises `ImportError` or `AttributeError` for a route without an endpoint.
     """
@@ -54,13 +54,13 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Note the route in the scope, also for a method that it does not take: metrics and traces have its path."""
+        """Store the route in the scope, also if it does not take the method: metrics and traces use its path."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
-    """Serve a request of a route: errors from here on are spelled as its API spells them."""
+    """Serve a request. Errors after the operator check are spelled as the route's API spells them."""
     if route.operators:
         check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:

@@ -1,4 +1,4 @@
-"""A request's body: parsed strictly and checked against its schema; an error names the field."""
+"""Reads a request's body, parses it strictly and checks it against a schema. An error names the field."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ _HUGE = 2**64
 async def read_body(
     request: Request, schema: type[Schema], *, is_count: bool = False, any_type: bool = False
 ) -> Schema:
-    """Read a request's body and check it.
+    """Read a request's body and check it against `schema`.
 
-    any_type: programs need not say that they send JSON; browsers must.
-    Sets `request.state.deadline`, on the clock of the event loop: the request's time counts from when its body has
-    arrived; `is_count`: texts are only read, no model runs; `num_body_bytes`; and `kv_transfer`: what the headers say
-    of another engine that has a part in it.
+    is_count: texts are only read, no model runs. any_type: accept any Content-Type, except from browsers.
+    Sets in `request.state`: `deadline`, on the event loop's clock, counted from the arrival of the body; `is_count`;
+    `num_body_bytes`; and `kv_transfer`, from the headers for transfers of KV.
     Raises `RequestError` and the errors of `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
-    if not any_type or "origin" in request.headers:  # browsers send that with every POST
+    if not any_type or "origin" in request.headers:  # browsers send Origin with every POST
         _check_media_type(request.headers.get("content-type"))
     state.kv_transfer = read_kv_transfer(request.headers, service.engine.client.capacity.role)
     async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
@@ -54,16 +53,16 @@ async def read_body(
 
 
 def _joined(chunks: list[bytes]) -> bytes:
-    """Join the pieces of a body and release them: for megabytes that takes milliseconds."""
+    """Join the pieces of a body and release them. Takes milliseconds for megabytes."""
     body = b"".join(chunks)
     chunks.clear()
     return body
 
 
 def _check_media_type(given: str | None) -> None:
-    """Take JSON alone: a browser sends a form, plain text or bytes of no type for any page, without asking (CORS).
+    """Raise `MediaTypeError` for a type other than JSON.
 
-    Raises `MediaTypeError`.
+    For any page, a browser sends forms, plain text and bytes without a type, and does not ask the server first (CORS).
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -71,7 +70,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run work whose time grows with the request's body: on a thread if the body is large."""
+    """Run work whose time grows with the request's body, on a thread if the body is large. Return its result."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await beside(
@@ -85,7 +84,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
+    """Parse JSON, without NaN and Infinity, and check it. Raises `RequestError` that names the first bad field."""
     check_structure(body)
     try:
         values = msgspec.json.decode(body)
@@ -107,7 +106,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field that holds NaN, Infinity or 1e999, which Python's JSON knows; None where none does."""
+    """Return the first field with NaN, Infinity or 1e999, which Python's JSON parser accepts; None if there is none."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -126,7 +125,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Spell a place in the body: messages[0].content. Names of a union's alternatives are left out."""
+    """Spell a place in the body, like messages[0].content. Names of a union's alternatives are omitted."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""What a route's file declares: its handler, and the types that it takes and gives."""
+"""The declaration of a route's handler and types in the route's file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Endpoint:
     """A handler and its types.
 
     handler: called with the service, the HTTP request, and the checked body if there is one.
-    summary: what the route does, in the OpenAPI document.
-    body: the model that checks the request's body. answer: the type of an answer in the document; None for no body.
+    summary: the route's description in the OpenAPI document.
+    body: the model that checks the request's body; None: the request has none. answer: the type of an answer in the
+    document; None: the answer has no body.
     is_streamed: the answer may come as a stream of events.
     """
 

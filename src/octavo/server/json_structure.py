@@ -1,6 +1,6 @@
-"""How much structure a JSON text has, counted before it is parsed: a parser lets no other thread run meanwhile.
+"""Limits the structure of a JSON text before it is parsed, because no other thread runs while a parser does.
 
-Text costs next to nothing; millions of empty lists in as many bytes take seconds.
+Strings cost almost nothing, but millions of empty lists in as many bytes take seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SMALL_BYTES = 1 << 18  # parsed within some milliseconds, whatever they hold
+_SMALL_BYTES = 1 << 18  # parsed within a few milliseconds, with any content
 _BLOCK_BYTES = 1 << 18
-# So much is parsed in about a tenth of a second. A million token ids are as many as may wait here by default.
+# So much is parsed in about 0.1 s. A million values: by default as many tokens may wait at the server.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Refuse a text that would take long to parse. Raises `RequestError`; what is no JSON is not found here."""
+    """Raise `RequestError` for a text that would take long to parse. Invalid JSON is not detected here."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -35,11 +35,11 @@ def check_structure(body: bytes) -> None:
 
 
 def _count_outside_strings(body: bytes) -> list[int]:
-    """Return how many lists and objects, names, and values that others follow there are."""
+    """Return the numbers of lists and objects, of names, and of values before a comma."""
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):
-        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # what wraps around stays odd
+        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # a wrap at 256 keeps parity
         is_inside = int(inside[-1])
         outside = block[inside == 0]
         for index, table in enumerate(tables):
@@ -48,7 +48,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield a text piece by piece, uint8 [num_bytes], with no other quotes than those around strings."""
+    """Yield a text piece by piece, uint8 [num_bytes], without escaped quotes: all others begin or end a string."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

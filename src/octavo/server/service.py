@@ -1,4 +1,4 @@
-"""What the routes share: the engine, its names, and which requests are open."""
+"""The state that the routes share: the engine, its served names, and the open requests."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
-_NO_NAMES = ("tgi", "dummy")  # what clients of TGI say, which has one model: its documents, and huggingface_hub
-_ENGINE_GRACE_S = 1.0  # in which the engine itself should end what it was told to
-_BODIES = 16  # so many of the largest may arrive at once
+MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they took a request
+_NO_NAMES = ("tgi", "dummy")  # sent by TGI's documents and by huggingface_hub, because TGI has only one model
+_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests itself
+_BODIES = 16  # bodies of the largest size that may arrive at the same time
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is open. cut_off: what it hears when it is aborted while somebody listens."""
+    """An open request. cut_off: the error to raise if it is aborted while its outputs are read."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -67,10 +67,10 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
+    """One engine with its served names, keys, limits and open requests. Used on one event loop only.
 
-    settings: what was set, by part and name, for GET /server_info; nothing secret.
-    Raises `ConfigError` where the file of keys cannot be used, or packages are missing for what is asked for.
+    settings: the settings for GET /server_info, by part and name, without secrets.
+    Raises `ConfigError` if the file of keys cannot be used, or if packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -97,18 +97,19 @@ class Service(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """Whether no request will ever be taken again: the engine's process will not be started anew."""
+        """True if no request can ever be taken again: the engine's process will not be restarted."""
         return self.engine.is_dead
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is known of the model."""
+        """The description of the model."""
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
-        """Return the name to answer under. Raises `ModelNotFoundError` for one that is not served.
+        """Return the model's name for the answer. Raises `ModelNotFoundError` for a name that is not served.
 
-        aliases: what stands for no name in particular, where no model is called so.
+        name: as the client sent it; None: the first served name. aliases: names that mean the same as None, unless a
+        model has that name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -118,7 +119,10 @@ class Service(HttpService):
         return name
 
     def check_alive(self) -> None:
-        """Raise where somebody must start this process anew: no request will be taken again, or none was for long."""
+        """Raise `EngineDeadError` if this process must be restarted.
+
+        That is so if the engine is dead, or if `MAX_FAILED_STARTS` engine processes in a row have failed.
+        """
         if self.engine.is_dead or self.engine.client.num_failed_starts >= MAX_FAILED_STARTS:
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
@@ -136,17 +140,17 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the place of a request before anything is done for it (`RequestLimiter.enter`).
+        """Take the place of a request before any work is done for it (`RequestLimiter.enter`).
 
-        Raises where none can be taken: `QueueFullError`, `RequestError`, or the errors of `check_ready`.
+        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready` if no place can be taken.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Do what the texts of a request cost, beside the event loop, in its time and while its client is there.
+        """Run work on the texts of a request off the event loop, until its deadline or until its client disconnects.
 
-        The tokens that are read count as its tenant's, whatever becomes of the request.
+        The tokens that it reads count for the request's tenant, even if the request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -160,7 +164,7 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """Return a prompt with its token ids, which are counted as its tenant's when they are made."""
+        """Return a prompt with its token ids. Ids made from a text are counted for the job's tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -184,11 +188,11 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one of a job's prompts; closing the generator aborts the request.
 
-        The prompt is a text, token ids that the client sent, or a text with its token ids, which were counted when they
-        were made. check refuses the request when its tokens are known. untold hears of an output that is not yielded:
-        the last one of a request that failed or was cut off.
-        Raises the error that the request ended with; `AuthenticationError` or `ServerClosingError` if it ended with its
-        key or with the server.
+        The prompt is a text, token ids that the client sent, or a text with its token ids, which are counted already.
+        check: called when the prompt's tokens are known; may raise to refuse the request.
+        untold: called with an output that is not yielded: the last one of a request that failed or was cut off.
+        Raises the request's error; `AuthenticationError` if its key was removed, `ServerClosingError` if the server
+        shuts down.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -205,7 +209,7 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # since it began; the engine never heard of it
+            if opened.cut_off is not None:  # cut off meanwhile; the engine does not know the request yet
                 raise opened.cut_off
 
         with spelling(job.spelled):
@@ -221,7 +225,7 @@ class Service(HttpService):
                     request_id,
                     options=options,
                     on_processed=take_room,
-                    on_unread=lambda output: place.charge(_num_tokens(output)),  # who leaves has had it computed
+                    on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
                 )
                 async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                     async for output in stream:
@@ -238,7 +242,7 @@ class Service(HttpService):
                 self._open.pop(request_id, None)
 
     def _check_may_begin(self, tenant: Tenant) -> None:
-        """Raise if no request can begin now, although it has its place."""
+        """Raise if a request that has its place can no longer begin."""
         if self._is_ending:
             raise server_closing()
         self.check_engine()
@@ -247,7 +251,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with its tenant's, and with the time that is left. Raises `DeadlineError`."""
+        """Return a job's options with its tenant's and with the remaining time. Raises `DeadlineError`."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
@@ -270,7 +274,7 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Say why requests are about to be ended; what was said first stays."""
+        """Set the error of requests that will be ended; an earlier error stays."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()
@@ -286,7 +290,7 @@ class Service(HttpService):
             logger.warning("the engine is dead already; its requests have heard of it")
 
     def _tell(self, open_ids: list[str]) -> None:
-        """Let those hear of their end that the engine has not ended: it may be in a long step."""
+        """Fail the requests that the engine has not ended yet: it may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:
@@ -294,7 +298,7 @@ class Service(HttpService):
 
 
 def _make_tracing(endpoint: str | None) -> Tracing | None:
-    """Return what makes spans, where they are asked for. Raises `ConfigError` without the packages for it."""
+    """Make the tracing for an endpoint; None without one. Raises `ConfigError` if its packages are missing."""
     if endpoint is None:
         return None
     try:
@@ -305,4 +309,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])  # a list: it is asked for each token
+    return sum([len(completion.token_ids) for completion in output.outputs])  # a list is faster: called for each token

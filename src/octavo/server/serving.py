@@ -1,4 +1,4 @@
-"""From an engine to a process that listens."""
+"""Makes an HTTP server from an engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make_server(
     max_connections: int = MAX_CONNECTIONS,
     settings: Mapping[str, Any] | None = None,
 ) -> GracefulServer:
-    """Make a server; `run(sockets=[...])` it with a socket of `bind`. The engine stays its caller's.
+    """Make a server; call its `run(sockets=[...])` with a socket from `bind`. The caller still owns the engine.
 
-    settings: what GET /server_info tells of how it was started; nothing secret.
-    Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
+    settings: the settings for GET /server_info, without secrets.
+    Raises `ConfigError` if the file of API keys cannot be used, or if packages for a requested feature are missing.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

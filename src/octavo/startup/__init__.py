@@ -1,1 +1,1 @@
-"""An engine before its first step: what a checkpoint's files say, and the process that runs its core. No torch here."""
+"""Starting an engine: reads a checkpoint's files, and starts the process that runs the core."""

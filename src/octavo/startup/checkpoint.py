@@ -1,4 +1,4 @@
-"""What octavo asks of a checkpoint, whatever holds it: its configuration, weights, tokenizer, template and defaults."""
+"""The interface of checkpoints of any format: configuration, weights, tokenizer, chat template and defaults."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model as its files describe it. Each method reads, and raises `ModelError` for what is missing or broken."""
+    """A model as its files describe it. Each method reads, and raises `ModelError` for missing or invalid files."""
 
     @property
     def path(self) -> Path:
-        """Where it is: what a process that is to open the same one is told."""
+        """Its path, with which another process can open the same checkpoint."""
         ...
 
     @property
@@ -39,15 +39,15 @@ class Checkpoint(Protocol):
         ...
 
     def read_config(self) -> dict[str, Any]:
-        """Return the keys of config.json, as they stand there."""
+        """Return the keys and values of config.json unchanged."""
         ...
 
     def read_architecture(self) -> Architecture:
-        """Return what the model computes."""
+        """Return the model's architecture."""
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise what `read_tokenizer` would, as far as that can be seen at once: before anything is loaded."""
+        """Raise the errors of `read_tokenizer` that can be found quickly, before anything is loaded."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -55,26 +55,26 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return what the tokenizer is made of, or None where there is none: of equal bytes it is the same."""
+        """Return bytes that identify the tokenizer; None if there is none. Equal bytes mean equal tokenizers."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the chat template, or None where there is none; special_tokens: those of the tokenizer."""
+        """Return the chat template; None if there is none. special_tokens: those of the tokenizer."""
         ...
 
     def read_generation_defaults(self) -> GenerationDefaults:
-        """Return how its makers sample, and where sequences end."""
+        """Return the default sampling parameters and the EOS token ids of its makers."""
         ...
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how it makes embeddings."""
+        """Return how embeddings are made from hidden states."""
         ...
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Find a checkpoint by its path, hub id or the name of a built-in one; a file is a GGUF file. Raises `ModelError`.
+    """Open a checkpoint by its path, hub id or the name of a built-in one. A file is read as GGUF. Raises `ModelError`.
 
-    weights: False where only what stands beside them is read; then they are not downloaded.
+    weights: False if only the other files are read; then weights are not downloaded.
     """
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):

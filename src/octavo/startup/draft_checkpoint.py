@@ -1,4 +1,4 @@
-"""Which checkpoint drafts for another one, and whether it can, before a weight is read."""
+"""Finds the checkpoint of a draft model and checks that it fits the target, before weights are read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORTHWHILE_SHARE = 0.8  # of the model's bytes: a draft of more takes almost as long as a token
+_WORTHWHILE_SHARE = 0.8  # of the model's bytes: with more, a draft takes almost as long as a token of the model
 
 
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Look at the files of the model that drafts; None where none does. Raises `ConfigError`.
+    """Return the checkpoint of the draft model; None if no model drafts. Raises `ConfigError`.
 
-    config: how the target is read.
+    config: that of the target. Logs a warning if the draft model has fewer positions than the target.
     """
     if speculative is None or not speculative.drafts_by_model:
         return None
@@ -61,7 +61,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target itself in fewer bits. Raises `ConfigError` where it has no more than these."""
+    """Return the target itself in fewer bits. Raises `ConfigError` if that would be no smaller, or hardly."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -122,7 +122,7 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
 
 
 def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise `ConfigError` where a token of the model is another one of the draft model."""
+    """Raise `ConfigError` if a token of the target has another id, or none, in the draft model."""
     stored = draft.stored_tokenizer()
     if stored is None:
         logger.warning("%s has no tokenizer: its tokens are taken to be the model's", name)
@@ -131,7 +131,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     own, others = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in others.items():
-        # What conversions to GGUF call rows of the embedding that have no token: no text gives them.
+        # Conversions to GGUF give the name [PADn] to rows of the embedding without a token, which no text produces.
         if own.get(token) != number and (token in own or token != f"[PAD{number}]"):
             there = f"number {own[token]}" if token in own else "no token"
             raise ConfigError(

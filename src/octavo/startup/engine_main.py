@@ -1,4 +1,4 @@
-"""What an engine process runs: `python -m octavo.startup.engine_main`, with its orders on standard input."""
+"""The main module of an engine process: `python -m octavo.startup.engine_main`. Its settings come on standard input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def build(config: EngineConfig, progress: Progress) -> EngineCore:
-    """Build the core; torch is imported now."""
+    """Import torch and build the core."""
     with permanent_generation():
         from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FolderCheckpoint:
-    """An `octavo.startup.checkpoint.Checkpoint` of config.json, safetensors files and what stands beside them."""
+    """An `octavo.startup.checkpoint.Checkpoint` of config.json, safetensors files and the other files of a folder."""
 
     __slots__ = ("path", "weights")
 
@@ -28,23 +28,23 @@ class FolderCheckpoint:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json; empty where there is none."""
+        """Read config.json; empty if it does not exist."""
         return read_json_object(self.path / "config.json")
 
     def read_architecture(self) -> Architecture:
-        """Read config.json as its family understands it."""
+        """Read config.json by the rules of its family."""
         return read_architecture(self.path)
 
     def check_tokenizer(self) -> None:
-        """Raise where there is no tokenizer.json."""
+        """Raise if there is no tokenizer.json."""
         Tokenizer.check_directory(self.path)
 
     def read_tokenizer(self) -> Tokenizer:
-        """Read tokenizer.json and what explains it."""
+        """Read tokenizer.json and the files that belong to it."""
         return Tokenizer.from_directory(self.path)
 
     def stored_tokenizer(self) -> bytes | None:
-        """Read tokenizer.json."""
+        """Return the bytes of tokenizer.json; None if it does not exist."""
         path = self.path / "tokenizer.json"
         return path.read_bytes() if path.is_file() else None
 

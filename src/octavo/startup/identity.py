@@ -1,4 +1,4 @@
-"""What an engine computes with, as text: checksums of a start, and the keys under which engines share KV."""
+"""Describes an engine's numbers as text: the fingerprint of a start, and the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def check_fingerprint(
     dtype: str,
     identity: WeightsIdentity | None,
 ) -> EngineFingerprint:
-    """Return the engine's fingerprint; refuse a start that computes other numbers than an earlier one.
+    """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: it hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
-    Nothing is compared if nothing may be kept on disk (packed_cache_bytes 0), or if there are no checksums.
-    Raises `FingerprintError`, and `ModelError` for weights that were changed meanwhile.
+    identity: hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
+    Nothing is compared if the disk must not be used (packed_cache_bytes 0), or if there are no checksums.
+    Raises `FingerprintError`, and `ModelError` for weights that have changed meanwhile.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
     if identity is not None:
-        identity.result()  # writes the hashes, which `_describe_engine` reads
+        identity.result()  # writes the hashes that `_describe_engine` reads
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
@@ -65,7 +65,7 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
-    """Return all that the numbers of a start may depend on. Raises `OSError` if a file is missing."""
+    """Return everything on which the numbers of a start may depend. Raises `OSError` if a file is missing."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
     hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # written by now if the weights were hashed
@@ -83,7 +83,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return all that the KV of a token depends on, except the tokens before it.
+    """Return everything on which the KV of a token depends, except the tokens up to it.
 
     identity: of the weights; None if KV stays in this engine. Engines share KV only if their fingerprints agree.
     """

@@ -1,4 +1,4 @@
-"""An engine before a tensor is touched: what its files say, its text side, its core in another process. No torch."""
+"""Starts an engine without torch: reads the files, makes the text processors, and runs the core in another process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is to be served: where it comes from, what it computes, and the longest sequence that is served.
+    """A model that will be served.
 
-    text: the checkpoint whose tokenizer is used, and its chat template with it; another one where that was asked for
+    checkpoint: its files. text: the checkpoint whose tokenizer and chat template are used; another one if `tokenizer`
+    names it. max_model_len: the longest sequence to serve, in tokens.
     """
 
     checkpoint: Checkpoint
@@ -47,7 +48,7 @@ class ServedModel:
 
     @classmethod
     def find(cls, config: ModelConfig) -> ServedModel:
-        """Look at the files. Raises `ConfigError` and `ModelError`."""
+        """Find the model of a configuration and read its architecture. Raises `ConfigError` and `ModelError`."""
         checkpoint = text = open_checkpoint(config.model or BUILT_IN_MODEL, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
@@ -64,18 +65,18 @@ def launch_engine(
     progress: Callable[[int, int], None] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Engine:
-    """Start a process for the engine's core, and return when it is ready; text is prepared for here meanwhile.
+    """Start a process for the engine's core; return the engine when it is ready. Load the tokenizer meanwhile.
 
-    progress(done, total) is told of packed bytes of weights. meanwhile: what else there is to do while the process
-    loads; what it raises ends that. Raises `ConfigError` and `ModelError`.
+    progress: called as progress(done, total) with bytes of packed weights. meanwhile: called while the process loads;
+    its errors end the start. Raises `ConfigError` and `ModelError`.
     """
     from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
     served, asked = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
-    # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
+    # -P: otherwise a file in the current directory, for example of a checkpoint, could be imported as a module.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # What a hub id means may change before the process is started again.
+    # Pass paths, because a hub id may mean other files when the process is restarted.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
@@ -93,7 +94,7 @@ def launch_engine(
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
-    """Load the tokenizer and the chat template, and return both sides of the text."""
+    """Load the tokenizer and the chat template; return the processors of inputs and outputs."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
@@ -108,7 +109,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Return what compiles grammars for a model's vocabulary, which is read when it is first needed."""
+    """Make a compiler of grammars for a model's vocabulary, which is read at first use. None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 
@@ -126,7 +127,10 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
-    """Return the longest sequence to serve: what was asked for, at most what the checkpoint was made for."""
+    """Return the longest sequence to serve: the configured length, otherwise the checkpoint's number of positions.
+
+    Raises `ConfigError` if the configured length exceeds that number.
+    """
     longest = architecture.max_context_tokens
     asked = model_config.max_model_len
     if asked is not None and asked > longest:
@@ -140,7 +144,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
     generation = checkpoint.read_generation_defaults()
     defaults = generation.sampling if model_config.generation_config == "auto" else {}
     try:
-        SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
+        SamplingParams(**defaults)  # type: ignore[arg-type]  # checks the values
     except RequestError as error:
         raise ModelError(f"{generation.path}: {error}; mend it, or ignore it with generation_config='vllm'") from error
     embeddings, described = checkpoint.read_embedding_config(), checkpoint.read_config()
@@ -166,7 +170,7 @@ def _model_info(model_config: ModelConfig, served: ServedModel, tokenizer: Token
 
 
 def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids that end an answer, by everything that the checkpoint says of them."""
+    """Return the ids that end an answer, from all sources in the checkpoint. Drops those outside the vocabulary."""
     checkpoint, architecture = served.checkpoint, served.architecture
     eos = set(architecture.eos_token_ids) | set(checkpoint.read_generation_defaults().eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -180,7 +184,7 @@ def _eos_token_ids(served: ServedModel, tokenizer: Tokenizer | None) -> frozense
 
 
 def _chat_template(config: ModelConfig, served: ServedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Read the template of the user's choice (a file, or the text itself), else the tokenizer's or the checkpoint's."""
+    """Read the chat template that the user chose (a file or a text), otherwise the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
         own = served.text.read_chat_template(tokenizer.special_tokens)

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: one file for each way to decide it."""
+"""Policies that choose the engine of a request, one file each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CacheAware", "LeastLoaded", "Policy", "RoundRobin", "SessionAffinity
 
 
 def create_policy(config: RouterConfig) -> Policy:
-    """Make the policy that is asked for."""
+    """Make the policy that the configuration names."""
     match config.policy:
         case "round_robin":
             return RoundRobin()

@@ -1,4 +1,4 @@
-"""A session stays with its engine."""
+"""The policy "affinity": a session stays with its engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(Memoryless):
-    """Rendezvous hashing (Thaler and Ravishankar 1998): when an engine leaves, no other engine's sessions move.
+    """Rendezvous hashing (Thaler and Ravishankar 1998): if an engine is removed, only its own sessions move.
 
-    A request of no session goes to the engine that has least to do.
+    A request without a session goes to the least loaded engine.
     """
 
     def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the engine whose address and the session have the largest hash."""
+        """Return the engine with the largest hash of its address and the session."""
         if asked.session is None:
             return least_loaded(engines)
         session = hashlib.blake2b(asked.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()

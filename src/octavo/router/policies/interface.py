@@ -1,4 +1,4 @@
-"""What a router asks of a policy."""
+"""The interface of policies."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 
 
 class Policy(Protocol):
-    """Chooses an engine; hears of what was sent and of what became of it. All of it in one thread."""
+    """Chooses engines, and is notified of requests that are sent and that end. Used in one thread only."""
 
     def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return one of these engines, of which there are two or more."""
+        """Return one of `engines`, which are two or more."""
         ...
 
     def sent(self, asked: Asked, engine: Engine) -> float:
-        """Hear that a request goes to an engine; return the share of its prompt that should be in its cache."""
+        """Note that a request goes to an engine; return the share of its prompt expected in the engine's cache."""
         ...
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:
-        """Hear that a request is over. cached_share: of its prompt, found in the engine's cache; None: not told."""
+        """Note that a request is over. cached_share: the share of its prompt that hit the cache; None: not reported."""
         ...
 
     def forget(self, engine: Engine) -> None:
-        """Hear that an engine's cache is empty, or that it is gone."""
+        """Note that an engine's cache is empty, or that the engine is gone."""
         ...
 
 
 class Memoryless:
-    """What policies hear who remember nothing."""
+    """Base of policies that remember nothing."""
 
     def sent(self, _asked: Asked, _engine: Engine) -> float:
-        """Know of nothing in its cache."""
+        """Expect nothing in the cache."""
         return 0.0
 
     def ended(self, asked: Asked, engine: Engine, cached_share: float | None) -> None:

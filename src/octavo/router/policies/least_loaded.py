@@ -1,4 +1,4 @@
-"""The engine that has least to do."""
+"""The policy "least_loaded"."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(Memoryless):
-    """By tokens that were sent and have not come back; among equals the one that was sent fewest altogether."""
+    """Chooses the engine with the fewest open tokens; among equal ones that to which the fewest were ever sent."""
 
     def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the one with the smallest load."""
+        """Return the engine with the smallest load."""
         return least_loaded(engines)
 
 

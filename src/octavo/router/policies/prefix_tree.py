@@ -1,4 +1,4 @@
-"""Which prompts went where: a tree of their pieces, bounded, that forgets what was used longest ago."""
+"""A bounded tree of prompts' pieces that records the engines they were sent to. The least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an engine should find of a prompt. since: when all of it was sent there; now: the time of the request.
+    """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: 0 as well where requests that are still open sent it: it need not be computed yet.
+    num_bytes: its length; also 0 if it was sent by requests that are still open, because it may not be computed yet.
+    since: the time at which all of it had been sent there. now: the time of the request.
     """
 
     num_bytes: int
@@ -27,10 +28,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of a prompt: how many bytes of it each engine has.
+    """The known prefixes of a prompt.
 
-    is_branch: others have gone on from there, in other ways: what was found is what they have in common, as a system
-    prompt, and not the prompt's own past.
+    num_bytes: length of the prefix that each engine has. is_branch: other prompts continue the longest prefix
+    differently: it is a shared beginning, such as a system prompt, not the prompt's own past.
     """
 
     num_bytes: dict[Engine, int]
@@ -39,23 +40,23 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece. times: when it went to which engine, by the engine's number. has_more: prompts have gone on from it."""
+    """A piece. times: the last time it was sent to each engine, by the engine's number. has_more: it has children."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
 
 
 class PrefixTree:
-    """A node for each piece of a prompt, found by a hash of it and all before it; when it went to which engine.
+    """A node for each piece of a prompt, keyed by a hash of the piece and all pieces before it.
 
-    Times are numbers of requests. An engine's cache is taken to lose what was used longest ago, as octavo's does: so
-    where it lost one thing, it lost all that is older, and that is one number for each engine.
+    Times count requests. An engine's cache is assumed to evict the least recently used content first, as octavo's
+    does. So if it evicted something, it also evicted everything older: one number for each engine records that.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # the last used at the end, parents behind
-        self._lost: dict[int, int] = {}  # by the engine's number: the time up to which it remembers nothing
+        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
+        self._lost: dict[int, int] = {}  # by the engine's number: the time up to which its cache was evicted
         self._open: dict[int, set[int]] = {}  # the times of its open requests
         self._now = 0
 
@@ -63,7 +64,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def find(self, asked: Asked, engines: Sequence[Engine]) -> Found:
-        """Return how much of a prompt each engine has."""
+        """Return the prefix of a prompt that each engine has."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
         hashes, ends = asked.pieces
         for digest, end in zip(hashes, ends, strict=True):
@@ -80,7 +81,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, asked: Asked, engine: Engine) -> Expected:
-        """Send a prompt to an engine, to be closed; return what should be there already."""
+        """Record that a prompt is sent to an engine; return the prefix expected there. `close` must follow."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = asked.pieces
@@ -106,16 +107,16 @@ class PrefixTree:
         return Expected(num_bytes if is_computed else 0, since, now)
 
     def close(self, engine: Engine, expected: Expected) -> None:
-        """End a request that was added."""
+        """End a request that was recorded by `add`."""
         opened = self._open[engine.number]
         opened.remove(expected.now)
         if not opened:
             del self._open[engine.number]
 
     def lost(self, engine: Engine, time: int) -> None:
-        """Take what an engine got up to a time for lost."""
+        """Assume that an engine evicted all that it got up to a time."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: Engine) -> None:
-        """Take all that an engine has for lost."""
+        """Assume that an engine's cache is empty."""
         self.lost(engine, self._now)

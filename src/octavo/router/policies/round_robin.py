@@ -1,4 +1,4 @@
-"""One engine after another."""
+"""The policy "round_robin"."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class RoundRobin(Memoryless):
-    """In the order in which engines came; who leaves changes no other's turn."""
+    """Chooses engines in turn, in the order in which they were added. Removing one changes no other's turn."""
 
     def __init__(self) -> None:
-        self._last = -1  # its number
+        self._last = -1  # the number of the last chosen engine
 
     def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
-        """Return the next one."""
+        """Return the next engine."""
         chosen = min(engines, key=lambda engine: (engine.number <= self._last, engine.number))
         self._last = chosen.number
         return chosen

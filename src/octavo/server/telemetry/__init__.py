@@ -1,1 +1,1 @@
-"""What is seen of a server: metrics, traces, the dashboard. Reads events and requests, changes nothing."""
+"""Metrics, traces and the dashboard of a server. Reads events and requests, changes nothing."""

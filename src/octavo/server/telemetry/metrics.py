@@ -1,4 +1,4 @@
-"""The engine's figures for GET /metrics, as Prometheus reads them. Names are vLLM's where they mean the same."""
+"""The engine's figures for GET /metrics in Prometheus's format. Figures that vLLM also has have vLLM's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _MODEL = ["model_name"]
-# (attribute of EngineStats, name, what it says)
+# (attribute of EngineStats, name, description)
 _GAUGES = (
     ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
     ("num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
@@ -33,7 +33,7 @@ _GAUGES = (
     ),
     ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
 )
-# (attribute of EngineCapacity, name, what it says)
+# (attribute of EngineCapacity, name, description)
 _CAPACITY = (
     ("kv_cache_tokens", "kv_cache_capacity_tokens", "Tokens that the KV cache holds."),
     ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens of a step."),
@@ -66,7 +66,7 @@ _COUNTERS = (
     ("kv_dropped_save_blocks", "kv_dropped_save_blocks", "Blocks that were not saved: too many saves were under way."),
     ("num_quarantined_blocks", "quarantined_blocks", "KV blocks taken out of use, as their records were inconsistent."),
 )
-# (attribute of DraftStats, what it says); names are spec_decode_ and the attribute
+# (attribute of DraftStats, description); names are spec_decode_ and the attribute
 _DRAFT_COUNTERS = (
     ("num_drafts", "Guesses that were verified, each of one request in one step."),
     ("num_draft_tokens", "Tokens that were guessed."),
@@ -78,7 +78,7 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Tokens that were guessed, by their place in the guess."),
     ("num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place in the guess."),
 )
-# (attribute of KVStoreFigures, name, what it says)
+# (attribute of KVStoreFigures, name, description)
 _STORE_GAUGES = (
     ("num_blocks", "blocks", "Blocks that a store of KV holds."),
     ("num_bytes", "bytes", "Bytes that it holds."),
@@ -88,7 +88,7 @@ _STORE_COUNTERS = (
     ("num_corrupt", "corrupt_blocks", "Blocks that were not what was saved, and were not used."),
     ("num_errors", "errors", "Calls that failed."),
 )
-# (attribute of KVTierFigures, name, what it says)
+# (attribute of KVTierFigures, name, description)
 _TIER_COUNTERS = (
     ("num_hit_tokens", "kv_tier_hit_tokens", "Tokens of prompts whose KV a tier had; of prefix_cache_queries."),
     ("num_loaded_blocks", "kv_tier_loaded_blocks", "Blocks that came from it."),
@@ -115,13 +115,13 @@ _HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Reads an engine's figures whenever somebody asks."""
+    """Reads an engine's figures at each request for the metrics."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each figure, all under the model's name."""
+        """Yield a family for each figure, labelled with the model's name."""
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.client.stats
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
@@ -147,7 +147,7 @@ class EngineCollector(Collector):
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the engine's sizes, which are fixed at its start; the KV cache's also as labels, as in vLLM."""
+    """Yield the engine's sizes, which are fixed at its start; those of the KV cache also as labels, as in vLLM."""
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
@@ -157,7 +157,7 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     """Yield the counters of each tier, and the bytes copied between device and host memory for the prefix cache.
 
-    A bandwidth is bytes by seconds; the time saved is the computing time minus the waiting time.
+    For readers: a bandwidth is bytes / seconds; the time saved is the computing time minus the waiting time.
     """
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
@@ -175,7 +175,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
-    """Yield how many drafts were accepted; the rate at a position is its accepted tokens by its draft tokens."""
+    """Yield the counters of drafts. The acceptance rate at a position is its accepted tokens / its draft tokens."""
     for attribute, text in _DRAFT_COUNTERS:
         yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])
     for attribute, text in _DRAFT_POSITIONS:
@@ -195,7 +195,7 @@ def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:
 
 
 def _each(figures: Mapping[str, Any], attribute: str, model: list[str]) -> list[tuple[list[str], float]]:
-    """Return a figure of each tier or store, under the model's name and its own."""
+    """Return a figure of each tier or store, labelled with the model's name and its own."""
     return [([*model, name], getattr(each, attribute)) for name, each in list(figures.items())]
 
 

@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry spans, sent to a collector. Names are vLLM's where there is such a span or attribute.
+"""Requests as OpenTelemetry spans, sent to a collector. Spans and attributes that vLLM also has have vLLM's names.
 
-Each request that was let in, also one that then fails, is a span `llm_request`, below the client's own where it sends a
-`traceparent`, with a child for each part of its life: `queue`, `prefill`, `decode`. No text goes with it.
+Each admitted request, also one that then fails, is a span `llm_request`. If the client sends a `traceparent`, the span
+is a child of the client's. It has a child for each phase: `queue`, `prefill`, `decode`. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Makes the spans, and sends them from a thread of its own; a collector that is away costs spans and nothing else.
+    """Makes spans and sends them from its own thread. An unreachable collector loses spans and has no other effect.
 
-    endpoint: where OTLP over HTTP is taken, like http://localhost:4318/v1/traces.
+    endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -42,12 +42,16 @@ class Tracing:
     def tell(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Tell of a request that is over. reason: why it was refused or cut off. details: of its audit line."""
+        """Make the spans of a request that is over.
+
+        seconds: its duration. reason: why it was refused or cut off; None if it was not. details: the fields of its
+        audit line; without "usage" the request was not admitted and has no span.
+        """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
             return
         end = time.time_ns()
-        shift = end - time.monotonic_ns()  # from the engine's clock to the world's
+        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time, in ns
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
         }
@@ -64,12 +68,12 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # what a client did wrong is no error of the server's span
+            if status < 400 or status >= 500:  # by convention a client's fault is no error of the server's span
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left, for a moment."""
+        """Send the remaining spans, for at most `_FLUSH_S` seconds, and shut down."""
         self._provider.force_flush(round(1000 * _FLUSH_S))
         self._provider.shutdown()
 
@@ -104,7 +108,10 @@ def _attributes(
 
 
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
-    """Yield the parts of a request's life, in seconds of the engine's clock; of several prompts from first to last."""
+    """Yield (name, start, end) of each phase, in seconds of the engine's clock.
+
+    With several prompts, the phases span from the first to the last of them.
+    """
     if not metrics:
         return
     arrival = min(each.arrival_time for each in metrics)

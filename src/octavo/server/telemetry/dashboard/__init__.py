@@ -1,1 +1,1 @@
-"""A page that shows what the engine does while it does it."""
+"""A page that shows an engine's work live."""

@@ -1,4 +1,4 @@
-"""What one who watches the dashboard has been told, and what is new to them."""
+"""Frames for one viewer of the dashboard: only the changes since the previous frame are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Cursor:
-    """How far one watcher has been told."""
+    """A viewer's position in a `LiveView`."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -26,9 +26,10 @@ class Cursor:
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return what is new: seconds (those that changed come again), steps, names, blocks; and what is now.
+        """Return the news for the page: seconds (changed ones again), steps, names and blocks, and the current state.
 
-        is_first: the page forgets all it knew. steps: the newest ones; steps_left_out: how many were too many.
+        is_first: the page must drop its state. steps: the newest ones. steps_left_out: the number of new steps that
+        are not kept any more.
         """
         view = self._view
         if self._epoch != view.epoch:
@@ -55,7 +56,7 @@ class Cursor:
         }
 
     def _changed_blocks(self) -> dict[str, Any] | None:
-        """Return the blocks whose state changed (at first all), and what was added to or taken from block tables."""
+        """Return the blocks with a new state (at first all), and the changes of block tables; None without news."""
         blocks = self._view.blocks
         if blocks is None or blocks is self._blocks:
             return None
@@ -84,7 +85,7 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield where two texts of the same length differ, and what stands there now; pieces that agree are skipped."""
+    """Yield [index, new value] for each difference of two texts of equal length. Equal pieces are skipped."""
     for start in range(0, len(new), _PIECE):
         piece = new[start : start + _PIECE]
         if old[start : start + _PIECE] != piece:

@@ -1,4 +1,4 @@
-"""Lets the engine be watched while anybody looks at the dashboard, and only then."""
+"""The dashboard's feed. The engine sends snapshots only while a viewer is connected."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_WATCHERS = 16
-LINGER_S = 10.0  # a page that is loaded again finds what it had
+LINGER_S = 10.0  # after the last viewer; a page that is reloaded in this time keeps its history
 _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """One view of one engine, for everybody who watches. Used on the server's event loop only."""
+    """One view of one engine, shared by all viewers. Used on the server's event loop only."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -41,22 +41,22 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a watcher's place, to be given back with `leave`. Raises `QueueFullError` where there is none."""
+        """Take a viewer's place; `leave` gives it back. Raises `QueueFullError` if no place is free."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} pages are watching already; close one")
         self._num_watchers += 1
 
     def leave(self) -> None:
-        """Give a place back; behind the last watcher the engine is left alone, a little later."""
+        """Give a place back. `LINGER_S` after the last viewer the engine stops sending snapshots."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: `hello` once, then a `frame` a few times a second, `bye` when the server closes.
+        """Yield server-sent events: `hello` once, then a `frame` a few times a second, at the end `bye`.
 
-        That comes, too, when the watcher's key may watch no longer. Who reads slowly is told less often, never more at
-        once.
+        The end is when the server closes, or when the viewer's key is removed or loses `read_metrics`. A slow reader
+        gets fewer frames; frames never accumulate.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -66,7 +66,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return where a request's time went. Raises `NotFoundError` for one that is not, or no longer, known."""
+        """Return how a request spent its time. Raises `NotFoundError` if it is not known, or not known any more."""
         view = self._view
         if view is None:
             raise NotFoundError("nobody watches, so nothing is known of any request: open /dashboard first")
@@ -105,21 +105,21 @@ class Dashboard:
         }
 
     async def _open(self) -> LiveView:
-        """Return the view; the first watcher lets the engine begin to tell."""
+        """Return the view; for the first viewer, make it and let the engine send snapshots."""
         async with self._door:
             if self._closing is not None:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                # It is known before the engine hears of it: who leaves meanwhile leaves something to close.
+                # Set before the engine is asked: if the viewer disconnects meanwhile, `_close` finds a view to close.
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 
                 def listen(snapshot: Snapshot) -> None:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody watches any more
+                    with contextlib.suppress(RuntimeError):  # the event loop is closed: there are no viewers
                         loop.call_soon_threadsafe(view.take, snapshot)
 
-                with contextlib.suppress(EngineDeadError):  # which the page will show
+                with contextlib.suppress(EngineDeadError):  # the page shows that the engine is dead
                     await self._service.engine.watch(listen)
             return self._view
 
@@ -137,7 +137,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Return the files of the page by name, each with its type."""
+    """Return the content and media type of each file of the page, by name."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """However it ends, its watcher is gone then. Raises `QueueFullError` where there is no place for one."""
+    """A stream of frames for one viewer. It gives the viewer's place back when it ends in any way.
+
+    Raises `QueueFullError` if no place is free.
+    """
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
@@ -32,7 +35,7 @@ class _Frames(StreamingResponse):
         self._dashboard, self._frames = dashboard, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames until either side leaves."""
+        """Send frames until the client disconnects or the server closes."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -41,7 +44,7 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Return the handler of each path, for GET. Requests are of all keys: to see them needs `read_metrics`."""
+    """Return the GET handler of each path. Seeing requests, which are of all keys, needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 

@@ -1,4 +1,4 @@
-"""The tiers of the KV cache as the page lists them."""
+"""The tiers of the KV cache, as rows of the dashboard."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return what each tier did since the engine was started; None where it is not known, or means nothing.
+    """Return the figures of each tier since the engine's start; None if a figure is unknown or has no meaning.
 
-    hit_rate: of the tokens of prompts. loads_per_s, saves_per_s: bytes, while something moved. spared: seconds.
+    hit_rate: share of the prompts' tokens. loads_per_s, saves_per_s: bytes per second of transfers. spared: seconds of
+    computing saved, less the waiting time.
     """
     return [
         {
@@ -38,7 +39,7 @@ def _rate(amount: float, of: float) -> float | None:
 
 
 def _store(stats: EngineStats, name: str) -> dict[str, Any]:
-    """What a store outside holds, and whether it may be asked."""
+    """Return the bytes that an external store holds, and whether the store is usable."""
     store = stats.kv_stores.get(name)
     return (
         {"holds": None, "usable": True}

@@ -1,4 +1,4 @@
-"""What the dashboard shows, followed from the engine's events alone."""
+"""The state that the dashboard shows, computed from the engine's snapshots."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # what the figures of the moment are taken over
+_RECENT_S = 10  # period of the current percentiles
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # of one second
+_MAX_TIMES = 512  # kept for one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles: all of them up to a number, beyond it evenly fewer."""
+    """Durations in seconds, for percentiles: all of them up to `_MAX_TIMES`, beyond it an even selection."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -41,7 +41,7 @@ class Times:
         self._every, self._num_seen = 1, 0
 
     def add(self, value: float) -> None:
-        """Take one in."""
+        """Add a duration."""
         self._num_seen += 1
         if self._num_seen % self._every == 0:
             self.values.append(value)
@@ -51,10 +51,11 @@ class Times:
 
 @dataclass(slots=True)
 class Second:
-    """One second of the engine's clock: tokens of prompts that were computed, tokens that were generated, times in s.
+    """One second of the engine's clock.
 
-    running, waiting and usage: as of the last step in it. loaded_bytes, saved_bytes: KV that came from tiers behind the
-    device, and went there. revision: of the view, when it last changed.
+    revision: the view's revision at the last change. prefill: computed prompt tokens. generated: generated tokens.
+    running, waiting, usage: as of the last step in it. loaded_bytes, saved_bytes: KV loaded from and saved to the tiers
+    outside the device. ttft, itl: times in seconds.
     """
 
     revision: int
@@ -65,17 +66,17 @@ class Second:
     usage: float = 0.0
     loaded_bytes: int = 0
     saved_bytes: int = 0
-    ttft: Times | None = field(default_factory=Times)  # None when it is over: the percentiles are what is kept
+    ttft: Times | None = field(default_factory=Times)  # None after `settle`, which keeps the percentiles only
     itl: Times | None = field(default_factory=Times)
     percentiles: tuple[float | None, ...] = ()
 
     def settle(self) -> None:
-        """Keep of its times what a chart shows."""
+        """Replace the times by their percentiles, which a chart shows."""
         if self.ttft is not None:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return what a chart needs: the time, then a value for each line."""
+        """Return the chart's values: the second, then a value for each line."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -87,9 +88,10 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that ended. parts: (request's number, its tokens, whether they are of its prompt), as in the batch.
+    """A step that ended.
 
-    drafts: (request's number, how many of its tokens were guessed, how many of these were right).
+    parts: (request's number, number of its tokens, True if they are of its prompt), in the order of the batch.
+    drafts: (request's number, number of draft tokens, number of accepted ones).
     """
 
     number: int
@@ -99,13 +101,13 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return it as the page reads it."""
+        """Return the step in the page's format."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
 @dataclass(slots=True)
 class Shown:
-    """A request as the page lists it. num_left: tokens to compute before it generates (again)."""
+    """A request as the page lists it. num_left: tokens to compute before it generates; set again after a preemption."""
 
     number: int
     request_id: str
@@ -122,7 +124,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return it as the page reads it; times in seconds."""
+        """Return the request in the page's format; times in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -138,14 +140,14 @@ class Shown:
 
 
 class LiveView:
-    """Follows an engine snapshot by snapshot; belongs to one thread. Bounded, however long it is watched.
+    """Follows an engine snapshot by snapshot, in bounded memory. Used in one thread only.
 
     clock: the engine's, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.epoch = 0  # grows whenever all is forgotten
+        self.epoch = 0  # grows whenever all state is dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -168,7 +170,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Follow what happened."""
+        """Update the state by a snapshot; the first one of an engine drops all earlier state."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -181,14 +183,14 @@ class LiveView:
             self._settle(int(snapshot.events[-1].time))
         self._prune()
 
-    # --- what is asked of it ------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, int]:
-        """Return the short number of each request that is known."""
+        """Return the short number of each known request, by its id."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return numbers and ids of the requests behind a number."""
+        """Return numbers and ids of the requests with larger numbers than `number`."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
@@ -196,9 +198,10 @@ class LiveView:
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the rows of the seconds before `now` that changed since a revision, or are not before `second`.
+        """Return the rows of the seconds before `now` that changed after a revision or are not before `second`.
 
-        What a long step did is told when it ends, of the second in which it began. There are no gaps.
+        Past seconds can change, because a long step is reported when it ends, but counts in the second in which it
+        began. There are no gaps.
         """
         self._fill(now)
         return [
@@ -208,7 +211,7 @@ class LiveView:
         ]
 
     def _fill(self, now: int) -> None:
-        """Add the seconds in which nothing happened."""
+        """Add the seconds without events."""
         last = max(self._seconds, default=now)
         before = self._seconds.get(last)
         for second in range(max(last + 1, now - HISTORY_S), now):
@@ -216,12 +219,12 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the steps from the one on that was the `number`-th seen, as far as they are kept."""
+        """Return the steps from the `number`-th seen one on, as far as they are kept."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds; made once for all who watch."""
+        """Return the figures of the last seconds; computed once for all viewers."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -246,7 +249,7 @@ class LiveView:
         }
 
     def _draft_figures(self) -> dict[str, Any] | None:
-        """Return what came of all drafts that were seen; None where there was none."""
+        """Return the figures of all drafts that were seen; None if there was none."""
         stats = self._draft_stats
         if not stats.num_drafts:
             return None
@@ -265,12 +268,12 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return requests as the page lists them: those who run, those who wait, and the last who ended."""
+        """Return requests as the page lists them: running ones, waiting ones, and the last ones that ended."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
         names = islice(dict.fromkeys(reversed(self._ended)), _NUM_ROWS_ENDED)
-        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # else the id came back
+        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # else the id was reused
         return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
     # --- following ----------------------------------------------------------------------------------------------------
@@ -317,7 +320,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # else it began before all that is known
+                if shown is not None:  # else it began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -339,7 +342,7 @@ class LiveView:
                 self._ended.append(event.request_id)
 
     def _move(self, shown: Shown, state: str) -> None:
-        """Let a request be in another state, and count those who run and wait."""
+        """Change a request's state, and update the numbers of running and waiting requests."""
         for each, step in ((shown.state, -1), (state, 1)):
             if each in {PROMPT, GENERATING}:
                 self.num_running += step
@@ -358,7 +361,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # how one ended was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of one was missed
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -366,7 +369,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """Take note of a step; one that was decided ahead begins with the end of the one before."""
+        """Record a step. If it was scheduled ahead, it begins when the previous step ends."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
@@ -378,7 +381,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
-        ttft, itl = second.ttft or Times(), second.itl or Times()  # no event is so old that its second is settled
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # never None: no event is so old
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
@@ -390,7 +393,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # else its ending has told the sum
+            if shown.ended is None:  # else its end has reported the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -401,12 +404,12 @@ class LiveView:
             del self._seconds[second]
         while len(self._ended) > _NUM_ENDED:
             name = self._ended.popleft()
-            if name not in self._ended and self._shown[name].ended is not None:  # else the id came back
+            if name not in self._ended and self._shown[name].ended is not None:  # else the id was reused
                 del self._shown[name]
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest value that so great a share of them does not exceed; None for no values."""
+    """Return the smallest value that at least `share` of all values do not exceed; None for no values."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)

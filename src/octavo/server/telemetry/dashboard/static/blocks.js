@@ -1,4 +1,4 @@
-// The map of the KV cache: a cell a block (or several, where there are too many), and who holds it.
+// The map of the KV cache: a cell for each block (or for several, if there are too many), with its holder.
 
 import { prepare, tellOnHover } from "./canvas.js";
 import { color, onTheme, requestColor } from "./theme.js";
@@ -9,7 +9,7 @@ const MIN_CELL = 5; // pixels
 const MAX_HEIGHT = 210;
 
 export class BlockMap {
-  /** name(number): the id of a request. counts: elements by state, for how many there are. */
+  /** name(number): the id of a request. counts: by state, the element that shows the number of blocks. */
   constructor(canvas, note, counts, name) {
     this.canvas = canvas;
     this.note = note;
@@ -27,7 +27,7 @@ export class BlockMap {
     this.blockSize = 0;
   }
 
-  /** Take what changed: states as a string of digits or [[block, state], ...], tables as they grew or went. */
+  /** Apply changes: states as a string of digits or as [[block, state], ...], and the changes of block tables. */
   update(change) {
     if (typeof change.states === "string") this.states = Uint8Array.from(change.states, Number);
     else for (const [block, state] of change.states) this.states[block] = state;
@@ -55,7 +55,7 @@ export class BlockMap {
     for (const [number, table] of this.tables) for (const block of table) owners[block] = number;
     const plain = { [FREE]: color("free"), [CACHED]: color("cached"), [SHARED]: color("shared"), [QUARANTINED]: color("bad") };
     for (let cell = 0; cell < cells; cell += 1) {
-      let shown = cell * each; // of several blocks, the one in the greatest use
+      let shown = cell * each; // of several blocks, the most used one
       for (let block = shown + 1; block < Math.min((cell + 1) * each, total); block += 1) {
         if (this.states[block] > this.states[shown]) shown = block;
       }

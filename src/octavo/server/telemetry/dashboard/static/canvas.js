@@ -1,6 +1,6 @@
-// What the drawn pictures share: sharp canvases, and a word about what is under the pointer.
+// Shared by all drawings: sharp canvases, and a description of the point under the pointer.
 
-/** Fit a canvas to its size on the page; return its context in CSS pixels, wiped clean. */
+/** Fit a canvas to its size on the page; return its cleared context, in CSS pixels. */
 export function prepare(canvas) {
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -17,7 +17,7 @@ export function prepare(canvas) {
 
 const hover = document.getElementById("hover");
 
-/** Show what `tell(x, y)` says of the point under the pointer; null for nothing. */
+/** Show the text of `tell(x, y)` for the point under the pointer; null: no text. */
 export function tellOnHover(canvas, tell) {
   canvas.addEventListener("pointermove", (event) => {
     const text = tell(event.offsetX, event.offsetY);

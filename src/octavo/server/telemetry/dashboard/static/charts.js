@@ -59,7 +59,7 @@ export class Chart {
     for (const column of this.data) column.length = 0;
   }
 
-  /** Add rows, or take them in place of those of the same second; offset: what makes wall-clock seconds of the engine's. */
+  /** Add rows, or replace those of the same second. offset: from the engine's clock to wall-clock seconds. */
   add(rows, offset) {
     for (const row of rows) {
       const time = row[0] + offset;

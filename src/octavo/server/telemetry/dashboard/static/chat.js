@@ -1,4 +1,4 @@
-// A conversation with the model, through the same route that everybody uses.
+// A conversation with the model, through the public route.
 
 import { duration } from "./format.js";
 import { explain } from "./requests.js";
@@ -12,7 +12,7 @@ let model = "";
 let hasChat = true;
 let running = null;
 
-/** Tell whom to ask; a model without a chat template continues texts instead. */
+/** Set the model; one without a chat template continues texts instead. */
 export function setModel(name, chat) {
   [model, hasChat] = [name, chat];
   prompt.placeholder = hasChat ? "Write to the model. Enter sends." : "A text for the model to continue. Enter sends.";
@@ -79,7 +79,7 @@ async function ask(text) {
   running = null;
   show(false);
   if (seen.content) conversation.push({ role: "assistant", content: seen.content });
-  else conversation.pop(); // nothing was answered: the next message stands in its place
+  else conversation.pop(); // there was no answer: the next message replaces this one
   tellFacts(seen, answer.facts);
 }
 

@@ -1,11 +1,11 @@
-// The server's frames, for as long as there is a server: says when it is gone, and comes back by itself.
+// Receives the server's frames, reports a lost connection, and reconnects.
 
 const SILENT_MS = 5000; // frames come several times a second
 const RETRY_MS = 1000;
 
 /**
- * Follow the feed at a URL. on.hello(data) and on.frame(data) are told what comes, on.state(state, text) how it stands:
- * "ready", "restarting", "closing", "gone" or "refused".
+ * Follow the feed at a URL. on.hello(data) and on.frame(data) get the events. on.state(state, text) gets the state:
+ * "connecting", "ready", "restarting", "closing", "gone" or "refused".
  */
 export function follow(url, on) {
   let source = null;
@@ -29,14 +29,14 @@ export function follow(url, on) {
     source.addEventListener("error", explain);
   }
 
-  /** Leave this connection, say why, and try another one soon. */
+  /** Close this connection, report the reason, and connect again soon. */
   function again(state, text) {
     source.close();
     on.state(state, text);
     retry ??= setTimeout(connect, RETRY_MS);
   }
 
-  /** An event source does not tell why it failed: ask. */
+  /** Find out why the event source failed, by a request of its own: the source does not say. */
   async function explain() {
     const failed = source;
     failed.close();

@@ -1,6 +1,6 @@
-// Numbers as people read them.
+// Formats numbers for people.
 
-/** 1234.5 -> "1,235", 12.34 -> "12.3"; nothing for what is not known. */
+/** 1234.5 -> "1,235", 12.34 -> "12.3"; "–" for an unknown number. */
 export function count(value) {
   if (value === null || value === undefined) return "–";
   return value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });

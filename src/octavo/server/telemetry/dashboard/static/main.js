@@ -1,4 +1,4 @@
-// The page: what comes from the feed goes to each of its parts.
+// The page: passes the feed's events to its parts.
 
 import { BlockMap } from "./blocks.js";
 import { Chart } from "./charts.js";
@@ -11,9 +11,9 @@ import { TierTable } from "./tiers.js";
 import { Timeline } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
-const names = new Map(); // ids of requests by number, as far back as the pictures reach
+const names = new Map(); // ids of requests by number, as far back as the drawings show
 const live = new Set();
-let offset = 0; // what makes wall-clock seconds of the engine's
+let offset = 0; // from the engine's clock to wall-clock seconds
 const name = (number) => names.get(number) ?? "a request of before";
 
 // Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both,
@@ -65,7 +65,7 @@ function showMoment(frame) {
   at("drafts").textContent = draftsText(moment.drafts);
 }
 
-/** "19 of 25, 6.3 tokens a step, 4.65 times as fast as without"; nothing where nothing was guessed. */
+/** "19 of 25, 6.3 tokens a step, 4.65 times as fast as without"; "" without drafts. */
 function draftsText(drafts) {
   if (drafts === null) return "";
   const speedUp = drafts.speed_up === null ? "" : `, ${drafts.speed_up} times as fast as without`;
@@ -87,7 +87,7 @@ function takeFrame(frame) {
   showMoment(frame);
   if (frame.blocks !== null) blocks.update(frame.blocks);
   timeline.add(frame.steps, frame.steps_left_out);
-  if (document.hidden) return; // nobody looks
+  if (document.hidden) return; // the page is not visible
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();
   tiers.update(frame.tiers);

@@ -1,4 +1,4 @@
-// The list of requests, and where the time of one of them went.
+// The list of requests, and how one of them spent its time.
 
 import { count, duration } from "./format.js";
 import { requestColor } from "./theme.js";
@@ -22,14 +22,14 @@ function element(kind, text, className) {
   return made;
 }
 
-/** Whether a request in this state has not ended. */
+/** Return true if a request in this state has not ended. */
 export function isLive(state) {
   return ["waiting", "prompt", "generating", "preempted"].includes(state);
 }
 
 /**
- * Rows stay where they are while their request does, and all of them while a button, a finger or the space bar is
- * down, so that a click hits what was aimed at: a browser takes no click from a row that moved between press and release.
+ * A row keeps its place while its request does. All rows keep their places while a button, a finger or the space bar is
+ * down, because a browser makes no click if the row moved between press and release.
  */
 export class RequestTable {
   constructor(body, empty) {
@@ -40,7 +40,7 @@ export class RequestTable {
     this.numPresses = 0;
     body.addEventListener("pointerdown", (event) => this.press(event.isPrimary && event.button === 0 && !event.ctrlKey));
     body.addEventListener("keydown", (event) => this.press(event.key === " "));
-    // After a touch the click comes on its own, a moment behind the release.
+    // After a touch the click comes a moment after the release.
     for (const over of ["pointerup", "keyup"]) addEventListener(over, () => this.letGoSoon());
     for (const over of ["pointercancel", "contextmenu", "blur"]) addEventListener(over, () => this.press(false));
     body.addEventListener("click", (event) => {
@@ -55,7 +55,7 @@ export class RequestTable {
     this.isPressed = isPressed;
   }
 
-  /** Let the rows move when the click has come, unless something is pressed again by then. */
+  /** Let the rows move after the click, unless something is pressed again by then. */
   letGoSoon() {
     const press = this.numPresses;
     setTimeout(() => press === this.numPresses && this.press(false), CLICK_MS);
@@ -122,7 +122,7 @@ export class RequestTable {
   }
 }
 
-/** Show where a request's time went. */
+/** Show how a request spent its time. */
 export async function explain(id) {
   document.getElementById("explanation-title").textContent = id;
   const ending = document.getElementById("explanation-ending");
@@ -142,7 +142,7 @@ export async function explain(id) {
   ending.textContent = `${duration(told.seconds)} in all; ${told.ending}`;
   for (const { phase, start, end } of told.phases) {
     const part = element("div");
-    part.style.flexGrow = 1e6 * (end - start); // a sum below 1 would leave room
+    part.style.flexGrow = 1e6 * (end - start); // with a sum below 1 the parts would not fill the row
     part.style.background = PHASE_COLORS[phase];
     part.title = `${phase}: ${duration(end - start)}`;
     phases.append(part);

@@ -1,4 +1,4 @@
-// Light or dark: as the system has it, unless the reader chose; and the colours that pictures are drawn with.
+// The theme, light or dark: the system's, unless the user chose one; and the colours of drawings.
 
 const KEY = "octavo-theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -17,13 +17,13 @@ function apply() {
   for (const listener of listeners) listener();
 }
 
-/** Turn to the other theme, and keep to it. */
+/** Switch to the other theme, and store the choice. */
 export function toggleTheme() {
   const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   try {
     localStorage.setItem(KEY, next);
   } catch {
-    // then it holds until the page is loaded again, by the line below
+    // without storage the choice lasts until the page is reloaded
   }
   document.documentElement.dataset.theme = next;
   for (const listener of listeners) listener();
@@ -39,7 +39,7 @@ export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// Told apart by most eyes, on light and on dark.
+// Distinguishable for most people, on light and on dark.
 const PALETTE = ["#4477cc", "#d9730d", "#2a9d6f", "#c2459b", "#8a6fd1", "#b08d00", "#2f9bb3", "#d1495b", "#6b8e23", "#a0663c"];
 
 /** Return the colour of a request, by its number. */

@@ -1,4 +1,4 @@
-// What each tier of the KV cache gave, took and spared; shown where there is one behind the device.
+// The loads, saves and saved time of each tier of the KV cache; shown if there is a tier outside the device.
 
 import { bytes, count, duration, percent } from "./format.js";
 

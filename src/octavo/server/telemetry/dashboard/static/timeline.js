@@ -1,4 +1,5 @@
-// The batches of the last steps: a column a step, a row a request; below, how many tokens each step had. Accepted drafts are green.
+// The batches of the last steps: a column for each step, a row for each request; below, the tokens of each step.
+// Accepted drafts are green.
 
 import { prepare, tellOnHover } from "./canvas.js";
 import { duration } from "./format.js";
@@ -6,10 +7,10 @@ import { color, onTheme, requestColor } from "./theme.js";
 
 const COLUMN = 7;
 const FOOT = 46;
-const MOST_SHOWN = 8; // accepted drafts of a request in a step; more look the same
+const MOST_SHOWN = 8; // accepted drafts of a request in a step; more are drawn equally
 
 export class Timeline {
-  /** name(number): the id of a request; ended(number): whether it has ended. */
+  /** name(number): the id of a request. ended(number): true if it has ended. */
   constructor(canvas, name, ended) {
     this.canvas = canvas;
     this.name = name;
@@ -27,8 +28,8 @@ export class Timeline {
   }
 
   /**
-   * steps: [number, start, seconds, [[request, tokens, is of a prompt], ...], [[request, guessed, right], ...]];
-   * before them so many were left out.
+   * Add steps: [number, start, seconds, [[request, tokens, is of a prompt], ...], [[request, drafted, accepted], ...]].
+   * numLeftOut: the number of steps that are missing before them.
    */
   add(steps, numLeftOut) {
     if (steps.length) this.leftOut.set(steps[0][0], numLeftOut);
@@ -40,7 +41,7 @@ export class Timeline {
     return this.steps.slice(-Math.floor(this.canvas.clientWidth / COLUMN));
   }
 
-  /** Every request keeps its row while it lives or is in sight; a row that is left is given to the next one. */
+  /** A request keeps its row while it is open or visible; then the row is used for the next request. */
   assign(steps) {
     const seen = new Set(steps.flatMap((step) => step[3].map((part) => part[0])));
     for (const number of this.lanes.keys()) {
