@@ -112,7 +112,7 @@ class Architecture:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What the KV cache stores of each layer."""
+        """The layout of the KV cache: what it stores of each layer."""
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:

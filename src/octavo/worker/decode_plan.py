@@ -56,7 +56,7 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return the bytes of inputs and results of so many sequences and rows, which are kept between steps."""
+    """Return the bytes of inputs and results of these sequences and rows, which are kept between steps."""
     num_groups = len(architecture.kv_layout.kv_groups)  # each has its tables and slots
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """What the worker knows of one request and does not keep in arrays.
+    """The data of one request that is not kept in arrays.
 
     row: the request's index in the arrays.
     predicted_token_ids: int32, the output that the client expects.
@@ -144,7 +144,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Learn all of a request.
+        """Add a request with all its data.
 
         Raises `ValueError` for positions of another number of dimensions than the model's; nothing changes then.
         """
@@ -172,7 +172,7 @@ class InputBatch:
             self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
-        """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
+        """Remove a request. Ignores unknown ids: a request may end before it ever runs."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)

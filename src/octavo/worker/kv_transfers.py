@@ -214,7 +214,7 @@ class StoredBlocks:
         self._pin_memory = kv_cache.device.type != "cpu"
 
     def make_buffer(self, num_blocks: int) -> Tensor:
-        """Return host memory for so many blocks, [num_blocks, block_bytes]."""
+        """Return host memory for blocks, [num_blocks, block_bytes]."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def views(self, buffer: Tensor, count: int) -> list[memoryview]:

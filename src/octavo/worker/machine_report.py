@@ -82,7 +82,7 @@ class Product(Timing):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether the rows of a product have the same bits alone and in a batch, and on one thread and on all.
+    """The result of a check: a product's rows have the same bits alone and in a batch, on one thread and on all.
 
     error: norm of the difference from the float64 product of the same weights, relative to that product. For int8 and
     int4 it comes from rounding the activations, and for int4 also from rounding scales to multiples of their unit.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread that touches memory page by page, from its beginning, while the engine is idle or computes.
+    """A thread that touches memory page by page, from its beginning, with idle priority (on Linux).
 
     The system provides a page when it is first touched, which costs time: 2 GB took 2.6 s on a virtual machine whose
     host had to find them, and 0.25 s if it had them. The content does not change, even if another thread writes. The

@@ -51,7 +51,7 @@ class Verification(Protocol):
     """A way to choose tokens and to draw drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the most bytes that a step with so many drafts takes, in addition to their rows of logits."""
+        """Return the most bytes that a step with `num_drafts` drafts takes, in addition to their rows of logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
