@@ -113,7 +113,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; the others get the rest."""
+        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; bounded ones get the rest."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))

@@ -86,7 +86,7 @@ class ComputesAtOnce(StepMode):
 
 
 class ComputesInBackground(StepMode):
-    """A thread computes steps, one after another: for a CPU, where launching a step is computing it."""
+    """A thread computes steps, one after another: for a CPU, which computes a step when it is launched."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
