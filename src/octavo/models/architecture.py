@@ -1,4 +1,4 @@
-"""Describe what a checkpoint computes: shapes and numbers, read once from `config.json`. Does not import torch."""
+"""Describes a checkpoint's computation: shapes and numbers, read once from `config.json`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 class ModelTensors(NamedTuple):
-    """What a model takes from a checkpoint, in the order in which it is packed; head: None where weights are tied."""
+    """The tensors of a model in a checkpoint, in the order in which they are packed. head: None if weights are tied."""
 
     embedding: Linear
     layers: tuple[LayerTensors, ...]
@@ -39,16 +39,16 @@ class Architecture:
     name                the class name under `architectures` in config.json
     max_context_tokens  longest context that it was made for
     dtype               of the checkpoint as its config says ("float32", "bfloat16" or "float16")
-    eos_token_ids       as config.json says; generation_config.json and the tokenizer may add to them
-    stored              how weights are stored that are integers already, or None
+    eos_token_ids       of config.json; generation_config.json and the tokenizer may add to them
+    stored              how weights are stored that are integers in the checkpoint, or None
     stored_floats       how weights are stored that are floats of 8 or 4 bits, or None
     block_bytes         bytes in memory of each matrix that is multiplied in GGUF's blocks, by its tensor's name
-    has_head            False for a model of embeddings that was saved without lm_head; the weights are tied then
+    has_head            False for an embedding model that was saved without lm_head; the weights are tied then
     embedding_scale     factor of the embeddings as they enter the first layer, rounded to the activations' dtype
-    norm_offset         added to the weight of each norm, as the files hold it less that; the sum is kept in float32
+    norm_offset         added to each norm's weight, since the files store it less that; the sum is kept in float32
     logit_softcap       the cap of logits (see `octavo.kernels.operations.soft_cap`), or None
-    text_part_of        the class of the model of text and images whose text part this is, or None
-    logits_scaling      logits are divided by it
+    text_part_of        the class of the model of text and images to which this text part belongs, or None
+    logits_scaling      divisor of the logits
     num_position_dims   dimensions of a position, see `AttentionBatch.rotary_positions`
     """
 
@@ -74,7 +74,7 @@ class Architecture:
     num_position_dims: int = 1
 
     def tensors(self) -> ModelTensors:
-        """Declare all that the model takes from a checkpoint."""
+        """Declare all tensors that the model takes from a checkpoint."""
         vocabulary = Linear(((_EMBEDDING, self.vocab_size),), self.hidden_size)
         head = Linear(((_HEAD, self.vocab_size),), self.hidden_size)
         return ModelTensors(
@@ -87,7 +87,7 @@ class Architecture:
         )
 
     def within(self, max_model_len: int) -> Architecture:
-        """Return what is computed for sequences of up to so many tokens; see `RopeConfig.within`."""
+        """Return the architecture for sequences of up to `max_model_len` tokens; see `RopeConfig.within`."""
         return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
@@ -112,19 +112,19 @@ class Architecture:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What the KV cache keeps of each layer."""
+        """The layout of the KV cache: what it stores of each layer."""
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""
+        """Return name and shape of every tensor in a checkpoint of this architecture, in the order of packing."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
-        """Names of the tensors in the files that are scales of quantized weights."""
+        """Return the names of the tensors in the files that are scales of quantized weights."""
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Name and form of every tensor in the files: as `tensor_shapes`, or as quantized ones are stored."""
+        """Return name and form of every tensor in the files: as in `tensor_shapes`, or as quantization stores it."""
         tensors: dict[str, StoredTensor] = {}
         stored = self.stored or self.stored_floats
         for name, shape in self.tensor_shapes().items():
@@ -137,19 +137,19 @@ class Architecture:
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Whether a tensor has a row for each token, and so may be read by row as an embedding."""
+    """Return True if a tensor has a row for each token, so that it may be read by row as an embedding."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
-    """Whether a tensor of a checkpoint is the weight of an RMS norm."""
+    """Return True if a tensor of a checkpoint is the weight of an RMS norm."""
     return tensor_name.endswith("norm.weight")
 
 
 def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read what all families share. Raises `ModelError` for what is missing or out of range."""
+    """Read the keys that all families share. Raises `ModelError` for a key that is missing or out of range."""
     stored = read_quantization_config(config)
     architecture = Architecture(
         name=name,
@@ -171,7 +171,7 @@ def read_decoder(
 
 
 def _read_dtype(config: ConfigFile) -> str:
-    """Return the checkpoint's dtype; transformers 5 writes `dtype`, before it was `torch_dtype`."""
+    """Return the checkpoint's dtype. transformers 5 writes `dtype`, earlier versions `torch_dtype`."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.text(key, "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged KV cache: its numbers, the tensors that it takes, and what it computes."""
+"""Grouped-query attention over the paged KV cache: its configuration, its tensors and its computation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
     from octavo.models.rope_config import RopeConfig
 
-_MAX_HEAD_DIM = 256  # what the compiled kernels' buffers hold
+_MAX_HEAD_DIM = 256  # limit of the compiled kernels' buffers
 
 
 class AttentionTensors(NamedTuple):
-    """What attention takes from a checkpoint."""
+    """The tensors of attention in a checkpoint."""
 
     qkv: Linear
     o: Linear
@@ -33,13 +33,13 @@ class AttentionTensors(NamedTuple):
 class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
-    rope          how queries and keys are rotated, or None: they are not
-    window        tokens a position sees, itself included, or None for all
-    scale         of products of queries and keys, or None: head_dim ** -0.5
+    rope          how queries and keys are rotated, or None for no rotation
+    window        tokens that a position sees, itself included, or None for all
+    scale         of products of queries and keys, or None for head_dim ** -0.5
     softcap       the cap of these scaled products (see `octavo.kernels.operations.soft_cap`), or None
     qk_norm       queries and keys are normalized before they are rotated: "head" has one weight of [head_dim] each, for
                   all heads; "width" takes all heads of a token as one row
-    is_fused      the checkpoint holds queries, keys and values as one matrix
+    is_fused      the checkpoint stores queries, keys and values as one matrix
     """
 
     num_heads: int
@@ -67,10 +67,10 @@ class AttentionConfig:
         qk_norm: Literal["head", "width"] | None = None,
         is_fused: bool = False,
     ) -> AttentionConfig:
-        """Read the shapes, of layers without a window. Raises `ModelError` for what octavo cannot compute."""
+        """Read the shapes, of layers without a window. Raises `ModelError` for shapes that octavo cannot compute."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
         if default_num_kv_heads is None or "num_key_value_heads" in config.values:
-            default_num_kv_heads = num_heads  # null means that, too
+            default_num_kv_heads = num_heads  # null means num_heads, too
         num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads)
         if num_heads % num_kv_heads:
             raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
@@ -95,7 +95,10 @@ class AttentionConfig:
         )
 
     def within(self, max_model_len: int) -> AttentionConfig:
-        """Return what is computed for sequences of up to so many tokens: a window that holds all of them is none."""
+        """Return the configuration for sequences of up to `max_model_len` tokens.
+
+        A window that holds all of them is dropped.
+        """
         window, rope = self.window, self.rope
         return replace(
             self,
@@ -105,16 +108,16 @@ class AttentionConfig:
 
     @property
     def cache_spec(self) -> KVShape:
-        """What the KV cache keeps of the layer."""
+        """What the KV cache stores of the layer."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def width(self) -> int:
-        """Queries, keys and values of a token."""
+        """Number of values of a token's queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
-        """Declare the tensors of the attention of a layer that is called `name` in the checkpoint."""
+        """Declare the attention tensors of the layer that is called `name` in the checkpoint."""
         name = f"{name}.self_attn"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
@@ -128,12 +131,12 @@ class AttentionConfig:
         )
 
     def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
-        """Take the tensors."""
+        """Build the attention from its tensors."""
         return Attention(context, self, tensors)
 
 
 class Attention:
-    """The attention of one layer, whose weights are packed.
+    """The attention of one layer, with packed weights.
 
     Raises `ModelError` for a rotary embedding in a model whose positions have several dimensions.
     """

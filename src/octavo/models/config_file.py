@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change what a model computes. A value among the harmless ones is as good as no key at all; with any other
-# value a family that does not read the key would silently give other tokens, so it is refused.
+# Keys that change what a model computes. A harmless value has the same effect as a missing key. With any other value, a
+# family that does not read the key would silently give other tokens, so it is refused.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -44,7 +44,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 class ConfigFile:
     """Values of one JSON object with their types checked. Raises `ModelError` for a broken file or value.
 
-    It notes the keys that were asked for: who reads a key computes it.
+    It records the keys that were requested: a family computes the keys that it reads.
     """
 
     __slots__ = ("_asked_for", "path", "prefix", "values")
@@ -75,12 +75,12 @@ class ConfigFile:
         return other
 
     def error(self, key: str, problem: str) -> ModelError:
-        """Return the error that says what is wrong with a key."""
+        """Return an error that says what is wrong with a key."""
         shown = repr(self.values.get(key))
         return ModelError(f"{self.path}: {self.prefix}{key} = {shown[:200]}: {problem}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is present and not null."""
+        """Return True if the key is present and not null."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: Any = _MISSING) -> int:
@@ -118,11 +118,11 @@ class ConfigFile:
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Return a finite number greater than `above`, or None where the key is missing or null."""
+        """Return a finite number greater than `above`, or None if the key is missing or null."""
         return self.number(key, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
-        """Return true or false."""
+        """Return a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false")
@@ -136,7 +136,7 @@ class ConfigFile:
         return value
 
     def section(self, key: str) -> ConfigFile | None:
-        """Return a nested object, or None where it is missing, null or empty."""
+        """Return a nested object, or None if it is missing, null or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None
@@ -145,7 +145,7 @@ class ConfigFile:
         return ConfigFile(self.path, value, f"{self.prefix}{key}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids given as one number, a list, or null; a negative one stands for no token."""
+        """Return token ids given as one number, a list, or null; negative ids are dropped."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
@@ -153,17 +153,20 @@ class ConfigFile:
         return tuple(id_ for id_ in ids if id_ >= 0)
 
     def refuse_unread(self, family: str) -> None:
-        """Raise for every key that would change the tokens and that the family, named for the message, did not read."""
+        """Raise `ModelError` for any key that would change the tokens and that was not read.
+
+        family: its name, for the message.
+        """
         for key, harmless in _CHANGES_TOKENS.items():
             if key not in self._asked_for and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not compute this of {family}, and would give wrong tokens")
 
     def mark(self, key: str) -> None:
-        """Note that somebody reads a key whose value is of no simple type."""
+        """Record that a key with a value of no simple type is read."""
         self._asked_for.add(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that nobody asked for."""
+        """Return the keys that were not read."""
         return [key for key in self.values if key not in self._asked_for]
 
     def _get(self, key: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors that a model takes from a checkpoint, as its layers declare them: names and shapes. No torch here."""
+"""The tensors of a model in a checkpoint, as its layers declare them: names and shapes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Linear:
     """Linear layers of one input, which are computed as one, by rows.
 
-    parts: the name of each, without ".weight", and its out_features.
+    parts: the name of each layer, without ".weight", and its out_features.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -27,7 +27,7 @@ class Linear:
 
     @property
     def out_features(self) -> int:
-        """Rows of all of them."""
+        """Rows of all layers together."""
         return sum(rows for _, rows in self.parts)
 
     @property
@@ -73,7 +73,7 @@ class Norm:
 
 
 def in_order(declared: object) -> Iterator[Linear | GroupedLinear | Norm]:
-    """Yield the declarations in nested tuples. None is a part that a layer does not have."""
+    """Yield the declarations in nested tuples. None stands for a part that a layer does not have."""
     if isinstance(declared, Linear | GroupedLinear | Norm):
         yield declared
     elif isinstance(declared, tuple):

@@ -16,55 +16,59 @@ if TYPE_CHECKING:
 
 
 class TokenMixer(Protocol):
-    """The first part of a layer: computes each token from the tokens of its sequence up to it (attention, recurrence).
+    """The first sublayer of a layer: computes a token from itself and the tokens before it in its sequence.
+
+    Examples are attention and recurrence.
 
     cache: the views that `CacheSpec.views` returns. Rows are written at `AttentionBatch.slot_mapping` and read through
-    `AttentionBatch.block_tables`, both of the layer's KV group. Only steps of models whose layers are all `Attention`
-    are captured as graphs, so a batch has no padding here. A row's result must not depend on rows of other
-    sequences, nor on how the rows of its own are divided among steps.
+    `AttentionBatch.block_tables`, both of the layer's KV group.
+
+    Only steps of models whose layers are all `Attention` are captured as graphs, so a batch has no padding here. A
+    row's result must not depend on rows of other sequences, nor on how the rows of its own sequence are divided among
+    steps.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write what the cache keeps of [num_tokens, hidden]; return what `attend` needs of each token.
+        """Write the tokens [num_tokens, hidden] into the cache; return for each token the values that `attend` needs.
 
-        The first dimension of the result is num_tokens: rows that nothing follows are taken out of it after the last
-        layer has written.
+        The first dimension of the result is num_tokens. After the last layer has written, rows that are not needed any
+        more are removed from the result.
         """
         ...
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return [num_rows, hidden] of the rows that `write_kv` returned, or some of them, over the cache."""
+        """Return [num_rows, hidden] for the rows that `write_kv` returned, or some of them, over the cache."""
         ...
 
 
 class TokenMixerConfig(Protocol):
-    """The numbers of a `TokenMixer`, what it keeps, and the tensors that it takes. Frozen and hashable."""
+    """The parameters of a `TokenMixer`, its cache, and its tensors. Frozen and hashable."""
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the cache keeps of the layer."""
+        """What the cache stores of the layer."""
         ...
 
     @property
     def width(self) -> int:
-        """The widest that it computes for a token."""
+        """Largest number of values that it computes for a token."""
         ...
 
     def within(self, max_model_len: int) -> TokenMixerConfig:
-        """Return the same for sequences of up to so many tokens."""
+        """Return the same for sequences of up to `max_model_len` tokens."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of the mixer of a layer that is called `name` in the checkpoint."""
+        """Declare the mixer's tensors of the layer that is called `name` in the checkpoint."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> TokenMixer:
-        """Take the tensors that were declared."""
+        """Build the mixer from its tensors."""
         ...
 
 
 class MLP(Protocol):
-    """The second part of a layer: computes each token without its neighbours."""
+    """The second sublayer of a layer: computes each token without its neighbours."""
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape.
@@ -76,27 +80,27 @@ class MLP(Protocol):
 
 
 class MLPConfig(Protocol):
-    """The numbers of an `MLP`, and the tensors that it takes. Frozen and hashable."""
+    """The parameters of an `MLP`, and its tensors. Frozen and hashable."""
 
     @property
     def intermediate_size(self) -> int:
-        """The widest that it computes for a token."""
+        """Largest number of values that it computes for a token."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of the MLP of a layer that is called `name` in the checkpoint."""
+        """Declare the MLP's tensors of the layer that is called `name` in the checkpoint."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> MLP:
-        """Take the tensors that were declared."""
+        """Build the MLP from its tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The norms of a layer by their names in the checkpoint; None for one that it has not.
+    """The norms of a layer by their names in the checkpoint, None for a norm that it does not have.
 
-    Those before a part are of what it reads, those after it of what it adds to the residual stream.
+    Pre-norms are applied to a sublayer's input, post-norms to its output before it is added to the residual stream.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -106,7 +110,7 @@ class LayerNorms:
 
 
 class LayerTensors(NamedTuple):
-    """What a layer takes from a checkpoint; attention, mlp: as their configurations declare it."""
+    """The tensors of a layer in a checkpoint. attention, mlp: as their configurations declare them."""
 
     before_attention: Norm | None
     attention: tuple[Any, ...]
@@ -118,7 +122,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A layer of a model; those that are equal compute the same with other weights.
+    """A layer of a model. Layers with equal configurations compute the same with different weights.
 
     attention: `AttentionConfig`, or another way to mix the tokens of a sequence.
     """
@@ -126,14 +130,14 @@ class LayerConfig:
     attention: TokenMixerConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
-    residual_scale: float = 1.0  # of what each part adds to the residual stream
+    residual_scale: float = 1.0  # of each sublayer's output
 
     def within(self, max_model_len: int) -> LayerConfig:
-        """Return the layer for sequences of up to so many tokens."""
+        """Return the layer for sequences of up to `max_model_len` tokens."""
         return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
-        """Declare the tensors of a layer that is called `name` in the checkpoint."""
+        """Declare the tensors of the layer that is called `name` in the checkpoint."""
 
         def norm(own_name: str | None) -> Norm | None:
             return None if own_name is None else Norm(f"{name}.{own_name}", hidden_size)
@@ -168,10 +172,9 @@ class DecoderLayer:
 
 
 class ResidualNorm:
-    """Adds what a part gives to the residual stream, and normalizes that for the part that comes next.
+    """Adds a sublayer's output to the residual stream, and normalizes the stream for the next sublayer.
 
-    added, stream: the weights of both norms; None where what is added, or what the next part reads, is taken as it is.
-    scale: of what is added.
+    added: the output's norm, or None. stream: the next sublayer's norm, or None. scale: factor of the output.
     """
 
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
@@ -187,7 +190,10 @@ class ResidualNorm:
         self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Return what the next part reads, perhaps `residual`, to which it adds in place. Both [num_tokens, hidden]."""
+        """Return the next sublayer's input, which may be `residual`. Updates `residual` in place.
+
+        hidden, residual: [num_tokens, hidden].
+        """
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint of a model that drafts for another one, as its files describe it. No torch here."""
+"""The checkpoint of a drafting model, as its files describe it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """What is loaded to draft.
+    """A checkpoint that is loaded for drafting.
 
-    name: as the user calls it. quantization: how its weights are rounded, as in `octavo.config.ModelConfig`.
-    max_model_len: the longest sequence that it can go on with. shares_kv: it is the target itself, rounded, which reads
-    the target's own keys and values.
+    name: the user's name for it. quantization: how its weights are rounded, as in `octavo.config.ModelConfig`.
+    max_model_len: the longest sequence that it can continue, in tokens. shares_kv: it is the target itself, with
+    quantized weights, and reads the target's own keys and values.
     """
 
     name: str

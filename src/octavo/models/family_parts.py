@@ -1,4 +1,4 @@
-"""What an architecture is made of, in words: read from its description, and listed nowhere. No torch here."""
+"""Describes in words what an architecture consists of, computed from its fields. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.decoder_layer import LayerConfig
 
-# What every family needs of a config.json; with as many layers as patterns of layers repeat within.
+# The keys of config.json that every family needs, with enough layers for any pattern of layers to repeat.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -32,7 +32,7 @@ _SAMPLE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-# What a config.json may ask for beside that. A family that does not know a key does not read it, or refuses it.
+# Optional keys of config.json. A family that does not know a key ignores it or refuses it.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
     {"mlp_bias": True},
@@ -47,15 +47,16 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # how files hold it
-_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # others are its numbers
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # about files only
+_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # named as parts
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that an architecture has besides the plain decoder.
+    """A part that an architecture has in addition to the plain decoder.
 
-    value: how much of it, in words, or "". num_layers: those that have it, or None where that is no question.
+    value: its amount, in words, or "". num_layers: number of layers that have it, or None if it is not a part of
+    layers.
     """
 
     name: str
@@ -63,13 +64,13 @@ class Part:
     num_layers: int | None = None
 
     def describe(self, num_layers: int) -> str:
-        """Return it in words, of an architecture of so many layers."""
+        """Return the part in words, for an architecture with `num_layers` layers."""
         said = f"{self.name} {self.value}".strip()
         return said if self.num_layers in (None, num_layers) else f"{said} in {self.num_layers} of {num_layers} layers"
 
 
 def parts_of(architecture: Architecture) -> list[Part]:
-    """Return what differs from the plain decoder: full attention of equal heads, two norms, SiLU, no biases."""
+    """Return the differences from the plain decoder: full attention of equal heads, two norms, SiLU, no biases."""
     counts: dict[Part, int] = {}
     for layer in architecture.layers:
         for part in dict.fromkeys(_layer_parts(layer)):
@@ -81,7 +82,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the names of the parts that a family has by default, and of those that it has where it is asked for them.
+    """Return the names of the parts that a family has by default, and of those that its configuration may ask for.
 
     name: one of `octavo.models.registry.FAMILIES`.
     """
@@ -89,7 +90,7 @@ def family_parts(name: str) -> tuple[list[str], list[str]]:
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
-    except ModelError:  # this family has a rotary embedding for each type of layer, by default one that others have
+    except ModelError:  # this family needs a rotary embedding for each type of layer, and has a default for it
         always = _names_of(sample)
     optional: dict[str, None] = {}
     for keys in _OPTIONS:
@@ -127,7 +128,7 @@ def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:
 
 
 def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:
-    """Yield the fields of a description that have a default and another value."""
+    """Yield the fields of a description that have a default and differ from it."""
     for each in dataclasses.fields(described):
         value = getattr(described, each.name)
         if each.default is dataclasses.MISSING or each.name in leave_out or value == each.default:

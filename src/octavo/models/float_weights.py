@@ -1,4 +1,4 @@
-"""Weights of small floats as checkpoints store them, expanded as they are read, or as they are: FP8 and MXFP4."""
+"""Weights that checkpoints store as small floats: FP8 and MXFP4, returned as they are stored, or expanded."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
-_VALUES_AT_ONCE = 1 << 22  # in float32
-# OCP Microscaling Formats 1.0, section 5.3.3: what the four bits of an E2M1 mean.
+_VALUES_AT_ONCE = 1 << 22  # values that are converted at a time, in float32
+# OCP Microscaling Formats 1.0, section 5.3.3: the values of the 16 codes of an E2M1.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch.dtype) -> StoredTensors:
-    """Open the files, which hold all that the architecture needs; small floats in them come out as `dtype`."""
+    """Open the files and check that they have all tensors of the architecture; small floats are expanded to `dtype`."""
     files = weights.open()
     files.check(architecture.stored_tensors())
     stored = architecture.stored_floats
@@ -35,7 +35,10 @@ def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch
 
 
 class ExpandedFloats:
-    """The `StoredTensors` of a checkpoint of small floats: each weight is one of `dtype`, all else is as it stands."""
+    """The `StoredTensors` of a checkpoint of small floats: `tensor` expands each weight to `dtype`.
+
+    All other tensors are returned as they are stored.
+    """
 
     def __init__(self, files: StoredTensors, stored: StoredFloats, dtype: torch.dtype) -> None:
         self.files = files
@@ -43,18 +46,18 @@ class ExpandedFloats:
         self.dtype = dtype
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        """Raise `ModelError` unless the files hold exactly the expected tensors."""
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        """Return a tensor as `tensor` does, or None if there is none of that name."""
         expanded = self._expanded(name)
         return self.files.find(name) if expanded is None else expanded
 
     def weight(self, name: str) -> StoredWeight:
-        """Return a matrix of MXFP4 in GGUF's blocks and one of FP8 as it is; any other in floats.
+        """Return a matrix as it is stored: MXFP4 in GGUF's blocks, FP8, or floats.
 
-        FP8 whose scales are of too few columns for the kernels is expanded, too.
+        FP8 is expanded if its scales have too few columns for the kernels.
         """
         module = name.removesuffix(".weight")
         if (stored := self._stored(module)) is None:
@@ -68,12 +71,12 @@ class ExpandedFloats:
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor: a weight that is expanded is new, others may alias a file's pages."""
+        """Return a tensor. An expanded weight is new; any other tensor may alias a file's pages."""
         expanded = self._expanded(name)
         return self.files.tensor(name) if expanded is None else expanded
 
     def release(self) -> None:
-        """Let go of the pages of what was read."""
+        """Release the pages of the tensors that were read."""
         self.files.release()
 
     def _expanded(self, name: str) -> Tensor | None:
@@ -82,7 +85,7 @@ class ExpandedFloats:
         return None if stored is None else expand(self.stored, *stored, self.dtype)
 
     def _stored(self, module: str) -> tuple[Tensor, Tensor] | None:
-        """Return values and scales of a linear layer; None where it is not stored as small floats."""
+        """Return values and scales of a linear layer, or None if it is not stored as small floats."""
         values = self.files.find(f"{module}.{self.stored.values_name}")
         if values is None or values.dtype not in {torch.float8_e4m3fn, torch.uint8}:
             return None
@@ -118,9 +121,9 @@ def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) 
 
 
 def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
-    """Return the same MXFP4 in GGUF's order: its exponent before a group, whose second half stands in upper bits.
+    """Return MXFP4 in GGUF's order: each group's exponent first, and its second half in the upper bits.
 
-    values uint8 [out_features, in_features / 2], each two neighbours; exponents uint8 [out_features, groups].
+    values: uint8 [out_features, in_features / 2], two neighbours in each. exponents: uint8 [out_features, groups].
     """
     pairs = values.reshape(len(values), -1, MXFP4_GROUP // 2)
     nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)
@@ -130,7 +133,7 @@ def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
 
 
 def _decoded(values: Tensor) -> Tensor:
-    """Return float32 of FP8, or of two E2M1 a byte, the lower bits first."""
+    """Return float32 of FP8, or of two E2M1 in each byte, the lower bits first."""
     if values.dtype == torch.float8_e4m3fn:
         return values.float()
     pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])

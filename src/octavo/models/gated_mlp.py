@@ -1,4 +1,4 @@
-"""The gated MLP: its numbers, the tensors that it takes, and what it computes."""
+"""The gated MLP: its configuration, its tensors and its computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 
 
 class GatedMLPTensors(NamedTuple):
-    """What a gated MLP takes from a checkpoint."""
+    """The tensors of a gated MLP in a checkpoint."""
 
     gate_up: Linear
     down: Linear
@@ -32,7 +32,7 @@ class GatedMLPConfig:
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
-    is_fused: bool = False  # the checkpoint holds gate and up as one matrix
+    is_fused: bool = False  # the checkpoint stores gate and up as one matrix
 
     @classmethod
     def read(
@@ -44,7 +44,7 @@ class GatedMLPConfig:
         default_activation: str = "silu",
         is_fused: bool = False,
     ) -> GatedMLPConfig:
-        """Read the shapes. Raises `ModelError` for what octavo cannot compute."""
+        """Read the shapes. Raises `ModelError` for a configuration that octavo cannot compute."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
@@ -53,7 +53,7 @@ class GatedMLPConfig:
         )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
-        """Declare the tensors of the MLP of a layer that is called `name` in the checkpoint."""
+        """Declare the MLP's tensors of the layer that is called `name` in the checkpoint."""
         name, inner = f"{name}.mlp", self.intermediate_size
         apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
         gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
@@ -63,12 +63,12 @@ class GatedMLPConfig:
         )
 
     def build(self, context: ModelContext, tensors: GatedMLPTensors) -> GatedMLP:
-        """Take the tensors."""
+        """Build the MLP from its tensors."""
         return GatedMLP(context, self, tensors)
 
 
 class GatedMLP:
-    """The MLP of one layer, whose weights are packed."""
+    """The MLP of one layer, with packed weights."""
 
     __slots__ = ("activation", "down", "gate_up", "kernels")
 
@@ -80,5 +80,5 @@ class GatedMLP:
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""
-        del batch  # all requests are computed with the same weights
+        del batch  # all requests have the same weights
         return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up, self.activation), self.down)

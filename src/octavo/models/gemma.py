@@ -1,4 +1,4 @@
-"""Gemma: Llama's decoder with a GELU gate, scaled embeddings, and norms whose weights stand in the files less one."""
+"""Gemma: Llama's decoder with a GELU gate, scaled embeddings, and norms that files store as their weights less one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 def read_gemma(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read what all generations share."""
+    """Read the keys that all generations share."""
     config = config.with_defaults(tie_word_embeddings=True)
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
     return replace(architecture, embedding_scale=math.sqrt(architecture.hidden_size), norm_offset=1.0)

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind each part, windows in every other layer, soft-capped scores and logits."""
+"""Gemma 2: norms before and after each sublayer, windows in every other layer, soft-capped scores and logits."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def read_mixed(
     softcap: float | None = None,
     qk_norm: Literal["head"] | None = None,
 ) -> Architecture:
-    """Read what Gemma 2 and 3 share.
+    """Read the keys that Gemma 2 and 3 share.
 
-    rope and local_rope: of layers that see all and of those with a window; one in `pattern` sees all, unless
-    `layer_types` says which.
+    rope, local_rope: of layers that see all positions, and of layers with a window.
+    pattern: every `pattern`-th layer sees all positions, unless `layer_types` says which.
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)

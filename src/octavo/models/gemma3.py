@@ -28,7 +28,7 @@ _DEFAULTS = {
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Gemma 3's keys; scaled positions are within `max_position_embeddings`.
 
-    A soft cap of scores is refused, as a key that is not read: some programs compute it, transformers does not.
+    A soft cap of scores is refused, because its key is not read: some programs compute it, transformers does not.
     """
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)
@@ -37,7 +37,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embedding of layers that see all and that of layers with a window, written in either style."""
+    """Return the rotary embeddings of layers that see all positions and of layers with a window; reads either style."""
     max_positions, local_theta = (
         config.count("max_position_embeddings"),
         config.number("rope_local_base_freq", 10_000.0),

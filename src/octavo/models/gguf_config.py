@@ -1,7 +1,6 @@
-"""What a GGUF file says of its model, as the keys of config.json: then the family's own file reads them. No torch here.
+"""Translates a GGUF file's metadata to the keys of config.json, which the family then reads. Does not import torch.
 
-`_FAMILIES` is all that is known of families: what llama.cpp calls them, and how it keeps them where Hugging Face's
-layout has it otherwise.
+`_FAMILIES` has all knowledge of families: llama.cpp's names for them, and their differences from Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many bytes a block
-# takes more in memory.
+# Kinds of blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), and how many more bytes a
+# block takes in memory than in the file.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,
@@ -38,13 +37,13 @@ BLOCK_KINDS = {
     TensorType.Q6_K: 0,
     TensorType.MXFP4: 0,
 }
-# Keys that change nothing here: what they say stands elsewhere, or llama.cpp computes nothing of it.
+# Keys without effect here: the information is read from elsewhere, or llama.cpp does not compute it either.
 _NOT_READ = (
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
-_GEMMA_LOCAL_THETA = 10_000.0  # of files that do not say it
+_GEMMA_LOCAL_THETA = 10_000.0  # of files without the key
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
 _MAX_FLOAT32 = 3.4e38
 _GELU = "gelu_pytorch_tanh"
@@ -53,14 +52,14 @@ _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """How one of llama.cpp's architectures is kept.
+    """How one of llama.cpp's architectures is stored.
 
     name               the class in `architectures` of config.json
-    model_type         as config.json has it
+    model_type         as in config.json
     read               returns the family's own keys
-    names              parts of a layer that Hugging Face's layout calls otherwise than Llama's
-    rotates_pairs      rows of q and k stand so that neighbours are rotated together, not halves of a head
-    norms_around_one   norms hold the factor, where Hugging Face's layout has its distance from 1
+    names              parts of a layer that Hugging Face's layout names differently than Llama's
+    rotates_pairs      rows of q and k are ordered so that neighbours rotate together, not the halves of a head
+    norms_around_one   norms hold the factor; Hugging Face's layout holds the factor less 1
     """
 
     name: str
@@ -72,7 +71,7 @@ class GGUFFamily:
 
 
 class GGUFFields:
-    """The keys of a file under its architecture's name."""
+    """The metadata keys of a file that begin with its architecture's name."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
@@ -83,37 +82,37 @@ class GGUFFields:
         }
         for key, value in values.items():
             if isinstance(value, list) and value and all(each == value[0] for each in value):
-                values[key] = value[0]  # of each layer, but all are alike
+                values[key] = value[0]  # a value for each layer, but all are equal
         self.values = ConfigFile(file.path, values, prefix)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; a missing one without a default is an error."""
+        """Return a whole number. Raises `ModelError` if the key is missing and there is no default."""
         return self.values.count(key) if default is None else self.values.count(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above zero, by its shortest name: 1e-05 for 9.999999747378752e-06."""
+        """Return a number above zero, with its shortest spelling: 1e-05 for 9.999999747378752e-06."""
         found = self.values.number(key) if default is None else self.values.number(key, default)
         if found > _MAX_FLOAT32:
             raise self.values.error(key, f"must be at most {_MAX_FLOAT32:g}")
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
-        """Return a number above zero; None where there is none, or zero."""
+        """Return a number above zero, or None if the key is missing or zero."""
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
-        """Log what differs from the file, once each."""
+        """Log a difference from the file, each message once."""
         if message not in self._told:
             self._told.add(message)
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return True if there is a tensor of that name."""
         return tensor in self.file.tensors
 
     @property
     def num_layers(self) -> int:
-        """Layers: as many as there are tensors of, so that nothing is made for others."""
+        """Number of layers. Raises `ModelError` unless it is the number of layers with tensors."""
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
@@ -122,7 +121,7 @@ class GGUFFields:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head: of keys and values alike."""
+        """Width of a head, equal for keys and values."""
         heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
         if "attention.key_length" not in self.values.values and hidden % heads:
             raise self.values.error("attention.head_count", f"must divide embedding_length = {hidden}")
@@ -132,11 +131,11 @@ class GGUFFields:
         return width
 
     def window(self) -> int | None:
-        """Tokens that layers with a sliding window see; None where there is no window."""
+        """Return the number of tokens that layers with a sliding window see, or None if there is no window."""
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return which layers see the window only: as the file says, else all but the last of each `period`."""
+        """Return each layer's type: as the file says, otherwise all but the last of each `period` have the window."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -163,7 +162,7 @@ class GGUFFields:
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
-    """Return the architecture's name and what is known of it. Raises `ModelError` for one that is not known."""
+    """Return the architecture's name and its family. Raises `ModelError` for an unknown architecture."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -174,7 +173,7 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
 def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
     """Return the config.json that the metadata stands for.
 
-    architecture, family: of `find_gguf_family`. Raises `ModelError` for a key that is missing or that octavo does not
+    architecture, family: from `find_gguf_family`. Raises `ModelError` for a key that is missing or that octavo does not
     compute.
     """
     if EMBEDDING not in file.tensors:
@@ -215,7 +214,7 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
 
 
 def _refuse_unread(fields: GGUFFields, name: str) -> None:
-    """Raise for a key that says something and that nobody read."""
+    """Raise `ModelError` for a key that has an effect and was not read."""
     for key in fields.values.unread():
         value = fields.values.values[key]
         if key not in _NOT_READ and value and value != _NEUTRAL.get(key):
@@ -223,9 +222,10 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return what the model computes in: what all its matrices are exact in.
+    """Return the dtype of the model's activations: one in which all its matrices are exact.
 
-    Those in blocks are multiplied as they are, whatever this is; in blocks of other kinds they are expanded to float32.
+    Matrices in blocks of `BLOCK_KINDS` are multiplied as they are, whatever this dtype is. Other blocks are expanded to
+    float32.
     """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     others = kinds - BLOCK_KINDS.keys()
@@ -267,7 +267,7 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
-    """Return what queries are scaled by, which no file says: the largest ones of Gemma 2 and 3 are an exception."""
+    """Return query_pre_attn_scalar, which no file contains. The largest models of Gemma 2 and 3 are an exception."""
     return fields.count("embedding_length") // fields.count("attention.head_count") if is_27b else fields.head_dim
 
 
@@ -307,9 +307,9 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
-    """Return the keys of Ministral 3; without scaled queries the file is one of Mistral."""
+    """Return the keys of Ministral 3, or of Mistral if the file does not scale queries."""
     beta = fields.optional("attention.temperature_scale")
-    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 makes nothing of it
+    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
     if beta is None:
         return {"sliding_window": None}
     return {

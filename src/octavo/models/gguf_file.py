@@ -1,8 +1,8 @@
-"""GGUF, the container of llama.cpp's models: what it says, and where its tensors stand. Nothing in it is believed.
+"""Reads GGUF, the container of llama.cpp's models: metadata and positions of tensors. All of it is checked.
 
-Read are versions 2 and 3 in little-endian order, as ggml's docs/gguf.md describes them. The package `gguf` follows any
-count, offset and nesting that a file gives, and makes an object of every token: ten seconds for a large vocabulary. So
-it is what tests compare with, and files are read here. No torch here.
+Supports versions 2 and 3 in little-endian order, as described in ggml's docs/gguf.md. The package `gguf` reads
+files only in tests, for comparison: it trusts every count, offset and nesting in a file, and makes an object of every
+token, which takes ten seconds for a large vocabulary. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # of a string
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000, and an object each
+_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000, each an object
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
@@ -42,7 +42,7 @@ _PIECE_NAME = re.compile(
 
 
 class TensorType(Enum):
-    """How numbers of a tensor are stored: (its code in files, values a block, bytes a block)."""
+    """How a tensor's numbers are stored: (code in files, values of a block, bytes of a block)."""
 
     F32 = 0, 1, 4
     F16 = 1, 1, 2
@@ -86,7 +86,7 @@ _TYPES = {each.value[0]: each for each in TensorType}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor in a file: shape with the rows first, as torch has it; offset from the file's begin."""
+    """A tensor in a file. shape: rows first, as in torch. offset: from the beginning of the file."""
 
     path: Path
     type: TensorType
@@ -100,8 +100,8 @@ class GGUFFile:
     """A model in one file or several.
 
     path      of the file, or the first of them
-    paths     of all
-    metadata  what the first says, by key
+    paths     of all files
+    metadata  of the first file, by key
     tensors   by name
     """
 
@@ -112,7 +112,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the file and those that belong to it. Raises `ModelError` for what is broken or missing."""
+        """Read the file and the other files of its model. Raises `ModelError` if one is broken or missing."""
         metadata, tensors = _read(path)
         paths = [path, *_other_splits(path, metadata)]
         for other in paths[1:]:
@@ -140,7 +140,7 @@ def _read(path: Path) -> tuple[dict[str, Value], dict[str, StoredArray]]:
 
 
 class _Reader:
-    """Goes through a file from its begin on, and never beyond its end."""
+    """Reads a file from its beginning, and never beyond its end."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path = path
@@ -152,7 +152,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
-        """Return the values by key, and the number of tensors that are described behind them."""
+        """Return the values by key, and the number of tensors that are described after them."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is no GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -227,7 +227,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read so many values of a type. Their bytes are known to be there before memory is taken for them."""
+        """Read `count` values of a type. Checks that the file has their bytes before memory is allocated for them."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -258,7 +258,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Read so many strings. In what only describes the file, bytes that are no UTF-8 are replaced."""
+        """Read `count` strings. In keys that only describe the file, bytes that are not UTF-8 are replaced."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from  # a vocabulary has hundreds of thousands
@@ -279,9 +279,11 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError`, which says how to join the pieces, if a path is a piece of a GGUF file that was cut by bytes.
+    """Raise `ModelError` if a path is a piece of a GGUF file that was cut by bytes.
 
-    Pieces are also looked for if the path is a folder of nothing else, or the whole file's and does not exist.
+    The message says how to join the pieces.
+
+    The same holds for a folder that has only pieces, and for a missing file whose pieces exist.
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():
@@ -314,7 +316,7 @@ def _piece_order(piece: re.Match[str]) -> tuple[int, int, str]:
 
 
 def _other_splits(path: Path, metadata: dict[str, Value]) -> list[Path]:
-    """Return the other files of a model that is split: those that its name and `split.count` ask for."""
+    """Return the other files of a model that is split, according to its name and `split.count`."""
     count = metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= _MAX_SPLITS:
         raise ModelError(f"{path}: split.count = {count!r} must be a whole number of files up to {_MAX_SPLITS}")

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files through a memory map: numbers as they are, integers in blocks as what they mean."""
+"""Tensors of GGUF files through a memory map: floats as they are, integers in blocks as the values that they encode."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
+_RESIDENT_BYTES = 32 << 20  # pages of files that are kept in memory, in addition to the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
-_EXPANDED_AT_ONCE = 1 << 22  # values
+_EXPANDED_AT_ONCE = 1 << 22  # values that are expanded at a time
 
 
 class GGUFTensors:
@@ -51,7 +51,7 @@ class GGUFTensors:
         self._handed_out: dict[Path, list[tuple[int, int]]] = {}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise unless the files hold exactly the tensors of `expected`, in types that can be read."""
+        """Raise `ModelError` unless the files hold exactly the expected tensors, in types that can be read."""
         path = self._weights.path
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._names]
         if missing:
@@ -70,7 +70,7 @@ class GGUFTensors:
         self._check_types()
 
     def _check_types(self) -> None:
-        """Say what kinds of blocks there are that are expanded; the package that does so must be there."""
+        """Log which kinds of blocks are expanded. Raises `ModelError` if the package that expands them is missing."""
         names = list(self._names.values())
         rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
         if not rare:
@@ -91,7 +91,7 @@ class GGUFTensors:
         )
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        """Return a tensor as `tensor` does, or None if there is none of that name."""
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
@@ -114,10 +114,10 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the numbers of a tensor: float32 where they are integers in blocks, else of its own type.
+        """Return the numbers of a tensor: float32 if it is stored in blocks, otherwise its own type.
 
-        Raises `ModelError` for numbers that are not finite in norms, biases and what stood in blocks. Matrices of
-        floats are handed out unread, as those of safetensors files are.
+        Raises `ModelError` for numbers that are not finite in norms, biases and expanded blocks. Matrices of floats are
+        returned without being read, like those of safetensors files.
         """
         own = self._names[name]
         stored = self._weights.file.tensors[own]
@@ -138,14 +138,14 @@ class GGUFTensors:
         return numbers
 
     def release(self) -> None:
-        """Let go of the pages of what was handed out: a tensor read again is read anew."""
+        """Release the pages of the tensors that were returned; a later call reads them again."""
         for path, parts in self._handed_out.items():
             forget_pages(path, parts)
         self._handed_out.clear()
         return_free_memory()
 
     def _bytes(self, stored: StoredArray) -> Tensor:
-        """Return uint8 that alias the file."""
+        """Return uint8 that aliases the file."""
         mapped = self._mapped[stored.path][stored.offset : stored.offset + stored.num_bytes]
         if sum(num_bytes for parts in self._handed_out.values() for _, num_bytes in parts) >= _RESIDENT_BYTES:
             self.release()
@@ -158,9 +158,9 @@ def _forget(path: Path, rows: Tensor) -> None:
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
-    """Return, for each row in the order of Hugging Face's layout, where a file of llama.cpp has it.
+    """Return, for each row in the order of Hugging Face's layout, its index in a file of llama.cpp.
 
-    Such a file has rows that are rotated together beside each other, the layout in the two halves of a head.
+    In such a file, rows that are rotated together are neighbours; in the layout they are in the two halves of a head.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 
@@ -168,7 +168,7 @@ def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
 def _map(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
-            # Private and writable as torch wants it, though nobody writes.
+            # Private and writable, because torch requires it; the map is never written.
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error

@@ -1,4 +1,4 @@
-"""GLM-4: half of each head is rotated, in pairs of neighbours; the newer form has norms on both sides of each part."""
+"""GLM-4: half of each head is rotated, in pairs of neighbours. The newer form also has post-norms."""
 
 from __future__ import annotations
 

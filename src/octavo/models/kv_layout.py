@@ -1,4 +1,4 @@
-"""What the layers of a model keep of each position, layer by layer, and in which KV groups. Does not import torch."""
+"""The KV cache of a model's layers: what each stores of a position, in which KV group. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_groups import KVGroupKind
 
-ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by what users call them
+ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by users' names for them
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _SCALE_BYTES = 4  # of each rounded row, as in `octavo.kernels.quantization`
 
 
 class CacheSpec(Protocol):
-    """What a layer keeps of each position, and which positions it reads. Frozen and hashable.
+    """What a layer stores of each position, and which positions it reads. Frozen and hashable.
 
-    shared_layer: number of an earlier layer whose cache this one reads; it keeps none of its own.
+    shared_layer: number of an earlier layer whose cache this one reads; it stores nothing itself.
     """
 
     @property
@@ -37,18 +37,19 @@ class CacheSpec(Protocol):
         ...
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Return the bytes of the layer's part of a block; 0 if another layer keeps them. dtype: of the cache."""
+        """Return the bytes of the layer's part of a block; 0 if another layer stores them. dtype: of the cache."""
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return what the layer reads and writes: views of its part of all blocks, [num_blocks, block_bytes / width].
+        """Return the tensors that the layer reads and writes, as views of its part of all blocks.
 
-        width: bytes of a number of the cache's dtype. The first dimension of each view is num_blocks.
+        part: [num_blocks, block_bytes / width]. width: bytes of a number of the cache's dtype. The first dimension of
+        each view is num_blocks.
         """
         ...
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return what keeps the cache from having this dtype, as the end of a sentence; None if nothing does."""
+        """Return the reason why the cache cannot have this dtype, as the end of a sentence; None if it can."""
         ...
 
 
@@ -56,8 +57,8 @@ class CacheSpec(Protocol):
 class KVShape:
     """Keys and values of a layer.
 
-    window: tokens a position sees, itself included, or None for all.
-    shared_layer: number of an earlier layer whose keys and values this one reads; it keeps none of its own.
+    window: tokens that a position sees, itself included, or None for all.
+    shared_layer: number of an earlier layer whose keys and values this one reads; it stores none itself.
     """
 
     num_kv_heads: int
@@ -76,9 +77,10 @@ class KVShape:
         return replace(self, window=None)
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of the layer's part of a block: its keys, then its values, [2, num_kv_heads, block_size, head_dim].
+        """Return the bytes of the layer's part of a block: its keys, then its values.
 
-        The rounded rows of each head are followed by their scales. 0 if another layer keeps them.
+        The part is [2, num_kv_heads, block_size, head_dim]. The quantized rows of each head are followed by their
+        scales. 0 if another layer stores them.
         """
         if self.shared_layer is not None:
             return 0
@@ -93,7 +95,7 @@ class KVShape:
         return rows[:, 0], rows[:, 1]
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return what is wrong with heads of rounded rows whose scales would not be aligned."""
+        """Return the reason if the scales of quantized heads would not be aligned, otherwise None."""
         if dtype in ROUNDED_KV.values() and self.head_dim % 4:
             return f"needs a head_dim that is a multiple of 4, not {self.head_dim}"
         return None
@@ -109,7 +111,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV cache of a model: what each layer keeps, and in which KV group.
+    """The KV cache of a model: what each layer stores, and in which KV group.
 
     A block of a group is one piece of memory: the parts of its layers, in their order.
     """
@@ -125,7 +127,7 @@ class KVLayout:
 
     @property
     def specs(self) -> dict[CacheSpec, tuple[int, ...]]:
-        """Numbers of the layers by what they keep and read: what is decided for one of a kind holds for all of it."""
+        """Numbers of the layers by spec: a decision for one layer of a spec holds for all of them."""
         specs: dict[CacheSpec, tuple[int, ...]] = {}
         for index, spec in enumerate(self.layers):
             specs[spec] = (*specs.get(spec, ()), index)
@@ -133,7 +135,7 @@ class KVLayout:
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then the others.
+        """The KV groups, one for each kind: first the layers that read all positions, perhaps none, then bounded ones.
 
         Layers with different sliding windows are different groups. A layer that reads another one's keys and values
         adds nothing to a group.
@@ -162,17 +164,17 @@ class KVLayout:
         return KVLayout(tuple(each.keeping_all for each in self.layers))
 
     def block_bytes(self, block_size: int, dtype: str) -> tuple[int, ...]:
-        """Bytes of a block of each group."""
+        """Return the bytes of a block of each group."""
         return tuple(
             sum(self.layers[index].block_bytes(block_size, dtype) for index in group.layers) for group in self.kv_groups
         )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Bytes that one token keeps over all layers, as long as all of them read it."""
+        """Return the bytes that one token takes over all layers, as long as all of them read it."""
         return sum(self.block_bytes(1, dtype))
 
     def bytes_behind_window(self, dtype: str) -> int:
-        """Bytes that one token keeps once it has fallen behind the window."""
+        """Return the bytes that one token takes when it has left the window."""
         return self.block_bytes(1, dtype)[0]
 
 

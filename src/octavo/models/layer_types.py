@@ -1,4 +1,4 @@
-"""`layer_types` of a configuration: which layers see a sliding window only."""
+"""Reads `layer_types` of a configuration: which layers see a sliding window only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(config: ConfigFile, *, pattern: int | None = None) -> list[str]:
-    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, else every `pattern`-th one is full.
+    """Return `FULL` or `SLIDING` for each layer: as `layer_types` says, otherwise every `pattern`-th one is full.
 
-    pattern: None where `layer_types` must be there. Raises `ModelError`.
+    pattern: None if `layer_types` is required. Raises `ModelError`.
     """
     num_layers = config.count("num_hidden_layers")
     if pattern is not None and not config.has("layer_types"):

@@ -1,6 +1,6 @@
-"""The decoder that all families share, written against `Kernels`: what runs in every step of every request.
+"""The decoder that all families share, implemented with `Kernels`: the computation of every step.
 
-Names follow the checkpoints'. Each projection's weight is packed once, q, k, v and gate, up fused by rows.
+Names follow the checkpoints'. Each projection's weight is packed once; q, k, v are fused by rows, and so are gate, up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """Where keys and values live, or what else layers keep of each position."""
+    """Stores keys and values, or other data that layers keep of each position."""
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """Return the views of a layer's cache, as its `CacheSpec` makes them."""
@@ -34,7 +34,7 @@ class KVCache(Protocol):
 
 
 class Weights(Protocol):
-    """Weights of a checkpoint, handed out as they are declared and packed on their way."""
+    """Weights of a checkpoint, packed as they are requested."""
 
     def linear(self, declared: Linear) -> PackedLinear:
         """Return linear layers fused by rows; see `Kernels.pack_linear`."""
@@ -49,19 +49,19 @@ class Weights(Protocol):
         ...
 
     def skip(self, declared: Linear) -> None:
-        """Tell that these linear layers come from elsewhere: they count as loaded."""
+        """Count these linear layers as loaded: they come from elsewhere."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """What layers are built from.
+    """The context that layers are built in.
 
     dtype    of the activations
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for all alike
+    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim], see `octavo.models.rope`; one for equal arguments
     query_scale  rope -> float32 [max_model_len] or None, likewise
-    linears  all weights that `linear` has handed out
-    norms    all weights that `optional_norm` has handed out
+    linears  all weights that `linear` has returned
+    norms    all weights that `optional_norm` has returned
     """
 
     architecture: Architecture
@@ -74,7 +74,7 @@ class ModelContext:
     norms: list[Tensor] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return linear layers fused by rows, and note them."""
+        """Return linear layers fused by rows, and record them in `linears`."""
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
 
@@ -83,22 +83,22 @@ class ModelContext:
         return self.weights.grouped(declared)
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
-        """Return the weight of a norm that a layer may have, and note it."""
+        """Return the weight of a norm, and record it in `norms`; None if the layer does not have the norm."""
         if declared is None:
             return None
         self.norms.append(self.weights.norm(declared))
         return self.norms[-1]
 
     def rounded(self, value: float) -> float:
-        """Return a number as the activations' dtype has it."""
+        """Return a number rounded to the activations' dtype."""
         return torch.tensor(value, dtype=self.dtype).item()
 
 
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    Rows of a batch belong to any number of sequences; nothing is padded. `architecture` says what its layers are,
-    `dtype` is that of the activations and of the KV cache. `linears`: all packed weights. `norms`: those of all norms.
+    Rows of a batch belong to any number of sequences; nothing is padded. `architecture` describes its layers. `dtype`
+    is that of the activations and of the KV cache. `linears`: all packed weights. `norms`: the weights of all norms.
     """
 
     __slots__ = (

@@ -48,7 +48,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
-    """Return what a model with these weights computes in: a CPU computes float16 weights in float32."""
+    """Return the dtype of the activations of a model with these weights: a CPU computes float16 weights in float32."""
     if weight_dtype == "float16" and device.type == "cpu":
         return torch.float32
     return _TORCH_DTYPES[weight_dtype]
@@ -71,14 +71,16 @@ def load_model(
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
-    dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
-    `seed` and reads no file. quantization and group_size: how weights are rounded that are not integers in the
-    checkpoint, as in `octavo.config.ModelConfig`; see `octavo.kernels.quantization`.
-    packed_cache: where weights of integers are kept packed for the next start, and found again; None for nowhere.
-    progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
-    Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
-    largest ones that are computed together.
-    Raises `ModelError`, and `ConfigError` for fp8 where the kernels have none.
+    dtype: "float32", "bfloat16" or "float16", of the packed weights.
+    load_format: "dummy" makes random weights from `seed` and reads no file.
+    quantization, group_size: how weights are rounded that are not integers in the checkpoint, as in
+        `octavo.config.ModelConfig`; see `octavo.kernels.quantization`.
+    packed_cache: keeps packed weights of integers for the next start; None keeps none.
+    progress(done, total): called after each tensor, in bytes of weights in `dtype`.
+
+    Peak memory is that of the packed weights, of the pages last read and, if weights are converted or rounded, of the
+    largest ones that are computed together. Raises `ModelError`, and `ConfigError` for fp8 if the kernels do not
+    support it.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -137,7 +139,7 @@ def open_packed_cache(max_bytes: int) -> PackedCache | None:
 def _open_source(
     weights: WeightSource, architecture: Architecture, kernels: Kernels, dtype: str, seed: int | None
 ) -> StoredTensors:
-    """Open the files, which hold all that the architecture needs; with a seed weights are random instead."""
+    """Open the files and check that they have the architecture's tensors; with a seed, weights are random instead."""
     stored, source = architecture.stored, _source_of_floats(weights, architecture, dtype, seed)
     if stored is None:
         return source
@@ -179,7 +181,7 @@ def _tell_of_small_floats(
     *,
     keeps_fp8: bool,
 ) -> None:
-    """Log what becomes of weights that are stored as small floats, and the memory that this takes."""
+    """Log how weights that are stored as small floats are treated, and how much memory they take."""
     if architecture.stored_floats is None:
         return
     summary = architecture.stored_floats.summary
@@ -211,7 +213,7 @@ def _tell_of_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return the weights that are found in a cache, or kept there; None if packing is as fast as reading."""
+    """Return the weights that a cache has or will keep; None if packing is as fast as reading."""
     if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
@@ -299,7 +301,7 @@ class _Packer:
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        """Return parts that are stored in floats, or expanded, rounded if that is asked for.
+        """Return parts that are stored as floats, or expanded to floats; rounded if quantization is requested.
 
         Each part is packed before the source changes, so it may alias it.
         """
@@ -317,7 +319,10 @@ class _Packer:
         return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
-        """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
+        """Raise `ModelError` for a bias that is not zero and that the model does not add.
+
+        Some programs write zero biases with integers.
+        """
         for name in names:
             bias = self.source.find(f"{name}.bias")
             if bias is not None and bool(bias.any()):

@@ -1,4 +1,4 @@
-"""Ministral: Mistral with windows in some layers; Ministral 3: Mistral whose queries are scaled by their position."""
+"""Ministral: Mistral with windows in some layers. Ministral 3: Mistral with queries scaled by their position."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_windows(config: ConfigFile) -> list[int | None]:
-    """Return the window of each layer: `layer_types` says which have one, else all have it, if there is one."""
+    """Return the window of each layer: `layer_types` says which have one, otherwise all have it, if there is one."""
     num_layers = config.count("num_hidden_layers")
     window = config.count("sliding_window") if config.has("sliding_window") else None
     kinds = [FULL if window is None else SLIDING] * num_layers

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory, or an id of the Hugging Face hub. No torch here."""
+"""Finds a checkpoint: in a directory, or by its id on the Hugging Face hub. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from octavo.errors import ModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 _WEIGHTS = "*.safetensors"
-# Weights for other programs: Mistral's own layout, exports in subdirectories.
+# Weights for other programs: Mistral's own layout, and exports in subdirectories.
 _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache.
 
-    weights: False for a download without them, where only what stands beside them is read.
+    weights: False to download only the other files. Raises `ModelError` if there is no such checkpoint.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -39,7 +39,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
         found = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
-        # Its versions stand on requests, httpx or httpx2, and let the exceptions of each through.
+        # Depending on its version it uses requests, httpx or httpx2, and it does not wrap their exceptions.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"

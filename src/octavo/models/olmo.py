@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind each part only, and of all queries and all keys of a token; OLMo 3 has windows."""
+"""OLMo 2 and 3: post-norms only, and norms over all queries and all keys of a token. OLMo 3 has sliding windows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embedding of layers that see all and that of layers with a window, written in either style."""
+    """Return the rotary embeddings of layers that see all positions and of layers with a window; reads either style."""
     max_positions, kinds = config.count("max_position_embeddings"), config.section("rope_parameters")
     if kinds is None:
         return read_rope(config, max_positions), RopeConfig(theta=config.number("rope_theta"))

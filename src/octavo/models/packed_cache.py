@@ -1,9 +1,10 @@
-"""Weights of integers kept on disk as they are packed: a later start need not round, check and pack them again.
+"""Keeps packed weights of integers on disk, so that a later start need not round, check and pack them again.
 
-One file per checkpoint, number formats and layout, in safetensors' format (anyone can look into it; it holds no code),
-in the user's cache directory. It is used only if it was made from what the checkpoint's files hold now, byte for byte,
-and every tensor is checked against its checksum as it is read. What does not agree is made anew. The checksum finds
-what a disk has damaged; who may write into the directory can make it fit, gets other tokens by that, and no more.
+The user's cache directory has one file for each combination of checkpoint, number formats and layout, in safetensors'
+format, which any tool can read and which holds no code. A file is used only if it was made from the present content of
+the checkpoint's files, byte for byte. Every tensor is compared with its checksum when it is read; if anything differs,
+the weights are packed again. The checksum detects damage by a disk. A user with write access to the directory can forge
+it; that changes tokens, but cannot run code.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 20  # smaller models are packed in no time
-FORMAT_VERSION = 3  # to be counted up when the same weights stand otherwise in a file
+LEAST_BYTES = 64 << 20  # smaller models are packed fast enough
+FORMAT_VERSION = 3  # increase it when the same weights are stored differently
 _READERS, _WEIGHTS_AHEAD = 2, 4
-_TASK_BYTES = 8 << 20  # of a thread that reads
-_PIECE_BYTES = 1 << 20  # is checked while the processor's cache has it
-_LINE_BYTES = 64  # of a cache
+_TASK_BYTES = 8 << 20  # read by a thread in one task
+_PIECE_BYTES = 1 << 20  # checked while they are in the processor's cache
+_LINE_BYTES = 64  # of a cache line
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
 _SUFFIX = ".packed.safetensors"
@@ -51,7 +52,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """What packed weights are made from: all that the files hold, and the formats asked for.
+    """The origin of packed weights: the content of the checkpoint's files, and the requested formats.
 
     goes_on is called after each part of a file that is read.
     """
@@ -65,46 +66,46 @@ class Identity:
         self._goes_on = goes_on
 
     def digest(self) -> str:
-        """Return a hash of it; files are read unless they are known. Raises `OSError`."""
+        """Return a hash of the origin. Reads the files unless their hashes are known. Raises `OSError`."""
         files = [(path.name, self._hashes.sha256(path, state, self._goes_on)) for path, state in self._states.items()]
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Whether no file was changed since this was made. Raises `OSError`."""
+        """Return True if no file has changed since this object was made. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
-        """Let the next start know the files without reading them."""
+        """Store the hashes, so that the next start need not read the files."""
         self._hashes.keep()
 
 
 class PackedCache:
-    """The directory of kept weights: at most `max_bytes`, the longest unused go first."""
+    """The directory of packed weights: at most `max_bytes`; the least recently used files are removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
         self.directory = directory or cache_directory() / "packed"
 
     def hashes(self) -> FileHashes:
-        """Return the hashes of checkpoints' files that are kept beside the weights."""
+        """Return the hashes of checkpoints' files, which are stored in the same directory."""
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
-        """Return where the weights of a checkpoint in these formats are kept."""
+        """Return the path for the weights of a checkpoint in these formats."""
         name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove what must go for a file of `num_bytes`; return False, and remove nothing, where it cannot fit.
+        """Remove files until `num_bytes` fit; return False, and remove nothing, if that is impossible.
 
-        What was used within a day stays: models that take turns must not drive each other out at every start.
+        Files that were used within a day are kept: otherwise models used in turn would evict each other at every start.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         ages: dict[Path, tuple[float, int]] = {}
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # another process may clear up, too
+            with suppress(FileNotFoundError):  # another process may remove files, too
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
             if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a process that was killed
@@ -126,10 +127,10 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` that come from a kept file where it has them, and from a checkpoint where it has not.
+    """`Weights` that are read from a kept file if it has them, otherwise from a checkpoint.
 
-    identity: of what `source` reads. `finish` writes the file if it could not serve everything.
-    goes_on is called after each tensor that is written: a slow disk may take minutes for all.
+    identity: of the files that `source` reads. `finish` writes the file unless everything came from it. goes_on is
+    called after each tensor that is written: on a slow disk, all of them may take minutes.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class KeptWeights:
         self._source = source
         self._goes_on = goes_on
         self._packed: dict[str, tuple[KeptLinear, ...]] = {}
-        self._is_complete = True  # everything asked for so far can be kept
+        self._is_complete = True  # everything requested so far can be kept
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return a packed weight: see `octavo.models.layers.Weights`."""
+        """Return a packed weight; see `octavo.models.layers.Weights`."""
         name = "+".join(declared.names)
         if self._reader is not None:
             try:
@@ -162,7 +163,7 @@ class KeptWeights:
             except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
-                self._is_complete = False  # what was taken before is not collected; the next start writes the file
+                self._is_complete = False  # weights taken before are not collected; the next start writes the file
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
         packed = self._source.linear(declared)
@@ -171,7 +172,7 @@ class KeptWeights:
         return packed
 
     def _restore(self, declared: Linear, kept: list[KeptLinear]) -> PackedLinear:
-        """Return a weight that was kept. Raises `ValueError` for one that the model did not ask for, among others."""
+        """Return a kept weight. Raises `ValueError` if it differs from the model's declaration, or other exceptions."""
         restored = self._kernels.restore_linear(kept)
         found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
         asked = declared.out_features, declared.in_features, {declared.has_bias}
@@ -188,14 +189,14 @@ class KeptWeights:
         return self._source.norm(declared)
 
     def skip(self, declared: Linear) -> None:
-        """Tell that these linear layers come from elsewhere."""
+        """Count these linear layers as loaded: they come from elsewhere."""
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file, if all weights were packed now; a failure is told and harms nothing."""
+        """Write the file, if all weights were packed now. A failure is logged and has no other effect."""
         if self._reader is not None:
             with suppress(OSError):
-                os.utime(self._path)  # used just now
+                os.utime(self._path)  # marks the file as just used
             self._identity.keep()
             return
         packed, self._packed = self._packed, {}
@@ -216,14 +217,14 @@ class KeptWeights:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Let go of the file and of what was read ahead; a second call changes nothing."""
+        """Release the file and the data that was read ahead. A second call has no effect."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
 
 class _TensorBeingRead(NamedTuple):
-    """Memory that threads read into. tasks: what they return are checksums of its pieces."""
+    """Memory that threads read into. tasks: return the checksums of its pieces."""
 
     name: str
     data: Tensor
@@ -231,21 +232,21 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Wait for it. Raises `ValueError` for what is not as it was written."""
+        """Wait for the data and return it. Raises `ValueError` if it is damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads a kept file weight by weight, a few ahead, each checked.
+    """Reads a kept file weight by weight, a few ahead, and checks each.
 
-    All stand in one piece of memory, which then has few pages that are not huge, and lives while one of them does.
+    All weights are in one piece of memory, so that few of its pages are not huge. It is freed after the last weight.
     """
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return a reader, or None where there is no file, or one of another identity."""
+        """Return a reader, or None if there is no readable file with this identity."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -279,9 +280,9 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return the parts of a weight and begin to read those behind it.
+        """Return the parts of a weight and begin to read the next ones.
 
-        Raises `ValueError`, among others, for what is not as it was written.
+        Raises `ValueError` if the data is damaged, or another exception.
         """
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
@@ -313,7 +314,7 @@ class _Reader:
         return _TensorBeingRead(name, data, digest, tasks)
 
     def _read(self, data: Tensor, offset: int) -> list[int]:
-        """Read bytes from a place in the file on, and return the checksum of each piece."""
+        """Read bytes from `offset` on, and return the checksum of each piece."""
         sums = []
         for piece in _cut(data, _PIECE_BYTES):
             view, done = _bytes_of(piece), 0
@@ -328,10 +329,10 @@ class _Reader:
 
 
 def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
-    """Return where each tensor begins and ends in so many bytes. Raises `ValueError` unless they have room there."""
+    """Return the begin and end of each tensor in a file. Raises `ValueError` if one exceeds its `num_bytes` bytes."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, tensor in tensors.items():  # as they stand there
+    for name, tensor in tensors.items():  # in the order in the file
         first, last = tensor["data_offsets"]
         if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
             raise ValueError(f"{name} is cut off")
@@ -354,7 +355,7 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
 
 
 def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], goes_on: Callable[[], None]) -> None:
-    """Write a file of safetensors' format beside `path`, then put it in its place."""
+    """Write a file in safetensors' format next to `path`, then replace `path` with it."""
     tensors: dict[str, Tensor] = {}
     for name, parts in packed.items():
         for index, part in enumerate(parts):
@@ -391,7 +392,7 @@ def _write(path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]],
 
 
 def _tensor_name(linear: str, part: int, what: str) -> str:
-    """Return what is called a tensor of a weight, of its first part, mostly the only one, or of another."""
+    """Return the name of a tensor of a weight. Only the names of further parts have the part's number."""
     return f"{linear}.{what}" if part == 0 else f"{linear}.{part}.{what}"
 
 

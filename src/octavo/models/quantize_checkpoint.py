@@ -1,7 +1,7 @@
-"""A checkpoint with rounded weights from one without: what `octavo quantize` does.
+"""Writes a quantized copy of a checkpoint, for `octavo quantize`.
 
-Written in the layouts of compressed-tensors, which vLLM and transformers read as well. Embeddings, lm_head and norms
-stay as they are.
+The copy has the layouts of compressed-tensors, which vLLM and transformers also read. Embeddings, lm_head and norms are
+not quantized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: SentencePiece's
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: of SentencePiece
 
 
 def quantize_checkpoint(
@@ -51,11 +51,13 @@ def quantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
-    """Write a rounded copy of a checkpoint into a new or empty directory; return the bytes of its weights.
+    """Write a quantized copy of a checkpoint into a new or empty directory; return the bytes of its weights.
 
-    precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). Everything that is
-    no weight is copied. progress(done, total) counts the bytes of the source's weights. Raises `ModelError` for a
-    source that cannot be read or is rounded already, and for a destination that holds something.
+    precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features).
+    progress(done, total): counts the bytes of the source's weights.
+
+    Files other than weights are copied. Raises `ModelError` if the source cannot be read or is quantized already, or if
+    the destination is not empty.
     """
     architecture = read_architecture(source)
     if architecture.stored is not None:
@@ -69,10 +71,10 @@ def quantize_checkpoint(
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
-    config.pop("compression_config", None)  # an older name of the same
+    config.pop("compression_config", None)  # an older name of the same key
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
     try:
-        # Beside or inside the destination, so that what is finished need only be renamed; config.json comes last.
+        # Next to or inside the destination, so that finished files need only be renamed; config.json comes last.
         folder = destination if destination.exists() else destination.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:
@@ -106,7 +108,7 @@ def _write_weights(
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}
-        if not architecture.has_head:  # a model of embeddings: its names say so
+        if not architecture.has_head:  # an embedding model: its names must show that
             tensors = {each.removeprefix("model."): stored for each, stored in tensors.items()}
         writer.add(tensors)
         done += tensor.nbytes
@@ -115,7 +117,7 @@ def _write_weights(
 
 
 def _copy_the_rest(source: Path, directory: Path) -> None:
-    """Copy tokenizer, chat templates, how embeddings are made, licence and notes; weights in any layout stay behind."""
+    """Copy tokenizer, chat templates, settings of embeddings, licence and notes, but no weights of any format."""
     for path in source.iterdir():
         is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
@@ -129,7 +131,7 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
 
 
 def _module_folders(path: Path) -> set[str]:
-    """Return the folders of sentence-transformers' modules; a broken list is for who reads it to tell of."""
+    """Return the folders of sentence-transformers' modules. Ignores a broken list: serving the copy reports it."""
     try:
         modules = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -140,7 +142,7 @@ def _module_folders(path: Path) -> set[str]:
 
 
 class _ShardWriter:
-    """Collects tensors into files of at most so many bytes, named and indexed as Hugging Face does."""
+    """Collects tensors into files of at most `max_bytes` bytes, named and indexed as Hugging Face does."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
@@ -158,7 +160,7 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
-        """Write the rest, give the files their names, and return the bytes of all tensors."""
+        """Write the remaining tensors, rename the files, and return the bytes of all tensors."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -1,4 +1,4 @@
-"""Weights of integers as checkpoints store them: read for the kernels, and written as compressed-tensors does."""
+"""Weights of integers: reads them for the kernels, and writes them in compressed-tensors' layouts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredQuantization, StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight
 
-READING_VERSION = (
-    2  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
-)
+# Increase it when the same checkpoint is read as different values: this invalidates the weights that are kept on disk.
+READING_VERSION = 2
 _VALUES_A_WORD = 8
-_VALUES_AT_ONCE = 1 << 22  # of a weight of int8 that is rounded again, in float32
+_VALUES_AT_ONCE = 1 << 22  # values of an int8 weight that are rounded again at a time, in float32
 _NIBBLE = 15
-# AWQ's kernels want columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up: where column j stands.
+# AWQ's kernels store each eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first: the place of column j.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
     """The `StoredTensors` of a checkpoint of integers: `weight` returns those that `stored` covers as integers.
 
-    read(name) returns such a weight; all else is as `files` holds it.
+    read(name): returns such a weight. All other tensors are returned as `files` stores them.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class StoredIntegers:
         self.read = read
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless exactly these tensors are there, as they are expected."""
+        """Raise `ModelError` unless the files hold exactly the expected tensors."""
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
@@ -57,7 +56,7 @@ class StoredIntegers:
         return self.files.find(name)
 
     def weight(self, name: str) -> StoredWeight:
-        """Return the weight of linear layers: integers if it is stored so."""
+        """Return the weight of linear layers: as integers if it is stored so."""
         return self.read(name) if self.stored.covers(name.removesuffix(".weight")) else self.files.weight(name)
 
     def tensor(self, name: str) -> Tensor:
@@ -78,9 +77,10 @@ def read_quantized(
 ) -> QuantizedWeight:
     """Return the weight [out_features, in_features] of a linear layer.
 
-    tensor(name) returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing.
-    round_weight: `octavo.kernels.interface.Kernels.round_weight`: int8 is rotated, and rounded again.
-    Raises `ModelError` for what would be computed wrongly.
+    tensor(name): returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing.
+    round_weight: `octavo.kernels.interface.Kernels.round_weight`, because int8 is rotated, and rounded again.
+
+    Raises `ModelError` for weights that would be computed wrongly.
     """
 
     def required(name: str) -> Tensor:
@@ -124,12 +124,12 @@ def read_quantized(
 
 
 def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
-    """Raise `ModelError` for a scale that is no finite number: every token would come out of NaN."""
+    """Raise `ModelError` for a scale that is not finite: all logits would be NaN."""
     for name in names:
         scales = files.find(name)
         if scales is None:
             continue
-        if scales.dtype == torch.uint8:  # exponents: 255 stands for no number
+        if scales.dtype == torch.uint8:  # exponents: 255 is NaN
             scales = scales.view(torch.float8_e8m0fnu)
         if not bool(scales.float().isfinite().all()):
             raise ModelError(f"{name} holds a scale that is infinite or no number; the checkpoint is broken")
@@ -137,10 +137,10 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 
 
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
-    """Return the input features by group, those of one in ascending order, or None where they stand so already."""
+    """Return the input features by group, ascending within each, or None if they are stored in that order."""
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):  # compressed-tensors' word for none
+    if group_of is None or bool((group_of == -1).all()):  # compressed-tensors' value for no order
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
@@ -174,9 +174,10 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
-    """Round a weight and return the tensors that hold it in compressed-tensors' layouts.
+    """Round a weight and return the tensors that store it in compressed-tensors' layouts.
 
-    These are "int-quantized" of precision "int8", not rotated as others do not, and "pack-quantized" of "int4".
+    These are "int-quantized" for precision "int8" and "pack-quantized" for "int4". int8 is not rotated, because other
+    programs do not rotate.
     """
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
@@ -190,7 +191,7 @@ def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int)
 
 
 def describe_stored(precision: str, group_size: int, ignored: list[str]) -> dict[str, Any]:
-    """Return the quantization_config of config.json for what `stored_tensors` returns. precision: "int8" or "int4"."""
+    """Return config.json's quantization_config for the tensors of `stored_tensors`. precision: "int8" or "int4"."""
     is_int8 = precision == "int8"
     weights = {
         "num_bits": 8 if is_int8 else 4,

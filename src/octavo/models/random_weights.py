@@ -24,9 +24,9 @@ DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """The `StoredTensors` of no files: normal around `norm_mean` for norms and around 0 for all else.
+    """`StoredTensors` without files: normal values around `norm_mean` for norms, around 0 for all other tensors.
 
-    A tensor depends on the seed and its name alone, not on the order in which they are asked for.
+    A tensor depends only on the seed and its name, not on the order of calls.
     """
 
     __slots__ = ("dtype", "norm_mean", "seed", "shapes", "std")
@@ -57,7 +57,7 @@ class RandomWeights:
         return self.tensor(name)
 
     def release(self) -> None:
-        """Do nothing: nobody keeps the tensors."""
+        """Do nothing: no tensor is kept."""
 
     def tensor(self, name: str) -> Tensor:
         """Make one tensor."""
@@ -68,7 +68,7 @@ class RandomWeights:
 
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
-_OF_FAMILY: dict[str, dict[str, Any]] = {  # where a family knows other keys than most
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # keys in which a family differs from most
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -129,7 +129,10 @@ def write_checkpoint(
     std: float = DEFAULT_STD,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write config.json and random safetensors (sharded when asked) of the config's dtype; return the directory."""
+    """Write config.json and random safetensors of the config's dtype; return the directory.
+
+    max_shard_bytes: size limit of a file; None writes one file.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     architecture = read_architecture(directory)

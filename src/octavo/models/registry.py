@@ -1,4 +1,4 @@
-"""Which family serves which architecture. A new family is one file and one line here."""
+"""Maps architectures to families. A new family is one file and one line here."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ FAMILIES = {
 }
 
 
-_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before a file could show that there are none
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before the missing tensors are noticed
 
 
 class Family(Protocol):
-    """What the module of a family offers.
+    """The module of a family.
 
-    MODELS: the models that people know each of its architectures by.
+    MODELS: for each of its architectures, the models that users know it by.
     """
 
     MODELS: dict[str, str]
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
-        """Read the family's keys of config.json: what its layers are. Keys that are not read are not computed."""
+        """Read the family's keys of config.json, which describe its layers. Keys that are not read are not computed."""
         ...
 
 
 def find_family(name: str) -> Family:
-    """Return the module that serves an architecture of `FAMILIES`; it is imported now."""
+    """Import and return the module that serves an architecture of `FAMILIES`."""
     return cast("Family", import_module(FAMILIES[name]))
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read `config.json` in a checkpoint directory. Raises `ModelError` for what octavo cannot serve."""
+    """Read `config.json` in a checkpoint directory. Raises `ModelError` for a model that octavo cannot serve."""
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
@@ -65,7 +65,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 def architecture_of(config: ConfigFile) -> Architecture:
-    """Let the family that `architectures` names read the keys. Raises `ModelError` for what octavo cannot serve."""
+    """Read a configuration by the family that `architectures` names. Raises `ModelError` if octavo cannot serve it."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
         raise config.error(_LAYERS, f"octavo computes at most {_MOST_LAYERS}")
     names = config.values.get("architectures")

@@ -22,7 +22,7 @@ _SLICE_POSITIONS = 1024  # slices that stay in a core's cache are faster than la
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
     """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
 
-    Angles are products of float32 numbers as in transformers, so that both round alike. The attention factor is
+    Angles are products of float32 numbers as in transformers, so that they are rounded equally. The attention factor is
     included. The calling thread computes all rows, in slices: no temporary memory grows with num_positions. Without
     rope, rotary_dim is 0.
     """
@@ -110,7 +110,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
     """Interpolate slow pairs, keep fast ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
-        """Index of the pair that turns so often within the original context."""
+        """Return the index of the pair that rotates so often within the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a checkpoint asks for it: the old `rope_scaling` and the new `rope_parameters` keys."""
+"""The rotary position embedding of a checkpoint, from the old `rope_scaling` or the new `rope_parameters` key."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-_DEFAULT_THETA = 10_000.0  # of most families, as in transformers
+_DEFAULT_THETA = 10_000.0  # default of most families, as in transformers
 _PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
 _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Numbers of one rotary embedding; a kind reads only those it is listed with.
+    """Parameters of one rotary embedding; each kind reads only the parameters that name it.
 
     theta             all       base of the wavelengths
-    partial_rotary_factor       all: the share of a head's dimensions, from the first on, that turn
-    interleaved       all       each even dimension turns with the next, not one of the first half with its like behind
+    partial_rotary_factor       all: the share of a head's dimensions, from the first on, that are rotated
+    interleaved       all       rotates neighbouring dimensions together, not those at equal places of both halves
     query_scale_beta  all       queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
     factor            linear, llama3, yarn   how far positions are stretched
     low_freq_factor, high_freq_factor        llama3: where interpolation starts and ends
@@ -49,11 +49,11 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Dimensions of a head that turn."""
+        """Return the number of dimensions of a head that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
-        """Raise `ModelError` where heads of this size cannot be rotated so."""
+        """Raise `ModelError` if heads of this size cannot be rotated in this way."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
@@ -61,11 +61,11 @@ class RopeConfig:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
     def within(self, max_model_len: int) -> RopeConfig:
-        """Return what turns sequences of up to so many tokens.
+        """Return the parameters for sequences of up to `max_model_len` tokens.
 
-        longrope has two sets of factors, for sequences within the original context and for longer ones. They are chosen
-        for all sequences of an engine by the longest that it serves, as vLLM does: chosen by a sequence's own length,
-        keys would change behind it once it has grown, and KV could not be shared with a longer one.
+        longrope has two sets of factors, for sequences within the original context and for longer ones. As in vLLM, an
+        engine chooses one set for all sequences, by the longest that it serves. A choice by a sequence's own length
+        would change its earlier keys when it grows, and its KV could not be shared with a longer sequence.
         """
         if self.kind != "longrope":
             return self
@@ -73,7 +73,7 @@ class RopeConfig:
         return replace(self, short_factors=factors, long_factors=factors)
 
     def max_context_tokens(self, max_position_embeddings: int) -> int:
-        """Longest context that it was made for; linear and yarn scaling extend it (as vLLM reckons)."""
+        """Return the longest context that the model was made for. Linear and yarn scaling extend it, as in vLLM."""
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
         if self.kind == "yarn":
@@ -89,10 +89,13 @@ def read_rope(
     is_partial: bool = False,
     scales_queries: bool = False,
 ) -> RopeConfig:
-    """Read either style; where both stand, `rope_scaling` wins and a theta inside wins, as in transformers.
+    """Read either style. If both keys exist, `rope_scaling` wins, and a theta inside it wins, as in transformers.
 
-    section: of the layers in question, where these have parameters of their own. is_partial: the family may rotate a
-    part of each head. scales_queries: it scales queries by their position. Others refuse the keys of that.
+    section: parameters of the layers in question, if they have their own.
+    is_partial: the family may rotate a part of each head.
+    scales_queries: the family scales queries by their position.
+
+    Families without these two options refuse their keys.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]
@@ -206,5 +209,5 @@ def _read_longrope(section: ConfigFile, theta: float, original: int, max_positio
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """Temperature of attention (Peng et al. 2023, section 3.4)."""
+    """Return the temperature of attention (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

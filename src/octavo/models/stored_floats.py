@@ -1,8 +1,8 @@
-"""How a checkpoint holds weights that are floats of 8 or 4 bits with scales. No torch here.
+"""How a checkpoint stores weights that are floats of 8 or 4 bits with scales. Does not import torch.
 
-MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype, without loss but for
-that dtype's rounding: as it is read, or by kernels in Triton each time that it is multiplied. Either is rounded to
-integers from such floats where that is asked for.
+MXFP4 is multiplied as it is, in GGUF's blocks. FP8 is expanded to floats of the model's dtype, with no loss except for
+that dtype's rounding: either when it is read, or by Triton kernels in every product. If quantization is requested,
+these floats are rounded to integers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _VALUES = {
 class StoredFloats:
     """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
 
-    block        (out_features, in_features) that share a scale; None stands for all of them in that direction
-    scale_names  what the scales of a layer may be called: the first that is there
-    ignored      linear layers that are stored as they are, as in `StoredQuantization`
+    block        (out_features, in_features) that share a scale; None means all of them in that direction
+    scale_names  possible names of a layer's scales; the first that exists is used
+    ignored      linear layers that are stored as plain floats, as in `StoredQuantization`
     """
 
     layout: FloatLayout
@@ -54,7 +54,7 @@ class StoredFloats:
 
     @property
     def values_name(self) -> str:
-        """What the values of a layer are called."""
+        """Name of the tensor with a layer's values."""
         return _VALUES[self.layout]
 
     @property
@@ -64,7 +64,7 @@ class StoredFloats:
 
     @property
     def summary(self) -> str:
-        """What is stored, in words."""
+        """Description of the format for messages."""
         rows, columns = self.block
         if rows is None:
             return f"{self.layout.partition(' ')[0]} with a scale per tensor"
@@ -72,7 +72,7 @@ class StoredFloats:
         return f"{self.layout.partition(' ')[0]} with a scale per {of}"
 
     def covers(self, module: str) -> bool:
-        """Whether the weight of a linear layer (its name without ".weight") is stored in this way."""
+        """Return True if the weight of a linear layer (its name without ".weight") is stored in this way."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class StoredFloats:
         return rows, columns
 
     def block_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the bytes of each matrix that is multiplied in blocks: a byte for the exponent of a group of MXFP4."""
+        """Return the bytes of each matrix that is multiplied in blocks: a group of MXFP4 has one byte of exponent."""
         if self.bits != 4:
             return {}
         covered = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -96,12 +96,12 @@ class StoredFloats:
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
         """Return the tensors that hold a linear layer's weight, by name.
 
-        Scales for activations, and for keys and values, may be there: these are not rounded in this way here. Raises
-        `ModelError` for a layer that the format cannot hold.
+        There may be scales for activations, keys and values, which are ignored: octavo does not round these in this
+        way. Raises `ModelError` for a layer that the format cannot hold.
         """
         if self.bits == 4 and in_features % MXFP4_GROUP:
             raise ModelError(f"{module} has {in_features} input features, which {MXFP4_GROUP} of MXFP4 do not divide")
-        is_optional = len(self.scale_names) > 1  # who reads the weight wants one of them
+        is_optional = len(self.scale_names) > 1  # reading the weight requires one of them
         dtypes = _BYTES if self.bits == 4 else _SCALES
         scales = StoredTensor(self.scale_shape(out_features, in_features), dtypes, is_optional)
         match self.layout:

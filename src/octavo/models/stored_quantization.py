@@ -1,7 +1,7 @@
-"""How a checkpoint holds weights that are integers already: names, shapes and meaning of its tensors. No torch here.
+"""How a checkpoint stores weights that are integers: names, shapes and meaning of its tensors. Does not import torch.
 
-Read are the common layouts: compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16),
-GPTQ and AWQ with int4 weights. octavo multiplies all of them with activations rounded to int8 on the way.
+Supports the common layouts: compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16),
+GPTQ and AWQ with int4 weights. In products with any of them, activations are rounded to int8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class StoredLayout(StrEnum):
 
 
 class StoredTensor(NamedTuple):
-    """What a file must hold: a shape, one of some dtypes by safetensors' names; it may be missing if it is optional."""
+    """A tensor that a file must hold: its shape, and the allowed dtypes by safetensors' names.
+
+    is_optional: it may be missing.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -38,11 +41,11 @@ class StoredTensor(NamedTuple):
 class StoredQuantization:
     """The integers of a checkpoint.
 
-    group_size   input features that share a scale, or None: all of them
+    group_size   input features that share a scale, or None for all of them
     has_zeros    each group has a zero point
-    zero_offset  what is to be added to stored zero points (GPTQ stores one less)
-    may_reorder  groups are of input features that stand apart: the files say which (act-order, g_idx)
-    ignored      linear layers that are stored as they are: names, their last parts, or "re:" and a regular expression
+    zero_offset  number that is added to stored zero points (GPTQ stores one less)
+    may_reorder  a group's input features need not be neighbours: the files list them (act-order, g_idx)
+    ignored      linear layers that are stored as floats: names, their last parts, or "re:" and a regular expression
     """
 
     layout: StoredLayout
@@ -55,16 +58,16 @@ class StoredQuantization:
 
     @property
     def summary(self) -> str:
-        """What is stored, in words."""
+        """Description of the format for messages."""
         of = "row" if self.group_size is None else f"{self.group_size} values of a row"
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """Whether the weight of a linear layer (its name without ".weight") is stored as integers."""
+        """Return True if the weight of a linear layer (its name without ".weight") is stored as integers."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
-        """Scales of each output feature."""
+        """Return the number of scales of each output feature."""
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
@@ -93,7 +96,7 @@ class StoredQuantization:
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
                     "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
-                    # Written for every layer by some programs, all zero; read so that another one is not ignored.
+                    # Some programs write it for every layer, all zero; listed so that a nonzero one is noticed.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
             case StoredLayout.AWQ:
@@ -106,7 +109,7 @@ class StoredQuantization:
 
 
 def is_ignored(module: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a linear layer is among those that are stored as they are: see `StoredQuantization.ignored`."""
+    """Return True if a linear layer is stored as floats; see `StoredQuantization.ignored`."""
     return any(_matches(module, pattern) for pattern in patterns)
 
 

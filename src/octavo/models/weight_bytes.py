@@ -1,4 +1,4 @@
-"""Compute how much memory the weights of an architecture take. Does not import torch."""
+"""Computes how much memory the weights of an architecture take. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def weight_bytes(
     """Return the bytes of all weights in `dtype`.
 
     norm_dtype: of norms, which is that of activations; norms with an offset are in float32.
-    quantization, group_size: how matrices are rounded that are not stored as integers. An int8 or fp8 matrix takes
-    a byte a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point,
-    four for the unit of each row, and four for each input feature if these may stand in another order. FP8 of a
-    checkpoint counts as expanded.
+    quantization, group_size: how matrices are rounded that are not stored as integers.
+
+    An int8 or fp8 matrix takes a byte for each weight, and four for the scale of each row. An int4 matrix takes half a
+    byte for each weight, two for each scale and zero point, four for the unit of each row, and four for each input
+    feature if these may be reordered. FP8 of a checkpoint counts as expanded.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -64,7 +65,7 @@ def _order_bytes(architecture: Architecture) -> int:
 
 
 def _kept_blocks(architecture: Architecture) -> dict[str, int]:
-    """Return `block_bytes` of the matrices that stay in blocks: all parts of their product are stored so."""
+    """Return `block_bytes` of the matrices that stay in blocks: all parts of their product are stored in blocks."""
     sizes = architecture.block_bytes
     linears = [each for each in in_order(architecture.tensors()) if isinstance(each, Linear)]
     products = [[f"{name}.weight" for name in linear.names] for linear in linears]

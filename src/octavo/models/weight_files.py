@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights, and what their headers alone say. No torch here."""
+"""Finds the files of a checkpoint's weights, and reads their headers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BARE_EMBEDDING = "embed_tokens.weight"  # in files whose names stand without "model."
-# Of models of text and images: the text part in both orders that transformers has written, and what is not of it.
+BARE_EMBEDDING = "embed_tokens.weight"  # in files with names without "model."
+# Of models of text and images: the text part, in both orders that transformers has written, and the other parts.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all there are."""
+    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all that exist."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -55,9 +55,9 @@ def _indexed_files(index_path: Path) -> list[Path]:
 
 
 def was_saved_without_head(directory: Path) -> bool:
-    """Whether this is a model of embeddings, by its names or sentence-transformers' files, that has no lm_head.
+    """Return True for an embedding model without lm_head, recognized by its names or sentence-transformers' files.
 
-    Broken files are no such model: who loads them says what is wrong with them.
+    Returns False for broken files: loading them raises the error.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only checkpoints of untied weights need it
 
@@ -79,10 +79,10 @@ def some(names: list[str]) -> str:
 
 
 def own_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return the names that a decoder knows its tensors by, and those that they are stored by.
+    """Return the names that a decoder uses for its tensors, with the names in the files.
 
-    Models for embeddings are often saved without their head, and their names without `model.`: they get it here. Of
-    models of text and images only the text part is named.
+    Embedding models are often saved without their head and with names without `model.`, which is added here. Of models
+    of text and images only the text part is included.
     """
     stored = list(stored)
     if BARE_EMBEDDING in stored:

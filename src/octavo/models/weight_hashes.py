@@ -1,7 +1,7 @@
-"""SHA-256 of a checkpoint's files, kept with what the file system tells of each, so that a file is read whole once.
+"""SHA-256 hashes of a checkpoint's files, stored with each file's state, so that a file is read completely only once.
 
-A file whose size, times and inode are what they were is not read again. The times are not what users can set back: the
-time of the last change of a file's state (ctime) moves with every change, of its times too.
+A file is not read again if its size, times and inode are unchanged. Users cannot reset all of the times: every change
+of a file, including one of its times, also sets the time of its last state change (ctime).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred files
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# A change within the file system's clock tick after a hash leaves no trace in the times: only what has rested for so
-# long is known by them.
+# A change within one clock tick of the file system after hashing does not alter the times. So hashes are stored only
+# for files that have not changed for this long.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What the file system tells of a file without reading it."""
+    """The metadata of a file, known without reading it."""
 
     size: int
     mtime_ns: int
@@ -42,16 +42,16 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Look at a file, or at what a link to it leads to."""
+        """Return the state of a file; follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class FileHashes:
-    """Hashes of files by their resolved paths, kept in one JSON file of at most `MAX_ENTRIES`; the oldest go first.
+    """Hashes of files by resolved path, stored in one JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
 
-    It is no more than a shortcut: a file that cannot be read or written costs the reading of what it was to know.
-    Several processes may use it; where two write at once, the later one's entries stay.
+    The store is only a shortcut: if it cannot be read or written, the files are read again. Several processes may use
+    it; if two write at the same time, the entries of the later one remain.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class FileHashes:
         self._new: dict[str, tuple[FileState, str]] = {}
 
     def sha256(self, file: Path, state: FileState, goes_on: Callable[[], None]) -> str:
-        """Return a hash over all of a file that was found in this state.
+        """Return a hash over the whole content of a file that was found in this state.
 
         goes_on is called after each part that was read. Raises `OSError`.
         """
@@ -74,13 +74,13 @@ class FileHashes:
         return digest
 
     def known(self, file: Path, state: FileState) -> str | None:
-        """Return the hash of a file in this state without reading the file; None if it is not known."""
+        """Return the hash of a file in this state without reading the file, or None if it is unknown."""
         name = str(file.resolve())
         entry = self._new.get(name) or self._known.get(name)
         return entry[1] if entry is not None and entry[0] == state else None
 
     def keep(self) -> None:
-        """Write what was learnt; a failure is told and harms nothing."""
+        """Write new hashes to disk. A failure is logged and has no other effect."""
         if not self._new:
             return
         entries = _read(self.path)  # another process may have written meanwhile
@@ -100,7 +100,7 @@ class FileHashes:
 
 
 def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
-    """Return SHA-256 over the SHA-256 of each 8 MiB of a file: its parts are hashed in several threads.
+    """Return the SHA-256 over the SHA-256 of each 8 MiB of a file. Its parts are hashed in several threads.
 
     goes_on is called after each part. Raises `OSError`.
     """
@@ -127,7 +127,7 @@ def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` once it is complete; an error leaves what stood there."""
+    """Open a new file that replaces `path` when it is complete; after an error the old file remains."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -140,7 +140,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read(path: Path) -> dict[str, tuple[FileState, str]]:
-    """Return what is kept; nothing where there is no file, or none that can be read."""
+    """Return the stored entries; none if there is no readable file."""
     try:
         entries = json.loads(path.read_bytes())
         digests = {name: entry.pop("sha256") for name, entry in entries.items()}

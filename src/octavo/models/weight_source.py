@@ -74,11 +74,11 @@ class WeightSource(Protocol):
         ...
 
     def config_files(self) -> list[Path]:
-        """Return the other files that say how weights are to be read."""
+        """Return the other files that determine how weights are read."""
         ...
 
     def open(self) -> StoredTensors:
-        """Open the files. Raises `ModelError` for what cannot be read."""
+        """Open the files. Raises `ModelError` for a file that cannot be read."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What weights are, whatever their directory is called: in the keys of KV that is kept for other processes."""
+"""Identifies weights independently of their directory's name, for the keys of KV that processes share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash over all bytes of a checkpoint's weights and what its configuration computes with them.
+    """A hash over all bytes of a checkpoint's weights, and the computation that its configuration describes.
 
-    The files are read on a thread, beside their loading; those that are known by their state are not read again.
-    seed: of random weights, which have no files. Raises `ConfigError` where there is no place to know files by.
+    A thread reads the files while they are loaded; files with a known state are not read again. seed: of random
+    weights, which have no files. Raises `ConfigError` if there is no directory for the hashes of files.
     """
 
     def __init__(self, weights: WeightSource, architecture: Architecture, seed: int | None = None) -> None:
@@ -38,7 +38,7 @@ class WeightsIdentity:
         pool.shutdown(wait=False)
 
     def result(self) -> str:
-        """Return it, once the weights are loaded. Raises `ModelError` for files that were changed meanwhile."""
+        """Return the hash, after the weights are loaded. Raises `ModelError` for files that were changed meanwhile."""
         identity = self._identity
         if identity is None:
             return self._described

@@ -1,4 +1,4 @@
-"""The device of a worker: which one it is, and its name."""
+"""The device of a worker, and its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def resolve_device(name: str | None) -> torch.device:
 def use_device(device: torch.device) -> None:
     """Make a GPU that was named by its number the current one of this thread.
 
-    torch computes where its tensors are; a Triton kernel is launched on the current device, wherever its tensors are.
+    torch computes on the device of its tensors; a Triton kernel is launched on the current device, wherever its
+    tensors are.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

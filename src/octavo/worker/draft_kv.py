@@ -1,6 +1,6 @@
-"""Which keys and values a drafting model has of each request.
+"""Tracks which keys and values a drafting model has of each request.
 
-They only decide how often drafts come true. What is not there is computed before anything is guessed.
+They affect only how often drafts are accepted: missing KV is computed before anything is guessed.
 """
 
 from __future__ import annotations
@@ -26,69 +26,72 @@ class DraftKV(Protocol):
     cache: PagedKVCache
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Follow the scheduler's words, once the batch did."""
+        """Apply a scheduler's output, after `InputBatch.update` has applied it."""
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return of how many of each row's known tokens there is KV; of the newest there never is."""
+        """Return how many of each row's known tokens have KV, int64 [n]: at most all but the newest."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Note that the KV of known tokens was computed, up to these positions."""
+        """Record that the KV of known tokens is computed, up to these positions."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Note that the KV of the guesses behind known tokens was computed, up to these positions."""
+        """Record that the KV of the guesses after the known tokens is computed, up to these positions."""
         ...
 
 
 class SharedDraftKV:
-    """The target's own: it computes all but the newest token of a request before anything is guessed.
+    """The target's own KV cache: the target computes all but the newest token of a request before drafting begins.
 
-    What is written of the newest token and of guesses stands where the target writes next, before anybody reads there.
+    The drafting model writes the KV of the newest token and of guesses into slots that the target overwrites before it
+    reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return all but the newest."""
+        """Return all but the newest token."""
         del rows
         return num_known - 1
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 class OwnDraftKV:
-    """A cache of its own, whose blocks have the numbers of the target's first KV group and are copied with these.
+    """A cache of the drafting model's own.
 
-    A block that is shared, or comes back from host memory, holds as much as who drafted with it has computed.
+    Its blocks have the ids of the target's first KV group and are copied with them.
+
+    A block that is shared or was swapped in has KV as far as a request that drafted with it has computed.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # Of how many of a block's first positions there is KV of tokens that will not change.
+        # For each block, how many of its first positions have KV of tokens that are final.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # Of how many of a row's tokens there is KV that is noted in its blocks, and of which guesses behind them.
+        # For each row, how many tokens have KV that is recorded in its blocks, and which guesses follow those tokens.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Copy what the target's blocks were copied; nothing is known of blocks that are new."""
+        """Repeat the copies of the target's blocks; blocks that are newly allocated count as empty."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -100,7 +103,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # of the target's KV alone
+            if transfer.direction is TransferDirection.LOAD:  # it brings KV of the target only
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -109,9 +112,9 @@ class OwnDraftKV:
                 filled[block_ids] = 0
 
     def _start(self, new: NewRequestData) -> None:
-        """Take up a request; the blocks of what is computed of it hold what they hold."""
+        """Start a new request: the blocks of its computed tokens keep their KV, later blocks count as empty."""
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
-        if num_in_last:  # what is behind them may have been another's
+        if num_in_last:  # the rest of the block may hold another request's KV
             block = new.block_ids[0][num_blocks]
             self._filled[block] = min(self._filled[block], num_in_last)
             num_blocks += 1
@@ -121,7 +124,7 @@ class OwnDraftKV:
         self._guesses[row] = -1
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return of how many known tokens there is KV: guesses that came true, and what others computed, included."""
+        """Return how many known tokens have KV, including accepted guesses and KV that other requests computed."""
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]
@@ -134,7 +137,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return how far there is KV in a row's blocks, from a position on up to which there is."""
+        """Return up to which position a row's blocks have KV, at most `most`; all positions before `end` have it."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]
@@ -143,7 +146,7 @@ class OwnDraftKV:
         return max(end, min((first + num_full) * size + in_next, most))
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Note it in the blocks that the rows have, for all who share them; what is behind those is lost."""
+        """Record it in the rows' blocks, for all requests that share them. KV in scratch blocks is not recorded."""
         size, tables = self.cache.block_size, self._batch.block_tables[0]
         self._guesses[rows] = -1
         first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[0, rows] * size)
@@ -160,7 +163,7 @@ class OwnDraftKV:
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Note which tokens they are, unless they stand behind the blocks that the rows have."""
+        """Record the guessed tokens, except those in scratch blocks."""
         ends = np.minimum(num_computed, self._batch.num_blocks[0, rows] * self.cache.block_size)[:, None]
         positions = num_known[:, None] + np.arange(self._guesses.shape[1])
         tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]

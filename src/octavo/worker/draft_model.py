@@ -1,4 +1,4 @@
-"""The drafting model: what it takes, and its passes over the requests of a step."""
+"""The drafting model: its memory, and its passes over the requests of a step."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A model that is loaded to draft, and the memory that this takes besides its weights.
+    """A loaded drafting model, and the memory that it takes in addition to its weights.
 
-    dtype: of its weights, where these are not rounded. kv_dtype: of the keys and values that it reads.
-    num_speculative_tokens: of a request in a step at most. decodes: passes that become graphs.
+    dtype: of the weights that are not quantized. kv_dtype: of the keys and values that the model reads.
+    num_speculative_tokens: the most drafts of a request in a step. decodes: passes that are captured as graphs.
     """
 
     checkpoint: DraftCheckpoint
@@ -50,7 +50,10 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks of each request behind its own, which reach to the newest token but one: its drafts stand there."""
+        """Number of scratch blocks of each request, which follow its own blocks and hold the KV of drafts.
+
+        The request's own blocks reach at least to its newest token but one.
+        """
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property
@@ -59,7 +62,7 @@ class DraftModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """What each block of the KV cache takes besides, for the drafting model's own keys and values."""
+        """Bytes that each block of the KV cache takes in addition, for the drafting model's own keys and values."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
     @property
@@ -67,7 +70,7 @@ class DraftModel:
         return self.max_num_seqs * self.num_scratch_blocks * self._block_bytes
 
     def summary(self, num_blocks: int) -> str:
-        """Return one line for the log, of what it takes beside a KV cache of so many blocks."""
+        """Return one line for the log: parameters, weight bytes, and KV bytes with a cache of `num_blocks` blocks."""
         checkpoint, dtype = self.checkpoint, str(self.model.dtype).removeprefix("torch.")
         weights = weight_bytes(checkpoint.architecture, self.dtype, dtype, checkpoint.quantization)
         kv = self._scratch_bytes + num_blocks * self.bytes_per_block
@@ -77,7 +80,7 @@ class DraftModel:
         )
 
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
-        """Return what passes of up to so many tokens take, their graphs, and the scratch blocks."""
+        """Return the bytes of the scratch blocks, the graphs, and passes of up to `num_tokens` tokens."""
         architecture = self.model.architecture
         scratch = kernel_scratch_bytes(
             architecture, kernels, max_seq_len=self.checkpoint.max_model_len, max_tokens=num_tokens
@@ -89,10 +92,10 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs it: an `octavo.speculative.model.DraftingModel`.
+    """Runs the drafting model; implements `octavo.speculative.model.DraftingModel`.
 
-    forward_pass: over the target's KV cache where it is shared, or over that of the drafting model.
-    draft_probs: what drafts were drawn from goes there, where those who verify them have to know.
+    forward_pass: over the target's KV cache if the models share it, otherwise over the drafting model's own.
+    draft_probs: receives the distributions that drafts were drawn from, if verification needs them.
     """
 
     def __init__(
@@ -126,14 +129,14 @@ class DraftRunner:
         self._has_noted = False  # a pass was made since `begin`
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Follow the scheduler's words, once the batch did."""
+        """Apply a scheduler's output, after `InputBatch.update` has applied it."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Make the first pass, of a request, where none was made as its drafts were looked up; nothing is drafted.
+        """Make the first pass with this request, unless it was made already. Its drafts are discarded.
 
-        So passes are recorded, or captured as graphs, before anybody waits for them. A request that is longer than the
-        model's sequences is left alone.
+        This records the pass and captures graphs before a request waits for them. Does nothing if the request is longer
+        than the model's longest sequence.
         """
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
@@ -146,17 +149,22 @@ class DraftRunner:
             self._draft_probs.pop(request_id, None)
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Take up requests."""
+        """Start drafting for these requests. Later calls refer to them by their index here."""
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = self._batch.num_tokens[rows]
-        self._num_tokens = self._num_known.copy()  # with what is guessed
+        self._num_tokens = self._num_known.copy()  # with guesses
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
+        """Choose a token for each request whose known tokens have KV after one pass, and append it.
+
+        indices: int64 [n], into the requests of `begin`. Returns the tokens, int64 [n], -1 for a request that has not
+        caught up or failed, and bool [n], whether the request can continue. If the pass has too little room for all
+        missing tokens, the requests with the fewest are served first.
+        """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
         most = self.forward_pass.max_tokens
@@ -177,7 +185,7 @@ class DraftRunner:
     def _catch_up(
         self, indices: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Compute so many tokens of each request; choose a token for those that have caught up by that."""
+        """Compute `counts` tokens of each request; choose a token for those that have caught up after that."""
         ends = self._num_computed[indices] + counts
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
@@ -197,7 +205,7 @@ class DraftRunner:
         return chosen, goes_on
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Note what the first pass has computed: what is behind known tokens is noted when all passes are done."""
+        """Record the known tokens that the first pass computed. `end` records the guesses that follow them."""
         if not self._has_noted:
             self._has_noted = True
             self.kv.note_known(self._rows[indices], ends)
@@ -205,9 +213,11 @@ class DraftRunner:
     def _choose(
         self, indices: NDArray[np.int64], hidden: Tensor, known_there: Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now.
+        """Choose and append a token for each row of hidden states.
 
-        known_there: int32, how many tokens each has, on the device.
+        Returns the tokens, and whether each request continues.
+
+        known_there: int32 [n] on the device, the number of tokens of each request.
         """
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
@@ -233,7 +243,7 @@ class DraftRunner:
         return chosen, np.array(goes_on)
 
     def end(self) -> None:
-        """Note how far drafts were computed, and tell what they were drawn from."""
+        """Record how far drafts were computed, and publish the distributions that they were drawn from."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False
@@ -245,7 +255,7 @@ class DraftRunner:
 
 
 def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many of its tokens each gets of so many in all: who has least to catch up with comes first."""
+    """Divide a budget of tokens among requests that need `counts` tokens: the smallest counts are served first."""
     order = np.argsort(counts, kind="stable")
     before = np.empty_like(counts)
     before[order] = counts[order].cumsum() - counts[order]

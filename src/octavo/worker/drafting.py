@@ -1,4 +1,4 @@
-"""After a step: what is guessed to follow in each of its requests that goes on."""
+"""Proposes drafts, after a step, for each of its requests that continues."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks a proposer, and cuts off what could not come true.
+    """Calls a proposer, and cuts off drafts that cannot be accepted.
 
-    seconds, num_passes: what that took in the newest step. computed: whose drafts a model computed in it.
-    draft_probs: of requests whose newest drafts were drawn by `Verification.draw_drafts` to be verified by rejection
-    sampling, the distribution of each draft, float32 [num_drafts, vocab]. Who draws them in `propose` writes it there;
-    it lasts until new ones are proposed.
+    seconds, num_passes: duration and passes of the drafting model in the newest step. computed: ids of the requests
+    whose drafts a model computed in that step.
+    draft_probs: the distribution of each draft, float32 [num_drafts, vocab], for requests whose newest drafts were
+    drawn by `Verification.draw_drafts` for rejection sampling. The drafting model writes it in `propose`; it is valid
+    until new drafts are proposed.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -41,7 +42,7 @@ class Drafting:
         self._tasks = tasks
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of requests that were preempted."""
+        """Drop the state of requests that were preempted."""
         request_ids = list(request_ids)
         self._drop_probs(request_ids)
         self.proposer.forget(request_ids)
@@ -52,7 +53,7 @@ class Drafting:
                 self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Hand over what requests that ended have written, while the batch still has it; others are passed over."""
+        """Pass the tokens of ended requests to the proposer while the batch still has them. Ignores unknown ids."""
         if not self.proposer.num_speculative_tokens:
             return
         self._drop_probs(request_ids)
@@ -76,13 +77,13 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        sampled_token_ids: what each got in it. max_drafts: how many are worth guessing, by a model where there is one;
-        who is not named has no bound.
+        sampled_token_ids: the tokens that each request got in the step. max_drafts: how many drafts are worthwhile for
+        a request, of a drafting model's if there is one; a request that is not listed has no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes  # else what is looked up has no bound
+        is_bounded = max_drafts and not self.proposer.computes  # with a drafting model, lookups are not bounded
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
@@ -115,14 +116,14 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("nothing is guessed in this step")  # which costs time and no token
+            logger.exception("nothing is guessed in this step")  # this costs time and no token
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
         return {request_id: drafts for request_id, drafts in found.items() if drafts}
 
     def _max_drafts(self, request: RequestRow, num_tokens: int, token_ids: list[int]) -> int:
-        """Return how many drafts could be followed by a token of the request; 0 if it has ended."""
+        """Return how many drafts can be followed by another token of the request; 0 if it has ended."""
         params = request.sampling_params
         num_output = num_tokens - request.num_prompt_tokens
         may_end = num_output > params.min_tokens
@@ -134,10 +135,11 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Drop the first draft that could not be of use, and those behind it.
+        """Drop the first useless draft, and all drafts after it.
 
-        Behind one that ends the request nothing follows, and without it the choice in its place is made just as well.
-        One that was drawn to be verified by rejection sampling stays: that would be biased by what is not verified.
+        A draft that ends the request is useless: nothing follows it, and the target chooses its token without it. So is
+        a draft that the grammar forbids. If the drafts were drawn for rejection sampling, the first useless one stays:
+        to verify or drop a draft because of its token would bias the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]
@@ -148,7 +150,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            # Its grammar cannot go on, which ends the request in the next step, where a token is to be chosen.
+            # The grammar failed. The next step ends the request, when a token is due.
             logger.info("request %s: no drafts: %s", task.request_id, error)
             request.matcher = None
             return []

@@ -1,4 +1,4 @@
-"""A model over one KV cache: its forward pass, recorded where the kernels can, and its logits."""
+"""A model over one KV cache: its forward pass, recorded if the kernels can, and its logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows that the recording has room for; more are computed without it. decodes: steps that become graphs.
-    recorded: None until the first step, and where the kernels cannot.
+    max_tokens: rows that the recording has room for; larger steps run without it. decodes: steps that are captured as
+    graphs. recorded: None until the first step, and if the kernels cannot record.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class ForwardPass:
 
     @property
     def has_run(self) -> bool:
-        """Whether there was a step, so that nothing is recorded or captured any more."""
+        """True if there was a step, so that nothing is recorded or captured any more."""
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
+        """Return hidden states [num_outputs, hidden], valid until the next call; writes this step's KV.
 
-        The first step, that of the warm-up, is recorded where the kernels can.
+        The first step, that of the warm-up, is recorded if the kernels can.
         """
         if self.recorded is not None and token_ids.shape[0] <= self.max_tokens:
             return self.recorded(token_ids, batch)
@@ -62,14 +62,14 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], which last until the next call; most_rows: that there may ever be.
+        """Return float32 [rows, vocab_size], valid until the next call. most_rows: the most rows of any call.
 
-        Their memory is kept. It is too large for malloc to keep: made anew, its pages would be zeroed by the system
-        each time, a tenth of a step of 64 rows.
+        Their memory is kept, because malloc would not keep so large a piece. If it were allocated anew, the system
+        would zero its pages each time, which takes a tenth of a step of 64 rows.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
-            self._logits = torch.empty(0)  # before its successor is made
+            self._logits = torch.empty(0)  # free it before its successor is allocated
             with_room = max(rows, min(2 * rows, most_rows))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))

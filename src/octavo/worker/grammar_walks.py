@@ -1,6 +1,7 @@
-"""Walks of grammars on a thread of their own. A step waits for them a share of its own time: the rest comes later.
+"""Walks of grammars on a thread of their own. A step waits for them for a share of its own time, then continues.
 
-What a grammar allows may take 20 ms to compute, which is several steps of a small model.
+To compute what a grammar allows may take 20 ms, which is several steps of a small model. If a request's walk is late,
+its token follows in a later step.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     Masks = list["NDArray[np.bool_]"]
     import numpy as np
 
-_SHARE = 0.25  # of the time that a step took until its tokens are chosen
+_SHARE = 0.25  # of the time from a step's begin until its tokens are chosen
 _LEAST_S = 0.001
-_ALONE_S = 0.005  # where no request of the step could get anything: so long who arrives meanwhile is not heard
-_PATIENCE = 10.0  # one that took long the last time begins behind those that come within so many times that
+_ALONE_S = 0.005  # if no request of the step could get a token; requests that arrive meanwhile wait for so long
+_PATIENCE = 10.0  # a walk starts after all walks that are added within this multiple of its last duration
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """What a grammar allows behind a request's newest token and behind each draft, as far as it came.
+    """The tokens that a grammar allows after a request's newest token and after each draft, as far as it was walked.
 
-    masks: bool [vocab] each. They end behind a draft that the grammar forbids, or where an error came.
+    masks: bool [vocab] each. They end after a draft that the grammar forbids, or before an error.
     """
 
     masks: Masks
@@ -40,9 +41,9 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A request's walk from the tokens that were known before it.
+    """A request's walk over the tokens that are new since its last walk.
 
-    num_tokens: that are known to it. drafts: behind these. seconds: how long it took.
+    num_tokens: number of known tokens. drafts: follow these. seconds: how long the walk took.
     """
 
     num_tokens: int
@@ -52,29 +53,32 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its result can be had."""
+        """True if the result is available."""
         return self.result.done()
 
     def wait(self) -> None:
-        """Wait until it is over, however long that takes; one that has not begun never does."""
+        """Wait until the walk is over, without a time limit. A walk that has not begun is cancelled instead."""
         if not self.result.cancel():
             wait([self.result])
 
 
 class GrammarWalks:
-    """Does walks one after the other; those that are likely short begin first."""
+    """Runs walks one after another; those that are probably short begin first."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
-        self._numbers = itertools.count()  # decides between equals
+        self._numbers = itertools.count()  # breaks ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Let a walk wait for `begin`; last_s: how long the request's last one took."""
+        """Queue a walk for `begin`. last_s: duration of the request's last walk in seconds."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Do what waits: a thread is woken once for all walks of a step, which costs as much as a short one."""
+        """Start the queued walks.
+
+        A step wakes the thread once for all its walks, because waking it costs as much as a short walk.
+        """
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 
@@ -99,9 +103,10 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait until walks are over, but not for long in comparison with what the step took so far.
+    """Wait until walks are over, but only for a fraction of the time that the step took so far.
 
-    is_all: without one of them no request of the step gets anything.
+    step_s: that time in seconds. is_all: True if every request of the step needs one of these walks; then waits longer
+    for the first of them.
     """
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:

@@ -1,8 +1,8 @@
-"""Copies between host memory and the device of the steps that are in flight: nothing is overwritten on its way.
+"""Copies between host memory and the device for the steps in flight: memory is not overwritten before it is copied.
 
-On a GPU a copy is enqueued behind the work of the steps before, and is made when these are done. What it reads on the
-host must stay as it is until then: so the arrays of a step go through pinned memory of that step, and two steps take
-turns. On a CPU there is nothing to copy.
+On a GPU a copy is enqueued after the work of earlier steps, and is made when that work is done. Until then its source
+on the host must not change. So the arrays of a step are copied from pinned memory of that step, and two steps use two
+sets in turn. On a CPU nothing needs to be copied.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2  # of pinned memory: a step may be launched while the one before is computed
-_FIRST_BYTES = 1 << 16  # of a set; it grows with what its steps take
-_ALIGNMENT = 64  # bytes, of each array there and on the device, where kernels read 16 at once
+NUM_SETS = 2  # sets of pinned memory: a step may be launched while the one before it is computed
+_FIRST_BYTES = 1 << 16  # initial size of a set; it grows with its steps
+_ALIGNMENT = 64  # bytes; of each array there and on the device, where kernels read 16 bytes at a time
 
 
 class Mark(Protocol):
-    """A place in the order of a device's work."""
+    """A position in the order of a device's work."""
 
     def synchronize(self) -> None:
-        """Wait until all work before it is done. Raises what that work failed with."""
+        """Wait until all earlier work is done. Raises the error of that work, if any."""
         ...
 
 
 class DeviceQueue(Protocol):
-    """A device's work, which it does in order, later than it is enqueued."""
+    """A device's work, done in the order in which it is enqueued."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of host memory that the device copies from and to by itself."""
+        """Return uint8 [num_bytes] of host memory that the device itself can copy from and to."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy; one of the two is such host memory, the other one the device's."""
+        """Enqueue a copy. One of the two tensors is in such host memory, the other one on the device."""
         ...
 
     def mark(self) -> Mark:
-        """Return the place behind all that is enqueued."""
+        """Return the position after all enqueued work."""
         ...
 
 
@@ -66,7 +66,7 @@ class CudaQueue:
 
 
 class HostCopies(Protocol):
-    """Moves arrays of the steps in flight. `begin` a step before its first array."""
+    """Copies arrays of the steps in flight. Call `begin` in each step before its first array."""
 
     device: torch.device
 
@@ -75,40 +75,40 @@ class HostCopies(Protocol):
         ...
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return an array as a tensor on the device, for work that is enqueued behind this.
+        """Return an array as a tensor on the device, for work that is enqueued later.
 
-        The array may be changed afterwards where the device is no CPU; there they may share memory.
+        The array may be changed afterwards, unless the device is a CPU: then array and tensor may share memory.
         """
         ...
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return arrays as tensors on the device, as `to_device` does; by one copy where there is something to copy.
+        """Return arrays as tensors on the device, as `to_device` does, with a single copy if any is needed.
 
-        Their memory there is one piece, which stays as long as one of them is held.
+        The tensors share one piece of device memory, which is freed when none of them is used any more.
         """
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in host memory that is as this one once a later `mark` is passed.
+        """Return a tensor in host memory that has this one's content when a later `mark` is passed.
 
-        On a CPU it is this one: who goes on changing it copies it first.
+        On a CPU it is the tensor itself: a caller that changes it later must copy it first.
         """
         ...
 
     def mark(self) -> Mark:
-        """Return the place behind all that is enqueued."""
+        """Return the position after all enqueued work."""
         ...
 
 
 class _Passed:
-    """The mark of a device whose work is done as soon as it is asked for."""
+    """The mark of a device without pending work."""
 
     def synchronize(self) -> None:
-        """Wait for nothing."""
+        """Return immediately."""
 
 
 class SharedMemory:
-    """`HostCopies` of a CPU: host memory is the device's."""
+    """`HostCopies` of a CPU: host memory is device memory."""
 
     device = torch.device("cpu")
     _passed = _Passed()
@@ -117,11 +117,11 @@ class SharedMemory:
         """Do nothing."""
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a tensor of the array's memory where that is contiguous."""
+        """Return a tensor that shares the array's memory if that is contiguous."""
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return tensors of the arrays' memory."""
+        """Return tensors that share the memory of contiguous arrays."""
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -129,29 +129,29 @@ class SharedMemory:
         return tensor
 
     def mark(self) -> Mark:
-        """Return a place that is passed."""
+        """Return a mark that is already passed."""
         return self._passed
 
 
 class _PinnedSet:
-    """Memory that the arrays of one step are copied from, one behind the other."""
+    """Memory that the arrays of one step are copied from, one array after another."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # in use by copies of this step, and left with the next one
+        self._full: list[Tensor] = []  # full pieces that this step's copies still read; freed by `rewind`
         self._num_used = 0
-        self.last_copy: Mark | None = None  # behind the copies of the step that had it
+        self.last_copy: Mark | None = None  # mark after the copies of the set's last step
 
     def rewind(self) -> None:
-        """Take all memory for another step, in one piece; wait until nothing is copied from it."""
+        """Free all memory for another step, after waiting until nothing is copied from it."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
         self._full.clear()
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of arrays in this memory, which stays until `rewind`; sizes: bytes that each has there."""
+        """Return a copy of arrays in this memory, valid until `rewind`. sizes: bytes that each array takes there."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
@@ -167,10 +167,10 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """`HostCopies` of a device with memory of its own, in `NUM_SETS` sets of pinned memory that take turns.
+    """`HostCopies` of a device with memory of its own, in `NUM_SETS` sets of pinned memory that are used in turn.
 
-    A set is written to again only when the device has made all copies from it. That is never waited for where the step
-    before the last was collected.
+    A set is reused only when the device has made all copies from it. There is no wait if the step before the last was
+    collected.
     """
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:
@@ -180,18 +180,18 @@ class PinnedMemory:
         self._number = 0
 
     def begin(self) -> None:
-        """Take the set of the step before the last."""
+        """Switch to the set of the step before the last."""
         self._sets[self._number].last_copy = self._queue.mark()
         self._number = (self._number + 1) % len(self._sets)
         self._sets[self._number].rewind()
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a new tensor on the device, to which the array's copy in this step's set is being copied."""
+        """Return a new tensor on the device; the copy into it, from this step's set, is enqueued."""
         (tensor,) = self.to_device_together([array])
         return tensor
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Return parts of one new tensor on the device, to which copies in this step's set are being copied."""
+        """Return parts of one new tensor on the device; the copy into it, from this step's set, is enqueued."""
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         source = self._sets[self._number].write(arrays, sizes)
         target = torch.empty(len(source), dtype=torch.uint8, device=self.device)
@@ -209,13 +209,13 @@ class PinnedMemory:
         return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return new pinned memory, which is the caller's, to which the tensor is being copied."""
+        """Return new pinned memory, owned by the caller; the copy of the tensor into it is enqueued."""
         target = self._queue.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self._queue.copy(target, tensor)
         return target
 
     def mark(self) -> Mark:
-        """Return the place behind all that is enqueued."""
+        """Return the position after all enqueued work."""
         return self._queue.mark()
 
 
@@ -225,5 +225,5 @@ def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 
 def create_host_copies(device: torch.device) -> HostCopies:
-    """Return those of a device."""
+    """Return the copies of a device."""
     return SharedMemory() if device.type == "cpu" else PinnedMemory(device, CudaQueue())

@@ -2,8 +2,9 @@
 
 Every request has one row of persistent arrays, so a step's inputs are gathered without a loop over requests.
 
-A step may be launched before the one before it is collected. What that one samples is not known on the host then: it
-is awaited. In its place stands -1 less the row's number, and the device feeds the row's last sampled token instead.
+A step may be launched before the one before it is collected. The host does not know that step's tokens then: they are
+awaited. Each awaited token is represented by -1 less the row's number, and the device feeds the row's last sampled
+token instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """What the worker knows of one request and does not keep in arrays.
+    """The data of one request that is not kept in arrays.
 
     row: the request's index in the arrays.
     predicted_token_ids: int32, the output that the client expects.
@@ -135,7 +136,7 @@ class InputBatch:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Remove requests that ended or were preempted, add new ones, and append the new blocks of the others."""
+        """Remove requests that ended or were preempted, add new ones, and append the new blocks of all running ones."""
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
             self.remove_request(request_id)
         for data in scheduled.scheduled_new_reqs:
@@ -143,7 +144,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Learn all of a request.
+        """Add a request with all its data.
 
         Raises `ValueError` for positions of another number of dimensions than the model's; nothing changes then.
         """
@@ -171,7 +172,7 @@ class InputBatch:
             self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
-        """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
+        """Remove a request. Ignores unknown ids: a request may end before it ever runs."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
@@ -190,42 +191,42 @@ class InputBatch:
                     self._append_blocks(group, row, block_ids)
 
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
-        """Let the next step feed what this one sampled before the host knows it.
+        """Let the next step feed the tokens that this one sampled, before the host knows them.
 
-        sampled_rows: int64 [n], each row once. sampled: int64 [n]. Both are on the device. rows: those whose requests
-        get what was sampled there; for the others it counts as not sampled.
+        sampled_rows: int64 [n], each row once. sampled: int64 [n]. Both are on the device. rows: the rows whose
+        requests get their sampled token; in other rows it counts as not sampled.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Await one token less in rows, since it has arrived. The rows of requests that `left` may have new owners."""
+        """Await one token less in `rows`, since it has arrived. The rows of requests in `left` may have new owners."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return those of them that left or failed."""
+        """Return the requests that have ended, were preempted or failed."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
-        """Whether this is still here: another one may have its id, and another one its row."""
+        """Return True if this request still has its row: another request may have its id or its row by now."""
         return self.requests.get(request.request_id) is request
 
     def fail(self, requests: Iterable[RequestRow]) -> None:
-        """Note that these failed."""
+        """Mark these requests as failed."""
         for request in requests:
             request.has_failed = True
             self.num_changes += 1
 
     def append_sampled(self, sampled_token_ids: Mapping[str, list[int]]) -> None:
-        """Take in what a step chose: it is known from now on."""
+        """Append the tokens that a step chose to the known tokens."""
         rows = np.array([self.requests[request_id].row for request_id in sampled_token_ids], dtype=np.int64)
         counts = np.array(list(map(len, sampled_token_ids.values())), dtype=np.int64)
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
         if len(token_ids) == len(rows):
-            self.token_ids[rows, first] = token_ids  # the usual case: one for each
+            self.token_ids[rows, first] = token_ids  # the usual case: one token for each request
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
@@ -236,17 +237,17 @@ class InputBatch:
         self.num_blocks[group, row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
-        """Prompt and output of a request so far: a view."""
+        """Return the prompt and output of a request so far, as a view."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known ones, valid until others are sampled. Returns a view of both."""
+        """Write tokens after the known ones, valid until a token is sampled. Returns a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
-        """Return what each row of logits had as its input: [num_logits]."""
+        """Return the input token of each row of logits: [num_logits]."""
         return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
@@ -311,10 +312,11 @@ class InputBatch:
         *,
         num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
-        """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
+        """Return token ids and attention input for some tokens of each row, from its first position on.
 
-        output_start: where the wanted hidden states of each row begin among all that are wanted, then the number of
-            all. Those of a row are of its last tokens.
+        output_start: first wanted hidden state of each row among all wanted ones, then their number. A row's wanted
+        hidden
+            states are those of its last tokens.
         others: arrays that the same copy brings to the device; the third value returned holds them there.
         num_groups: number of KV groups of the cache.
         """
@@ -357,7 +359,7 @@ class InputBatch:
         return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Write blocks after those of the rows' requests; they stay until the requests get others.
+        """Write blocks after those of the rows' requests; they stay until the requests get new blocks.
 
         block_ids: for each KV group [len(rows), n].
         """

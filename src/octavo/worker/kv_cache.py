@@ -107,7 +107,7 @@ class PagedKVCache:
 
     @property
     def memory(self) -> list[Tensor]:
-        """What is reserved on the device."""
+        """The tensors reserved on the device."""
         return [group.blocks for group in self.groups if group.blocks.nbytes]
 
     @property
@@ -120,7 +120,7 @@ class PagedKVCache:
 
         Mutates the blocks of all groups and those in host memory.
 
-        Return what went to host memory and what came back, if anything did.
+        Returns the move to host memory and the move back, or nothing if there were none.
         """
         groups, start = self.groups, time.perf_counter()
         for group, block, host in copies.swap_out:

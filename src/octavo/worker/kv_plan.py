@@ -28,14 +28,15 @@ class KVSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """The bytes of a block of each KV group, and how many blocks of the other groups are of use beside the first's.
+    """The bytes of a block of each KV group, and how many blocks each bounded group needs for those of the first group.
 
     A sequence has as many blocks of the first group as it is long. Of every other group, which is bounded, it has only
     those that its next rows read. Short sequences have as many blocks of all groups, so nothing is wasted if every
     group has the same number; long ones need few blocks of the bounded groups. The lengths are not known. So a bounded
-    group has blocks for all sequences that may run at once, or, if that is more, so many that short and long sequences
-    get the same share of what the best plan for them alone would give: one for each `bytes_of_all / block_bytes[0]`
-    blocks of the first group. The additional blocks also keep more of the requests that ended in the prefix cache.
+    group has blocks for all sequences that may run at the same time. If it is more, it has so many that short and long
+    sequences get the same share of what the best plan for them alone would give: one for each
+    `bytes_of_all / block_bytes[0]` blocks of the first group. The additional blocks also keep more of the requests that
+    ended in the prefix cache.
 
     block_bytes: of a block of each group; for the first with the drafting model's block of the same positions.
     blocks_of_sequence: for each bounded group the number of blocks that a sequence holds after a step.
@@ -58,7 +59,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Look at the layers. Raises `ConfigError` for rounded heads whose scales would not be aligned."""
+        """Compute the plan from the layers. Raises `ConfigError` if scales of quantized heads would not be aligned."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -66,7 +67,7 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Both ends may be inside of a block, and one block may be a copy that another sequence still has.
+            # Both ends may be inside a block, and one block may be a copy whose source another sequence still holds.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
@@ -87,22 +88,22 @@ class KVPlan:
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
-        """Bytes of a cache of that size."""
+        """Return the bytes of a cache of that size."""
         return sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
 
     def with_blocks(self, num_blocks: int) -> KVSize:
-        """Return the cache with so many blocks of the first group."""
+        """Return the size of a cache with `num_blocks` blocks of the first group."""
         if not self._bounded_bytes:
             return KVSize((num_blocks,))
         balanced = num_blocks * self.block_bytes[0] // self.bytes_of_all
         return KVSize((num_blocks, *(min(num_blocks, max(balanced, count)) for count in self._blocks_that_run)))
 
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
-        """Return how many blocks of the first group sequences can use beside so many bytes.
+        """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
 
         blocks_of_longest: of a sequence of full length. Blocks that take no bytes still take time and memory of the
-        core. Their number is that of as many sequences as have room in the bounded groups beside a step, or that of one
-        sequence and of everything that the bounded groups keep.
+        core. Their number is that of as many sequences as have room in the bounded groups in addition to a step, or
+        that of one sequence and of everything that the bounded groups keep.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -112,7 +113,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; others get the rest."""
+        """Return the largest cache of `num_bytes` with `most_blocks` of the first group; bounded ones get the rest."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))
@@ -130,7 +131,7 @@ class KVPlan:
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
-    """Raise `ConfigError` for keys and values that are rounded in a way that the kernels have not."""
+    """Raise `ConfigError` if the kernels do not support this KV cache dtype."""
     if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
         has = " or ".join(("auto", *kernels.kv_cache_dtypes))
         raise ConfigError(
@@ -140,7 +141,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 
 
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` for rounded heads whose scales would not be aligned."""
+    """Raise `ConfigError` if the scales of quantized heads would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
         for spec in architecture.kv_layout.specs:
             if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:

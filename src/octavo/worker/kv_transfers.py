@@ -1,8 +1,8 @@
-"""The worker's half of a store: threads that move bytes between it and the KV cache, beside the steps.
+"""The worker's half of KV transfers: threads that move bytes between a store and the KV cache while steps run.
 
-Bytes go through buffers of these threads. They come into a block only when the store vouches for them, and out of it
-before anything is told to the store; either happens under the transfer's lock and not after a cancel. So whatever a
-store does, however late, a block that was given up is neither written nor read.
+Bytes pass through buffers of these threads. A load writes a block only after the store has confirmed its bytes; a save
+reads a block before the store is called. Both hold the transfer's lock and check for a cancel. So a block of a
+cancelled transfer is neither written nor read, whatever the store does and however late.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # moved at once: a cancel waits for a copy of so much, and a save of more is several files
+_PIECE_BYTES = 8 << 20  # moved at a time: a cancel waits for one such copy, and a save of more becomes several files
 _SHUTDOWN_S = 2.0
 
 
 class KVMover(Protocol):
-    """What moves KV between the blocks of this worker and somewhere else."""
+    """Moves KV between the blocks of this worker and a store."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Give up and begin what a step orders. Its copies of blocks are made, and nothing is computed yet."""
+        """Cancel and begin the transfers of a step. Call it after block copies, and before anything is computed."""
         ...
 
     def shutdown(self) -> None:
-        """Move nothing any more; returns within a few seconds."""
+        """Stop moving; returns within a few seconds."""
         ...
 
 
 class NoKVMover:
-    """Nothing is stored anywhere else."""
+    """The mover of an engine without a store."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Do nothing."""
@@ -63,7 +63,7 @@ class NoKVMover:
 
 @dataclass(slots=True)
 class _Moving:
-    """A transfer until it is reported. lock: held while bytes go into its blocks or come out of them."""
+    """A transfer until it is reported. lock: held while its blocks are written or read."""
 
     order: KVTransfer
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,10 +73,10 @@ class _Moving:
 
 
 class KVTransferThreads:
-    """Carries out the transfers of steps, and closes the store in the end.
+    """Carries out the transfers of steps, and closes the store at shutdown.
 
-    report is called once for each that ends, from any thread; for one that was cancelled not at all. num_threads: for
-    loads, and one more for saves, so that loads do not wait for them.
+    report: called once for each transfer that ends, from any thread; not called for a cancelled one. num_threads: for
+    loads. Saves have one thread more, so that loads do not wait for them.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class KVTransferThreads:
 
     @property
     def num_moving(self) -> int:
-        """Transfers that have not ended."""
+        """Number of transfers that have not ended."""
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Give up what is cancelled: when this returns, its blocks are neither written nor read. Begin what is new."""
+        """Cancel and begin transfers. When this returns, the blocks of a cancelled one are neither written nor read."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -132,7 +132,7 @@ class KVTransferThreads:
             for first in range(0, len(order.keys), self._piece_blocks):
                 if moving.is_cancelled or not move(moving, first, buffer):
                     break
-        except BaseException:  # whatever a store raises: the transfer ends with what was moved
+        except BaseException:  # any exception of a store ends the transfer, with the blocks that were moved
             logger.exception("a %s of KV failed", order.direction.value)
         finally:
             buffers.put(buffer)
@@ -143,7 +143,7 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
-        """Load a piece; return whether to go on with the next."""
+        """Load a piece; return True if the next piece is to be loaded."""
         keys, block_ids = self._piece(moving, first)
         views, needs_all = self._blocks.views(buffer, len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
@@ -155,7 +155,7 @@ class KVTransferThreads:
         return count == len(keys)
 
     def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
-        """Save a piece; return whether to go on with the next."""
+        """Save a piece; return True if the next piece is to be saved."""
         keys, block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
@@ -172,7 +172,7 @@ class KVTransferThreads:
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
-        """Give up everything and close the store; one that hangs is left behind."""
+        """Cancel all transfers and close the store; a store that hangs is abandoned."""
         with self._lock:
             all_moving = list(self._moving.values())
             self._moving.clear()
@@ -189,19 +189,19 @@ class KVTransferThreads:
 
 
 def piece_blocks(block_bytes: int) -> int:
-    """Return how many blocks are moved at once."""
+    """Return how many blocks are moved at a time."""
     return max(_PIECE_BYTES // block_bytes, 1)
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return what the buffers of `KVTransferThreads` take, whose stores do not hang."""
+    """Return the bytes of the buffers of `KVTransferThreads`, as long as no store hangs."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them, and host memory they are copied to and from.
+    """The blocks of a KV cache in the format of stores, and host memory that they are copied to and from.
 
-    A stored block is the content of all KV groups, one after the other. part_bytes: of the first group's.
+    A stored block is the content of all KV groups, one after another. part_bytes: size of the first group's part.
     """
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
@@ -214,32 +214,32 @@ class StoredBlocks:
         self._pin_memory = kv_cache.device.type != "cpu"
 
     def make_buffer(self, num_blocks: int) -> Tensor:
-        """Return host memory for so many blocks, [num_blocks, block_bytes]."""
+        """Return host memory for blocks, [num_blocks, block_bytes]."""
         return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def views(self, buffer: Tensor, count: int) -> list[memoryview]:
-        """Return the first blocks of a buffer, each as its bytes."""
+        """Return the first `count` blocks of a buffer, each as its bytes."""
         return [memoryview(row) for row in buffer[:count].numpy()]
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which blocks of a load need the content of another group than the first; all if there is none."""
+        """Return which blocks of a load need content of another group than the first; all if there is no other."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
     def write(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy the first blocks of a buffer into these of each group (mutates them); `NO_BLOCK` is passed over."""
+        """Copy the first blocks of a buffer into these blocks of each group (mutates them); skips `NO_BLOCK`."""
         for part, ids in zip(self._parts, block_ids, strict=True):
             part.write(ids, buffer)
 
     def read(self, block_ids: list[list[int]], buffer: Tensor) -> None:
-        """Copy these blocks of each group into the first of a buffer (mutates it); `NO_BLOCK` is passed over."""
+        """Copy these blocks of each group into the first of a buffer (mutates it); skips `NO_BLOCK`."""
         for part, ids in zip(self._parts, block_ids, strict=True):
             part.read(ids, buffer)
 
 
 class _Part:
-    """The blocks of a KV group as bytes, which stand in each row of a buffer from its byte `start` on.
+    """The blocks of a KV group as bytes, which are stored in each row of a buffer from its byte `start` on.
 
-    On a CPU copies are numpy's, which take one thread and let others run; torch would spread each over all cores.
+    On a CPU numpy makes the copies: it uses one thread and lets other threads run; torch would use all cores.
     """
 
     def __init__(self, blocks: Tensor, start: int) -> None:

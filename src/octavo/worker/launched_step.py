@@ -1,4 +1,4 @@
-"""A step between its two halves: its work is enqueued on the device, and what comes of it is not read yet."""
+"""A step that is launched and not collected: its work is enqueued on the device, its results are not read yet."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """Made by `octavo.worker.model_runner.ModelRunner.launch`, which fills it; for `collect`, once.
+    """A launched step: filled by `octavo.worker.model_runner.ModelRunner.launch`, passed once to `collect`.
 
-    end           behind all of the step's work on the device
-    inputs        None where nothing is computed
-    chosen        None where nobody is sampled
-    due_rows      int64, rows whose requests get one token of it; None where nobody is sampled, or drafts are
-    is_awaited    whether a step was launched behind it, which is fed what this one sampled on the device
-    num_changes   that of the batch when it was launched
-    troubles      rows of logits in which no token can be chosen, as far as the host knows; postponed: see `ModelOutput`
+    end           mark after all of the step's work on the device
+    inputs        None if nothing is computed
+    chosen        None if no request is sampled
+    due_rows      int64, rows of the requests that get one token; None if no request is sampled or drafts are verified
+    is_awaited    True if a later step was launched that is fed, on the device, the tokens sampled here
+    num_changes   that of the batch when the step was launched
+    troubles      rows of logits from which no token can be chosen, as far as the host knows
+    postponed     see `ModelOutput`
     errors        requests that failed while the step was launched
-    prompt_scores, pooled_rows: of those whose prompt is looked at
+    prompt_scores, pooled_rows: of requests that ask for log probabilities or hidden states of their prompt
     """
 
     scheduled: SchedulerOutput

@@ -1,4 +1,4 @@
-"""The executor of this process: its worker's steps in one of three modes, and KV that comes from a store outside."""
+"""The executor of this process: runs its worker's steps in one of three modes, and transfers KV from and to a store."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from octavo.worker.step_modes import StepMode
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # at most at once for KV on its way: so long who arrives or leaves meanwhile is not heard
+TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests and disconnects are not handled meanwhile
 
 
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process.
 
-    mode: how steps are computed, a class of `octavo.worker.step_modes`. store: of KV outside; it is closed with the
-    executor. num_threads: for loads from it. ended_transfers: put there from any thread by what moves KV; None only
-    ends the wait for one.
+    mode: how steps are computed, a class of `octavo.worker.step_modes`. store: external KV store; it is closed with the
+    executor. num_threads: for loads from it. ended_transfers: transfers that ended, put there from any thread; a None
+    only ends the wait for one.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class LocalExecutor:
         return self._mode.worker
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile the grammar that a request asks for, in the background."""
+        """Compile the grammar of a request in the background. Returns None if there is nothing to compile."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:  # without a tokenizer nobody can ask
+        if wanted is None or grammars is None:  # without a tokenizer no request has a grammar
             return None
         return grammars.prepare(wanted, tenant)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Begin a step; a failure is kept for `collect`."""
+        """Begin a step. If it fails, `collect` raises the error."""
         self._mode.submit(scheduled)
         self._submitted.append(scheduled)
 
     def collect(self) -> ModelOutput:
-        """Return the result of the oldest step that was submitted, or raise its `ExecutionError`.
+        """Return the result of the oldest submitted step, or raise its `ExecutionError`.
 
-        A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
+        A step that only waits for KV ends when a transfer ends, or after `TRANSFER_WAIT_S`.
         """
         assert self._submitted, "collect without submit"
         result = self._mode.collect()
@@ -82,12 +82,12 @@ class LocalExecutor:
         return result
 
     def abandon(self) -> None:
-        """Give up all steps that were not collected; what is computed just now is waited for."""
+        """Discard all steps that were not collected; waits for the step that is being computed."""
         self._submitted.clear()
         self._mode.abandon()
 
     def wake(self) -> None:
-        """End a step that only waits for KV, from any thread: there is something new to decide."""
+        """End a step that only waits for KV, from any thread, because there is something new to schedule."""
         self.ended_transfers.put(None)
 
     def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
@@ -100,7 +100,7 @@ class LocalExecutor:
         return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Close the store, and drop the reference to weights and KV; a second call changes nothing."""
+        """Close the store, and drop the reference to weights and KV. A second call has no effect."""
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

@@ -1,6 +1,6 @@
-"""Examine this machine with a model's own shapes: what it gives at most, what products reach, whether they are exact.
+"""Examines a machine with a model's own shapes: its limits, the speed of matrix products, and whether they are exact.
 
-The compiled CPU kernels only. Weights are random: any values take the same time and the same order of sums.
+Only for the compiled CPU kernels. Weights are random: neither time nor order of sums depends on values.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
-_BLOCK_ROWS = 336  # the most of a block that is limited by rows: kBlockRows of csrc/linear.h with AVX-512
+_BLOCK_ROWS = 336  # most rows of a block that is limited by rows: kBlockRows of csrc/linear.h with AVX-512
 _BLOCKS_BYTES = 1 << 20  # of activations: kNearBytes of csrc/linear_tiles.h, kBlockBytes of csrc/quantized_rows.h
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one product took: seconds of `rows` rows, over weights of num_bytes."""
+    """The time of one product: seconds for `rows` rows, with weights of num_bytes bytes."""
 
     name: str
     out_features: int
@@ -57,9 +57,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Product(Timing):
-    """One product of a model, measured as it is served: gate_up with SiLU.
+    """One product of a model, measured as it is served: gate_up includes SiLU.
 
-    of_limit: the larger of its shares of the arithmetic, which is that of the product alone, and of the bandwidth.
+    of_limit: the larger of its shares of the machine's arithmetic rate and of its bandwidth. Only the product's own
+    arithmetic counts.
     """
 
     ops_per_s: float
@@ -68,7 +69,7 @@ class Product(Timing):
 
     @classmethod
     def of(cls, timing: Timing, limits: Limits) -> Product:
-        """Set what was timed beside what the machine gives at most."""
+        """Compare a timing with the machine's limits."""
         if timing.precision in _DTYPES:
             peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
         else:
@@ -81,10 +82,10 @@ class Product(Timing):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether the rows of a product are the same bits alone and in company, and on one thread and on all.
+    """The result of a check: a product's rows have the same bits alone and in a batch, on one thread and on all.
 
-    error: the norm of what differs from float64's product of the same weights, relative to that product. For int8
-    and int4 it is that of rounding the activations, and a scale of int4 to multiples of its unit.
+    error: norm of the difference from the float64 product of the same weights, relative to that product. For int8 and
+    int4 it comes from rounding the activations, and for int4 also from rounding scales to multiples of their unit.
     """
 
     name: str
@@ -95,17 +96,17 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the law of exactness holds."""
+        """True if the law of exactness holds."""
         return self.rows_are_independent and self.threads_are_equal
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an examination found.
+    """The results of an examination.
 
-    limits: the better of those before the products and those after them, in limits_each: neighbours on a shared
-    machine may take a core or half of the memory's rate away for seconds. best_limits: those of the best instruction
-    set, where another one was asked for.
+    limits: the better ones of `limits_each`, measured before and after the products: neighbours on a shared machine may
+    take a core or half of the memory's rate away for seconds. best_limits: those of the best instruction set, which may
+    not be the one that was examined.
     """
 
     processor: str
@@ -123,7 +124,7 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.is_exact for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,10 +142,10 @@ def examine(
 ) -> Report:
     """Measure limits and products, and check exactness.
 
-    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB where caches are large.
+    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB if caches are large.
     precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all", or kinds of
-    blocks, of the products whose rows are whole blocks. progress is told what is being done. Raises `ConfigError` where
-    there are no compiled kernels, or none for `isa`, or no product is of a precision.
+    blocks, for the products whose rows are whole blocks. progress(text): called before each measurement. Raises
+    `ConfigError` if there are no compiled kernels, or none for `isa`, or no product has a precision.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -158,7 +159,7 @@ def examine(
     _refuse_impossible(shapes, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
+    torch.set_num_threads(1)  # otherwise they would spin on the cores that the kernels use
     try:
         progress("limits of the machine")
         limits_before, best_before = _measure_limits(kernels, best)
@@ -193,7 +194,7 @@ def examine(
 
 
 def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limits]:
-    """Return the limits of the kernels that are examined, and of the best ones of this machine."""
+    """Return the limits of the examined kernels, and of the best ones of this machine."""
     limits = kernels.measure_limits()
     return limits, limits if best.isa == kernels.isa else best.measure_limits()
 
@@ -216,7 +217,7 @@ def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str
 
 
 def _is_possible(name: str, depth: int, precision: str) -> bool:
-    """Whether a model may have such a product in such weights."""
+    """Return True if a model may have such a product with such weights."""
     if precision in BlockKind.__members__:
         return depth % BlockKind[precision].block_values == 0
     return precision != "int4" or name != "lm_head"  # it is int8 then
@@ -236,17 +237,17 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return so many rows that every kind of product goes through its panels again for the last of them.
+    """Return a number of rows so large that every kind of product reads its panels again for the last of them.
 
-    Some go through them for a number of rows, others for as many as fill _BLOCKS_BYTES in the format that they are
-    multiplied in, to whole blocks.
+    Some kinds read them once for a fixed number of rows; others once for as many whole blocks of rows as fill
+    _BLOCKS_BYTES in the format in which they are multiplied.
     """
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 
 
 def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    width = min(width, 8192)  # columns do not know of each other
+    width = min(width, 8192)  # columns are independent of each other
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, checked_rows(precision, depth), depth), name == "lm_head"
     stored = _stored(weight, precision)

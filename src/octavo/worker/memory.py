@@ -1,4 +1,4 @@
-"""Bytes, computed from shapes before anything is allocated."""
+"""Computes memory sizes from shapes, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows of logits that are made at once for prompt_logprobs
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows of logits that are computed together for prompt_logprobs
 _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one KV block over all layers.
+    """Return the bytes of one KV block over all layers.
 
-    Raises `ConfigError` for rounded heads whose scales would not be aligned.
+    Raises `ConfigError` if the scales of quantized heads would not be aligned.
     """
     check_kv_dtype(architecture, kv_dtype)
     return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
-    """Upper bound of what the kernels allocate for themselves in a step: what the layer takes that takes most."""
+    """Return an upper bound of the bytes that the kernels allocate for themselves in a step: the most of any layer."""
     attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
     needed = (
         kernels.scratch_bytes(
@@ -52,9 +52,9 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Upper bound of what a step of `num_tokens` rows holds at once besides weights and KV.
+    """Return an upper bound of the bytes that a step of `num_tokens` rows holds in addition to weights and KV.
 
-    The widest moment is the MLP: residual, hidden, gate and up, their product and the float32 copy a kernel packs.
+    The peak is in the MLP: residual, hidden, gate and up, their product and the float32 copy that a kernel packs.
     Logits come after it, in memory that is kept; the sampler has three float32 copies of them (logits, log
     probabilities, filtered).
     """
@@ -71,9 +71,9 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated now: of the GPU, or of the machine within this process's cgroup."""
+    """Return the bytes that can be allocated now: of the GPU, or of the machine within this process's cgroup."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left behind is nobody's
+        torch.cuda.empty_cache()  # memory that loading no longer uses
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 
@@ -91,13 +91,14 @@ def largest_batch(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return the largest step that memory allows: max_num_batched_tokens, or the most that leave the KV cache room.
+    """Return the largest step that fits: max_num_batched_tokens, or less if the KV cache would lack room.
 
-    dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves, and what a
-    proposer takes. draft_block_bytes: of the keys and values of a drafting model, with each block. store_bytes: host
-    memory that stores of KV take.
-    A cache of a size that was asked for leaves the rest of the free memory; one whose size is left open has to hold the
-    step's tokens. Never less than max_num_seqs: a token for each.
+    dtype: that of the activations. scratch_bytes(num_tokens): bytes that the kernels allocate for themselves, and a
+    proposer takes. draft_block_bytes: of the drafting model's own keys and values, for each block. store_bytes: host
+    memory of KV stores.
+
+    If the configuration sets the size of the cache, the step may take the rest of the free memory; otherwise the cache
+    has to hold at least the step's tokens. The result is never less than max_num_seqs: one token for each request.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     asked_blocks, asked_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -127,12 +128,12 @@ def largest_batch(
 
 
 def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
-    """Return what is free for the KV cache and a step: on a CPU not what is set aside for swapping and for stores."""
+    """Return the bytes that are free for KV cache and step: on a CPU without those of swapping and of stores."""
     return free_bytes(device) - (cache_config.swap_space_bytes + store_bytes if device.type == "cpu" else 0)
 
 
 def _share(free: int, device: torch.device) -> int:
-    """Return how much of the free memory KV cache and step may take together where nobody says so."""
+    """Return how many of the free bytes KV cache and step may take together if the configuration does not say."""
     return int(0.9 * free) if device.type == "cuda" else free // 2
 
 
@@ -150,16 +151,16 @@ def decide_kv_size(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> KVSize:
-    """Decide how many blocks of each KV group the KV cache gets; called when the weights are in place.
+    """Decide how many blocks of each KV group the KV cache gets; call it when the weights are loaded.
 
-    dtype is that of the activations.
-    scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer takes. draft_block_bytes:
-    of the keys and values of a drafting model, with each block.
+    dtype: that of the activations.
+    scratch_bytes: bytes that the kernels allocate for themselves in a step, and a proposer takes. draft_block_bytes: of
+    the drafting model's own keys and values, for each block.
 
-    swap_space_bytes and store_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else
-    kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the
-    activations, and never more than max_num_seqs sequences of full length can use.
-    Raises `ConfigError` when not even one block fits.
+    swap_space_bytes and store_bytes of host memory are reserved first. Then: num_gpu_blocks as given; else
+    kv_cache_memory_bytes; else the smaller of 4 GiB and half of the free memory (on a GPU 90 % of it), less the
+    activations and scratch_bytes, and never more than max_num_seqs sequences of full length can use. Raises
+    `ConfigError` if not a single block fits.
     """
     plan = KVPlan.of(
         architecture,
@@ -207,7 +208,7 @@ def decide_num_host_blocks(
 ) -> int:
     """Decide how many blocks fit `swap_space_bytes`.
 
-    Raises `ConfigError` when that and what stores of KV take is more than what is free.
+    Raises `ConfigError` if these bytes and those of KV stores exceed the free host memory.
     """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
@@ -224,7 +225,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """The least that any cgroup around this process leaves: limit less use, where page cache counts as free."""
+    """Return the minimum over this process's cgroups of limit less usage; page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()
@@ -237,7 +238,7 @@ def _cgroup_free_bytes() -> int:
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    """Files of limit, use and statistics of this process's cgroup and all around it, version 2 and version 1."""
+    """Return the limit, usage and statistics files of this process's cgroup and its ancestors, for versions 2 and 1."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     return [
         (folder / limit, folder / use, folder / "memory.stat")

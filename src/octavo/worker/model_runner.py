@@ -1,7 +1,7 @@
 """SchedulerOutput -> inputs -> one forward -> tokens: the worker's side of a step, in two halves.
 
-`launch` prepares the inputs and enqueues all that the device has to do; `collect` waits for it and reads what came. On
-a GPU a step may be launched before the one before it is collected, so that the device never waits for the host.
+`launch` prepares the inputs and enqueues the device's work; `collect` waits for the device and reads the results. On a
+GPU the next step may be launched before the current one is collected, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them.
 
-    proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
-    draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
-    kv_mover: moves KV from and to a store outside; set by who makes one. decodes: steps that become graphs.
+    proposer: proposes drafts first. draft: a drafting model, used for requests for which the proposer finds nothing.
+    draft_cache: the drafting model's own KV cache, with the block ids of `kv_cache`; None if it reads the target's.
+    kv_mover: moves KV from and to an external store; set by `Worker.start_kv_transfers`.
+    decodes: steps that are captured as graphs.
     share_tokens: see `Sampler`; ranks that must continue with the same tokens share them there.
     """
 
@@ -83,7 +84,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
-        self._newest: LaunchedStep | None = None  # that was launched, until it is collected
+        self._newest: LaunchedStep | None = None  # the last launched step, until it is collected
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -114,20 +115,21 @@ class ModelRunner:
 
     @property
     def kv_caches(self) -> list[PagedKVCache]:
-        """The KV cache, and that of a draft model."""
+        """The KV cache, and the drafting model's own if it has one."""
         draft = self.draft_runner
         return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step: every scheduled token in one batched forward, tokens for the requests that are due some."""
+        """Compute a step: all scheduled tokens in one batched forward, and a token for each request that is due one."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Whether all steps before have to be collected before this one is launched.
+        """Return True if all earlier steps must be collected before this one is launched.
 
-        So it is where the host looks at tokens that they sample, other than to feed them, which the device does by
-        itself: for drafts, penalties and grammars. And where blocks are moved or requests give way, which is rare.
+        This is so if the host must read their sampled tokens: for drafts, penalties or grammars. Feeding them to the
+        model does not count, because the device does that itself. It is also so for block copies, KV transfers and
+        preemptions, which are rare.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -140,14 +142,14 @@ class ModelRunner:
         )
 
     def _reads_newest(self) -> bool:
-        """Whether the next token of a request hangs on the one that is not collected in another way than by logits."""
+        """Return True if a request's next token depends on an uncollected one other than through logits."""
         rows = None if self._newest is None else self._newest.due_rows
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue all that a step computes, and copies of what is to be read of it.
+        """Enqueue all work of a step, and the copies of its results to the host.
 
-        The step before may not be collected yet, but the one before that must be, and both if `needs_sampled_tokens`.
+        The step before may be uncollected, unless `needs_sampled_tokens`; all earlier ones must be collected.
         """
         with torch.inference_mode():
             return self._launch(scheduled)
@@ -173,18 +175,18 @@ class ModelRunner:
         return step
 
     def _await(self, step: LaunchedStep) -> None:
-        """Let the device feed what a step sampled, as the host does not know it when the next one is launched."""
+        """Let the device feed the tokens that a step sampled: the host does not know them at the next launch."""
         if step.chosen is not None and step.due_rows is not None:
             assert step.inputs is not None
             self.batch.await_sampled(step.inputs.rows_there, step.chosen.token_ids, step.due_rows)
             step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
-        """Follow the scheduler's words: who ended, who is new, what moves."""
+        """Apply a scheduler's output: requests that ended or were preempted, new requests, KV transfers."""
         if scheduled.kv_transfers or scheduled.kv_cancels:
-            self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
+            self.kv_mover.begin(scheduled)  # after the copies: a load may write blocks that they read
         if scheduled.finished_req_ids:
-            self.drafting.finish(scheduled.finished_req_ids)  # while the batch has what they wrote
+            self.drafting.finish(scheduled.finished_req_ids)  # before the batch forgets their tokens
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
@@ -194,13 +196,13 @@ class ModelRunner:
             self._pooler.forget(scheduled.finished_req_ids)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
+        """Return hidden states [num_outputs, hidden], valid until the next call; writes this step's KV."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
-        """Compute a step of prompts without sampling: return float32 [num_requests, vocab_size] of their last tokens.
+        """Compute a step of prompts without sampling; return their last logits, float32 [num_requests, vocab_size].
 
-        The result lasts until the next step. Every step before must be collected.
+        The result is valid until the next step. All earlier steps must be collected.
         """
         with torch.inference_mode():
             self.copies.begin()
@@ -210,9 +212,9 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """Let a token be chosen for every request whose known tokens are all computed now, and one behind each draft.
+        """Choose a token for each request whose known tokens are all computed, and one after each draft.
 
-        Notes in the step what is chosen, and who gets it.
+        Records the choices in the step, and the rows that get them.
         """
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
@@ -223,7 +225,7 @@ class ModelRunner:
                 raise error
             step.troubles.setdefault(row, Trouble(error, "its token was chosen"))
         if len(inputs.num_known) > len(inputs.sampled):
-            return  # how many drafts come true shows when they are read
+            return  # the number of accepted drafts is known when the choices are read
         step.due_rows = inputs.sampled_rows
         if step.troubles or step.postponed or step.errors:
             without = step.postponed | step.errors.keys()
@@ -232,9 +234,9 @@ class ModelRunner:
             step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Wait for the oldest step that was launched and not collected, and return what came of it.
+        """Wait for the oldest launched step that is not collected, and return its results.
 
-        What was computed in vain is left out: of requests that left since, or failed in the step before.
+        Leaves out requests that have ended since the launch, or failed in the step before.
         """
         with torch.inference_mode():
             return self._collect(step)
@@ -292,12 +294,12 @@ class ModelRunner:
         tokens: dict[str, list[int]],
         logprobs: dict[str, list[TokenLogprobs]],
     ) -> None:
-        """Note the tokens that stand of each request, and their log probabilities, or in the step why there are none.
+        """Record each request's accepted tokens and their log probabilities, or an error in the step.
 
-        without: ids of requests of which nothing is noted.
+        without: ids of requests to skip.
 
-        As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
-        fed back, and by the same noise, unless drafts are verified by rejection sampling.
+        As long as a draft equals the choice, the next choice is valid, too: its logits are those that would follow if
+        the draft had been fed back. So is its noise, unless drafts are verified by rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)
@@ -321,7 +323,7 @@ class ModelRunner:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
 
     def _chooser(self, inputs: ModelInputs) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
-        """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
+        """Return the function that chooses a step's tokens: the sampling kernel, or the verification of its drafts."""
         if len(inputs.num_known) == len(inputs.sampled):
             return self.kernels.sample
         requests = [inputs.requests[index] for index in inputs.sampled]
@@ -334,9 +336,9 @@ class ModelRunner:
         return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
-        """Return the choices that stand of each request that is sampled: those that equal its drafts, and one more.
+        """Return the accepted choices of each sampled request: those that equal its drafts, and one more.
 
-        `Kernels.rejection_sample` only compares here, whatever the way of verification.
+        `Kernels.rejection_sample` only compares here, whichever verification is used.
         """
         if len(chosen) == len(inputs.sampled):
             return [[token_id] for token_id in chosen]
@@ -348,16 +350,18 @@ class ModelRunner:
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], which last until the next call."""
+        """Return float32 [rows, vocab_size], valid until the next call."""
         return self.forward_pass.compute_logits(
             hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
         )
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return how many tokens stand before one that could not be chosen; first: the row of the first of them.
+    """Return how many tokens come before the first that could not be chosen.
 
-    What fails behind the first row fails in the next step again, where it is the first one.
+    first: the row of logits of the first token.
+
+    If a later row fails, the next step meets the same failure in its first row.
     """
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)

@@ -1,4 +1,4 @@
-"""Hidden states of a whole prompt as one vector: an embedding."""
+"""Pools the hidden states of a prompt into one vector, an embedding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Sum:
-    """Of the hidden states of the first `num_tokens` positions."""
+    """Sum of the hidden states of the first `num_tokens` positions."""
 
     total: NDArray[np.float64]
     num_tokens: int = 0
@@ -30,9 +30,9 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """Hidden states of a request of a step, on the way to the host: float32 [n, hidden], from a position on.
+    """Hidden states of a step's request, being copied to the host: float32 [n, hidden], from `position` on.
 
-    is_complete: the prompt ends there.
+    is_complete: they include the end of the prompt.
     """
 
     request: RequestRow
@@ -42,10 +42,10 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes the last hidden state of a prompt, or the mean of all of them, behind the final norm.
+    """Takes the last hidden state of a prompt, or the mean of all of them, after the final norm.
 
-    A sum is kept from step to step, and through a preemption whose KV is kept: it is added up position by position, so
-    that no cut of the prompt changes a bit. A prompt that is computed anew begins anew.
+    A sum is kept from step to step, and through a preemption whose KV is kept. It is added up position by position, so
+    that its bits do not depend on how the prompt is cut. If a prompt is recomputed, its sum starts again.
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Take what is needed of a step's hidden states [num_outputs, hidden], which may be written to afterwards.
+        """Copy the needed rows of a step's hidden states [num_outputs, hidden]; these may be overwritten afterwards.
 
-        Notes in errors for whom that failed.
+        Adds requests that fail to `errors`.
         """
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
@@ -83,9 +83,11 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return the vectors that are complete with what was taken and has come to the host, float32 each.
+        """Return the embeddings of the prompts that are complete, as bytes of float32.
 
-        Notes in errors for whom that failed.
+        Call it when the copies to the host are complete.
+
+        Adds requests that fail to `errors`.
         """
         result: dict[str, bytes] = {}
         for rows in taken:

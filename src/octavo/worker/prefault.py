@@ -1,4 +1,4 @@
-"""Memory of the KV cache is taken from the system before requests would wait for it."""
+"""Takes the memory of the KV cache from the system before requests would wait for it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread that touches memory page by page, from its beginning, in time that nobody else has use for.
+    """A thread that touches memory page by page, from its beginning, with idle priority (on Linux).
 
-    The system gives a page when it is touched first, which costs time: 2 GB took 2.6 s on a virtual machine whose host
-    had to find them, and 0.25 s where it had them. Content stays as it is, also where another thread writes. The thread
-    ends by itself, and holds `data` until then; where there can be no thread, pages come when they are written.
+    The system provides a page when it is first touched, which costs time: 2 GB took 2.6 s on a virtual machine whose
+    host had to find them, and 0.25 s if it had them. The content does not change, even if another thread writes. The
+    thread ends by itself, and keeps `data` alive until then; if no thread can be started, pages come when they are
+    written.
     """
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = np.zeros(1, np.uint8)  # none of torch's: a finalizer may run while torch is watched
+        self._stop = np.zeros(1, np.uint8)  # not a torch tensor: a finalizer may run while torch is watched
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def stop(self) -> None:
-        """Return when the thread has ended, whether or not it was done."""
+        """Return when the thread has ended, even if it has not touched all memory."""
         self._stop[0] = 1
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()  # a finalizer may run in any thread

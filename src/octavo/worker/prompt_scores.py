@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: of those that follow a step's positions."""
+"""Log probabilities of prompt tokens: of the tokens that follow the positions of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Of one request and step, on the way to the host: the tokens that are scored, a slice of rows after the other."""
+    """The scores of a request in a step, being copied to the host.
+
+    parts: for each slice of rows the scored tokens and their log probabilities.
+    """
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]
@@ -40,7 +43,7 @@ class PromptScorer:
         self._copies = copies
 
     def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
-        """Let the tokens behind a step's hidden states [num_outputs, hidden] be scored; note for whom that failed."""
+        """Score the tokens after a step's hidden states [num_outputs, hidden]. Adds requests that fail to `errors`."""
         result: list[PromptScores] = []
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs
@@ -58,7 +61,7 @@ class PromptScorer:
         return result
 
     def _score(self, request: RequestRow, hidden: torch.Tensor, num_best: int) -> list[tuple[list[int], LogprobRows]]:
-        """Score the tokens behind a request's hidden states of this step, a slice of rows at a time."""
+        """Score the tokens after a request's hidden states of this step, a slice of rows at a time."""
         position = int(self._batch.num_computed_tokens[request.row])
         num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
         targets = self._batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
@@ -72,7 +75,7 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return the entries of each request, once the copies are made; note for whom that failed."""
+        """Return the entries of each request, when the copies are complete. Adds requests that fail to `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id

@@ -1,4 +1,4 @@
-"""What single requests ask for besides the sampling kernel, for each of their rows of logits."""
+"""The sampling work that single requests ask for in addition to the sampling kernel, by row of logits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why no token can be chosen in a row of logits. doing: what was done when the error came."""
+    """Why no token can be chosen from a row of logits.
+
+    doing: the activity that failed, as a past-tense clause for the log.
+    """
 
     error: BaseException
     doing: str
 
     def reason(self, request_id: str) -> str:
-        """Log it as what ended a request; return what the request hears."""
+        """Log the trouble as the end of a request; return the error code for the client."""
         if isinstance(self.error, RequestError):
             logger.info("request %s: %s", request_id, self.error)
             return ErrorCode.GRAMMAR_EXCEEDED
@@ -43,17 +46,17 @@ class Trouble:
 
 
 class SampleTasks:
-    """Makes them, and walks grammars for them and for drafts."""
+    """Makes the `SampleTask`s of a step, and walks grammars for them and for drafts."""
 
     def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
         self._batch = batch
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # in the step that has begun
+        self._asking: list[tuple[RequestRow, range]] = []  # of the step that has begun
 
     def begin(self, inputs: ModelInputs) -> None:
-        """Begin to walk the grammars of a step's requests, while the model computes."""
+        """Start walking the grammars of a step's requests, while the model computes."""
         self._start_s = time.monotonic()
         self._asking = self._not_plain(inputs)
         for request, rows in self._asking:
@@ -66,10 +69,10 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the tasks of a step that has begun, by row of logits.
 
-        Each row sees the drafts before it as tokens that came. None is made where it makes no difference what is
-        chosen: behind a draft that the grammar forbids, and for who is postponed.
-        troubles: rows of those whose grammar cannot go on, and so what is behind them. postponed: whose grammar is not
-        walked yet.
+        Each row counts the drafts before it as known tokens. A row whose choice has no effect gets no task: rows after
+        a draft that the grammar forbids, and rows of postponed requests.
+        troubles: receives the first row that lacks a token because its grammar failed. postponed: receives the ids of
+        requests whose grammar has not been walked yet.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -94,10 +97,10 @@ class SampleTasks:
     def make_for_drafts(
         self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
     ) -> dict[int, SampleTask]:
-        """Return the tasks of a model that drafts one token of each request, by its index.
+        """Return the tasks for one pass of a drafting model, by index into `requests`; each request gets one token.
 
-        Their tokens so far count as known, drafts among them. Grammars are left out, whose walks would hold up the
-        step: what one forbids is cut before it is computed.
+        num_known: the number of tokens of each request, including its drafts so far. Grammars are not applied, because
+        their walks would delay the step: forbidden drafts are cut off before they are computed.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -106,17 +109,20 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts behind the known tokens could come true: up to one that the grammar forbids."""
+        """Return how many drafts after the known tokens can be accepted: those before the first forbidden one.
+
+        For a large grammar returns all: the walk of the next step finds the forbidden draft, on its own thread.
+        """
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
         matcher = self._matcher(request)
-        if matcher.is_large:  # the walk of the next step finds it, on its own thread
+        if matcher.is_large:
             return len(drafts)
         matcher.advance(known[request.num_prompt_tokens + matcher.num_tokens :].tolist())
         return matcher.num_allowed(drafts)
 
     def _not_plain(self, inputs: ModelInputs) -> list[tuple[RequestRow, range]]:
-        """Return who is sampled and asks for more than the kernel does, each with its rows of logits."""
+        """Return the sampled requests that ask for more than the kernel does, each with its rows of logits."""
         first = inputs.cu_num_logits
         is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
         if is_plain.all():
@@ -127,23 +133,23 @@ class SampleTasks:
         ]
 
     def _add_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
-        """Walk a request's grammar over what came since, unless that is under way, or done, since an earlier step.
+        """Walk a request's grammar over its new tokens, unless an earlier step has started or finished that walk.
 
-        known: with the drafts, at its end.
+        known: the known tokens, followed by the drafts.
         """
         num_tokens, last = len(known) - num_drafts, request.walk
         drafts = known[num_tokens:].tolist()
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # a proposer guessed on for a token that is postponed: one walk after the other
+            last.wait()  # new drafts for a postponed token: a request has one walk at a time
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)
         self._walks.add(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
 
     def _walk(self, request: RequestRow, new: list[int], drafts: list[int]) -> Walked:
-        """Walk over new tokens; note what is allowed behind them and behind each draft; then forget the drafts."""
+        """Walk over new tokens, compute masks after them and after each draft, then step back over the drafts."""
         masks: list[NDArray[np.bool_]] = []
         try:
             matcher = self._matcher(request)
@@ -158,12 +164,12 @@ class SampleTasks:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            request.matcher = None  # it cannot go back
+            request.matcher = None  # it cannot step back
             return Walked(masks, error)
         return Walked(masks, None)
 
     def _matcher(self, request: RequestRow) -> Matcher:
-        """Return a request's way through its grammar, as far as it was walked."""
+        """Return the request's matcher, as far as it was walked."""
         if request.matcher is None:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None

@@ -1,13 +1,13 @@
-"""From logits to tokens.
+"""Chooses tokens from logits.
 
 A token is a pure function of its row of logits, the request's parameters, known tokens and grammar, and the noise of
 (seed, position, sample index).
 
-Order as in vLLM, except that a grammar masks after log probabilities are taken: log probabilities are those of the raw
-logits; then allowed ids, min_tokens, logit bias and
-penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for
-who asks for that. Most requests ask for nothing but the kernel: its parameters stand in columns, a row for each request
-that the worker knows, and only the others of a step are looked at one by one.
+The order is that of vLLM, except that a grammar masks after log probabilities are taken: log probabilities are those of
+the raw logits; then come allowed ids, min_tokens, logit bias and penalties; then typical sampling, if asked for
+(`octavo.worker.typical`). Temperature, min_p, top_k, top_p and the choice are one kernel. Most requests need only the
+kernel: its parameters are stored in columns, with a row for each request that the worker knows. Only the remaining
+requests of a step are handled one by one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _INT64_SIGN = 1 << 63
 
 
 class SamplingColumns:
-    """What the sampling kernel needs of every request that the worker knows, a row each.
+    """The sampling kernel's parameters of every request that the worker knows, a row each.
 
-    is_plain      bool [rows]  nothing else is asked of the row's request: no `SampleTask`
-    reads_tokens  bool [rows]  its task looks at tokens that came before, so that the host has to know them
+    is_plain      bool [rows]  the row's request needs no `SampleTask`
+    reads_tokens  bool [rows]  its task depends on earlier tokens, so the host has to know them
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -58,10 +58,10 @@ class SamplingColumns:
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
-        """Note a request's parameters in its row."""
+        """Store a request's parameters in its row."""
         self.is_plain[row], self.reads_tokens[row] = _is_plain(params), _reads_tokens(params)
         self._temperature[row] = params.temperature
-        # What `keep_typical` has left needs no other filter.
+        # After `keep_typical`, no other filter is needed.
         filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
         self._top_k[row], self._top_p[row], self._min_p[row] = filters
         self._seed[row] = _as_int64(seed)
@@ -69,10 +69,10 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return the parameters of these rows beside the logits.
+        """Return the sampling parameters of these rows, on the device.
 
-        position: int32 [len(rows)] on the device, how many tokens each row's request knows. What was copied for the
-        step before is taken again where the rows are the same: only their positions move.
+        position: int32 [len(rows)] on the device, the number of tokens that each row's request knows. If the rows are
+        those of the call before and unchanged, their device copies are used again: only the positions change.
         """
         key = rows.tobytes()
         if self._gathered is None or key != self._gathered_key:
@@ -84,9 +84,9 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """What a row of logits is to go through before and beside the sampling kernel.
+    """The work on a row of logits in addition to the sampling kernel.
 
-    known_tokens: prompt and output so far; of others than `SamplingColumns.reads_tokens` only their number counts.
+    known_tokens: prompt and output so far; only their number matters unless `SamplingColumns.reads_tokens`.
     allowed: bool [vocab], by a grammar.
     """
 
@@ -98,39 +98,39 @@ class SampleTask:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.known_tokens) - self.num_prompt_tokens
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether anything changes the row before the temperature."""
+        """Return True if anything changes the row before the temperature."""
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
     @property
     def excludes_tokens(self) -> bool:
-        """Whether any token is excluded before the temperature, so that perhaps none is left."""
+        """Return True if tokens are excluded before the temperature, so that perhaps none is left."""
         is_early = self.num_output_tokens < self.sampling_params.min_tokens
         return self.allowed is not None or self.sampling_params.allowed_token_ids is not None or is_early
 
 
 def _changes_every_row(params: SamplingParams) -> bool:
-    """Whether every row of logits of such a request is changed before the temperature, whatever came before."""
+    """Return True if every row of logits of such a request is changed before the temperature, for any tokens."""
     return bool(params.allowed_token_ids is not None or params.logit_bias or _is_penalized(params))
 
 
 def _is_penalized(params: SamplingParams) -> bool:
-    """Whether tokens that came before are less likely."""
+    """Return True if earlier tokens are made less likely."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def _reads_tokens(params: SamplingParams) -> bool:
-    """Whether the next token hangs on which tokens came before in another way than by the logits."""
+    """Return True if the next token depends on earlier tokens in another way than through the logits."""
     return params.structured_outputs is not None or _is_penalized(params)
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Whether the sampling kernel does all that such a request asks for."""
+    """Return True if the sampling kernel does all that such a request asks for."""
     return (
         params.structured_outputs is None
         and params.logprobs is None
@@ -142,10 +142,11 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came of each row.
+    """The results of all rows.
 
-    token_ids: one per row, -1 where the logits were no numbers or nothing was left of them. nothing_left: rows of the
-    latter kind. logprobs: of the rows whose tasks asked for them. faults: of the rows whose tasks could not be done.
+    token_ids: one per row, -1 if its logits were NaN or all tokens were excluded. nothing_left: rows of the latter
+    kind.
+    logprobs: of the rows whose tasks asked for them. faults: of the rows whose tasks failed.
     """
 
     token_ids: list[int]
@@ -156,9 +157,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log probabilities of one token of each row and of its most probable ones, on the way to the host.
+    """Log probabilities of one token of each row and of its most probable ones, being copied to the host.
 
-    own float32 [n], ranks int64 [n]; values, ids [n, most], None where nobody asks for any. num_best: of each row.
+    own: float32 [n]. ranks: int64 [n]. values, ids: [n, most], None if no row asks for any. num_best: of each row.
     """
 
     own: Tensor
@@ -168,7 +169,10 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return an entry of each row, once its copies are made; token_ids: the tokens, which the host knows now."""
+        """Return an entry for each row, when its copies are complete.
+
+        token_ids: the rows' tokens, which the host knows now.
+        """
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -181,10 +185,10 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is chosen of rows of logits, as the device will have it, and on the way to the host.
+    """The choices of rows of logits, on the device and being copied to the host.
 
-    token_ids: int64 [n] on the device. to_read: the same. are_numbers: bool, of each of `restricted`: rows of which a
-    token was excluded. logprobs: with the rows they are of. faults: as in `Sampled`.
+    token_ids: int64 [n] on the device. to_read: the same, for the host. restricted: rows of which a token was excluded.
+    are_numbers: bool, for each of `restricted`. logprobs: with the rows that they belong to. faults: as in `Sampled`.
     """
 
     token_ids: Tensor
@@ -195,7 +199,7 @@ class Choices:
     faults: dict[int, BaseException]
 
     def read(self) -> Sampled:
-        """Return it, once the copies to the host are made."""
+        """Return the results, when the copies to the host are complete."""
         token_ids: list[int] = self.to_read.tolist()
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
@@ -208,10 +212,10 @@ class Choices:
 
 
 class Sampler:
-    """Chooses one token per row. Nothing of it waits for the device but typical sampling.
+    """Chooses one token per row. Only typical sampling waits for the device.
 
-    copies: of the device that the logits are on; None for a CPU. share_tokens(token_ids): called with each
-    choice, drafts included, int64 [n] on the device; the ids that it returns are used, such as those of rank 0.
+    copies: of the device that the logits are on; None for a CPU. share_tokens(token_ids): called with each choice,
+    drafts included, int64 [n] on the device; the ids that it returns are used instead, for example those of rank 0.
     """
 
     def __init__(
@@ -233,8 +237,7 @@ class Sampler:
     ) -> Choices:
         """Choose a token for every row of float32 [n, vocab]. Mutates the logits.
 
-        tasks: of the rows that ask for more than the kernel does. sample: replaces `Kernels.sample`, for steps with
-        drafts.
+        tasks: of the rows that need more than the kernel. sample: replaces `Kernels.sample`, for steps with drafts.
         """
         copies = self._copies
         if not tasks:
@@ -256,7 +259,7 @@ class Sampler:
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
-        """Apply what is asked of rows before the kernel, in place; return for which rows that failed, and how."""
+        """Apply the tasks of rows in place, before the kernel. Return the exception of each row that failed."""
         faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
             try:
@@ -276,9 +279,9 @@ class Sampler:
         num_best: Sequence[int],
         faults: dict[int, BaseException],
     ) -> list[tuple[list[int], LogprobRows]]:
-        """Report all rows together, or where that fails each by itself, which gives the same: whose fault it is shows.
+        """Compute the log probabilities of all rows together; if that fails, of each row by itself, with equal results.
 
-        Notes in faults whose it is.
+        Adds the exceptions of rows that fail alone to `faults`: so only the request at fault fails.
         """
         try:
             return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
@@ -295,7 +298,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Report each row's token and its `num_best` most probable ones, from float32 log probabilities [n, vocab]."""
+        """Return each row's token and its `num_best` most probable ones, from float32 log probabilities [n, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])
@@ -305,7 +308,7 @@ class Sampler:
 
 
 def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.generic]], Tensor]) -> None:
-    """Apply what changes a row before the temperature. Mutates `row` [vocab]."""
+    """Apply the changes before the temperature. Mutates `row` [vocab]."""
     params = task.sampling_params
     if task.allowed is not None:
         row.masked_fill_(to_device(~task.allowed), -torch.inf)
@@ -323,7 +326,7 @@ def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.gener
         seen = to_device(np.unique(task.known_tokens))
         values = row[seen]
         penalized = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        row[seen] = torch.where(values.isinf(), values, penalized)  # -inf times what underflows to zero is no number
+        row[seen] = torch.where(values.isinf(), values, penalized)  # -inf * 0 (after underflow) would be NaN
     if params.presence_penalty or params.frequency_penalty:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty
@@ -331,5 +334,5 @@ def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.gener
 
 
 def _as_int64(seed: int) -> int:
-    """Keep all 64 bits of a seed in a signed integer."""
+    """Map an unsigned 64-bit seed to the signed integer with the same bits."""
     return (seed + _INT64_SIGN) % (1 << 64) - _INT64_SIGN

@@ -1,6 +1,6 @@
-"""How a worker's steps are computed: as they are submitted, by a thread, or launched on a device that does them later.
+"""How a worker's steps are computed: immediately, by a thread, or launched on a device that runs them later.
 
-All modes compute steps in the order in which they come, and behind one that failed none until `abandon`.
+All modes compute steps in order. After a failed step, no step is computed until `abandon`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 
 class StepMode(ABC):
-    """One way. `submit` begins a step; `collect` waits for the oldest one, as often as there were submitted."""
+    """Computes steps. `submit` begins a step; `collect` waits for the oldest one and is called once for each."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -39,23 +39,23 @@ class StepMode(ABC):
 
     @abstractmethod
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the result of the oldest step, or what it failed with."""
+        """Return the result of the oldest step, or its error."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop all steps that were not collected; none of them is under way behind this."""
+        """Drop all steps that were not collected. When this returns, none of them is being computed."""
 
     def shutdown(self) -> None:
-        """End threads, and drop the reference to the worker; a second call changes nothing."""
+        """End threads, and drop the reference to the worker. A second call has no effect."""
         self.__dict__.pop("worker", None)
 
     def _run(self, step: int, part: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | ExecutionError:
-        """Do a part of a step, unless one before it failed. Return what it gave, or why there is nothing."""
+        """Run a part of a step, unless an earlier step failed. Return its result or an error."""
         if self._failed is not None and step > self._failed:
             return ExecutionError("the step before failed")
         try:
             return part(argument)
-        except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
+        except Exception as error:  # any exception of a kernel or torch ends this step's requests, not the engine
             self._failed = step
             logger.exception("step %d failed", step)
             return ExecutionError(f"the model failed in this step: {type(error).__name__}")
@@ -72,21 +72,21 @@ class ComputesAtOnce(StepMode):
         self._results: deque[ModelOutput | ExecutionError] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute it."""
+        """Compute the step."""
         self._results.append(self._run(scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return what came of it."""
+        """Return the result."""
         return self._results.popleft()
 
     def abandon(self) -> None:
-        """Drop results."""
+        """Drop the results."""
         self._results.clear()
         self._failed = None
 
 
 class ComputesInBackground(StepMode):
-    """A thread computes steps, one after the other: for a CPU, on which launching is computing."""
+    """A thread computes steps, one after another: for a CPU, which computes a step when it is launched."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -94,7 +94,7 @@ class ComputesInBackground(StepMode):
         self._results: deque[Future[ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Leave it to the thread."""
+        """Queue the step for the thread."""
         self._results.append(self._thread.submit(self._run, scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
@@ -104,8 +104,8 @@ class ComputesInBackground(StepMode):
         return result
 
     def abandon(self) -> None:
-        """Wait for the step that the thread computes; those behind it do not begin."""
-        self._failed = -1  # what the thread begins before it is cancelled is not run
+        """Wait for the step that the thread is computing; later ones do not begin."""
+        self._failed = -1  # a step that the thread begins before it is cancelled is not run
         try:
             wait([result for result in self._results if not result.cancel()])
         finally:
@@ -119,17 +119,17 @@ class ComputesInBackground(StepMode):
 
 
 class LaunchesAhead(StepMode):
-    """`submit` launches, `collect` waits for the device, which has the next step before the oldest one is collected.
+    """`submit` launches, `collect` waits for the device; the next step is launched before the oldest one is collected.
 
-    Unless a step needs the tokens of those before it on the host: then these are collected before it is launched.
+    If a step needs the earlier steps' tokens on the host, these are collected before it is launched.
     """
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()  # by their numbers
+        self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()  # with their numbers
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Launch it."""
+        """Launch the step."""
         if self._steps and self.worker.needs_sampled_tokens(scheduled):
             for index in range(len(self._steps)):
                 self._finish(index)
@@ -150,10 +150,10 @@ class LaunchesAhead(StepMode):
         return result
 
     def abandon(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has done all launched work."""
         try:
             self.worker.wait_idle()
-        except Exception:  # of steps that nobody wants any more
+        except Exception:  # results of abandoned steps are not needed
             logger.exception("the device failed in steps that were given up")
         finally:
             self._steps.clear()

@@ -1,7 +1,7 @@
-"""Locally typical sampling: what is about as surprising as the text is expected to be at this place.
+"""Locally typical sampling: keeps the tokens with a surprise close to its expected value at this position.
 
-Meister et al., "Locally Typical Sampling" (2023), section 3; in the order of Hugging Face's TGI: of what the other
-filters leave.
+Meister et al., "Locally Typical Sampling" (2023), section 3. As in Hugging Face's TGI, it is applied to the tokens that
+the other filters keep.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
     from octavo.sampling_params import SamplingParams
 
-_FIRST_LOOK = 1024  # tokens among which an end is looked for first: to order a whole vocabulary takes long
+_FIRST_LOOK = 1024  # tokens that are searched first, because sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
-    """Set all others to -inf, and what min_p, top_k and top_p leave out. Mutates `row`, float32 [vocab].
+    """Set all tokens to -inf that min_p, top_k, top_p or typical sampling exclude. Mutates `row`, float32 [vocab].
 
-    As the paper has it: of the tokens in the order of how far their surprise, -ln p, is from its expected value, as
-    many as are needed for a probability of typical_p, and those as far as the last. A row with a NaN, or with nothing
-    above -inf, stays as it is, and so does that of a greedy request.
+    As in the paper: tokens are ordered by the distance of their surprise, -ln p, from its expected value. As many are
+    kept as are needed for a probability of typical_p, and those with the distance of the last. The row does not change
+    if it has a NaN or nothing above -inf, or if the request is greedy.
     """
     if params.is_greedy:
         return
     scaled = row / params.temperature
-    if not bool(scaled.max() > -math.inf):  # which NaN is not, either
+    if not bool(scaled.max() > -math.inf):  # this excludes NaN, too
         return
     ids, weights = _left(scaled, params, kernels)
     probabilities = weights / weights.sum()
@@ -44,17 +44,17 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
 
 
 def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
-    """Return how far the nearest tokens go that together have such a probability."""
+    """Return the distance up to which the nearest tokens together have the probability `mass`."""
     for count in sorted({min(_FIRST_LOOK, len(distance)), len(distance)}):
         nearest, order = distance.topk(count, largest=False)
         reached = probabilities[order].cumsum(0) >= mass
         if bool(reached.any()):
             return nearest[reached.int().argmax()]
-    return nearest[-1]  # the sum fell short by a rounding
+    return nearest[-1]  # the sum is too small by a rounding error
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Return what min_p, then top_k, then top_p leave, as `Kernels.sample` has it: ids, in any order, and weights."""
+    """Return the ids, in any order, and weights that min_p, then top_k, then top_p keep, as in `Kernels.sample`."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf

@@ -167,7 +167,7 @@ class Worker:
     def start_kv_transfers(
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
-        """Let steps load KV from a store and save KV there, from now on. report: called by any thread at each end."""
+        """Start loading KV from a store and saving KV there. report: called when a transfer ends, from any thread."""
         self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 
@@ -323,7 +323,7 @@ class Worker:
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what kernels allocate for themselves in a step of so many tokens, and what drafts and graphs take."""
+        """Return the bytes that kernels, drafts and graphs take in a step of `num_tokens` tokens."""
         architecture = self.model.architecture
         max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
@@ -349,7 +349,7 @@ class Worker:
             self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
 
     def _largest_batch(self) -> int:
-        """Return the largest step that memory allows, by what the shapes say."""
+        """Return the largest step that memory allows, computed from shapes."""
         return largest_batch(
             self.model.architecture,
             self.cache_config,
@@ -368,7 +368,7 @@ class Worker:
         return self._on_device(lambda: self.runner.execute(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Whether all steps before have to be collected before this one is launched."""
+        """Return True if all earlier steps must be collected before this one is launched."""
         return self.runner.needs_sampled_tokens(scheduled)
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
@@ -376,20 +376,20 @@ class Worker:
         return self._on_device(lambda: self.runner.launch(scheduled))
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Do the second half."""
+        """Do the second half of `execute`; see `ModelRunner.collect`."""
         return self._on_device(lambda: self.runner.collect(step))
 
     def wait_idle(self) -> None:
-        """Wait until the device has done all that was launched. Raises what that failed with."""
+        """Wait until the device has done all launched work. Raises the error of that work, if any."""
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something that computes, in any thread. If kernels have their own threads, torch gets one.
+        """Run a computation, in any thread. If kernels have their own threads, torch gets one.
 
         torch's workers would spin on the cores that those need.
         (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
         """
-        if self.device.index is not None:  # which a CPU has not, and most GPUs have not either
+        if self.device.index is not None:  # a CPU has none, and neither have most GPUs
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()
