@@ -24,11 +24,11 @@ struct AttentionTask {
   int64_t kv_head;
   int64_t first_token;
   int64_t tokens;
-  int64_t begin, end;  // positions of the task; the rows have already read those before `begin`
+  int64_t begin, end;  // positions of the task, `end` exclusive; the rows have already read those before `begin`
   int64_t first_partition;
   int64_t partitions;
   float* partial;         // output of unmerged results, or null: [partitions][rows][sums_size]
-  float *totals, *sums;   // state of the rows at `begin`, from which they continue, [rows][sums_size] each; null if it is 0
+  float *totals, *sums;   // state of the rows at `begin`, [rows][sums_size] each, or null if `begin` is 0
 };
 
 struct AttentionShape {
