@@ -1,6 +1,6 @@
-// What the arguments of kernels are made of, and how they come from Python: as addresses (tensor.data_ptr()), shapes and strides.
+// The types of kernel arguments, and their form in Python: addresses (tensor.data_ptr()), shapes and strides.
 //
-// Strides count elements. Pointers of bfloat16 or float16 data come with a DType. Shapes stand beside each field.
+// Strides count elements. Pointers to bfloat16 or float16 data come with a DType. The comment of each field gives its shape.
 #pragma once
 
 #include <cstdint>
@@ -45,19 +45,23 @@ struct Tensor {
   }
 };
 
-constexpr int kPanelColumns = 32;  // columns of a packed weight that stand together
+constexpr int kPanelColumns = 32;  // columns in a panel of a packed weight
 
-// Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
-// [ceil(k / 4)][32][4] of a rotated weight (rotation.h), and behind all panels float32 scales and int32 sums of the columns,
-// [ceil(n / 32) * 32] each. int4: groups of k, each with int16 multiples [32] and perhaps zero points, then
-// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h). Blocks of GGUF
-// files, whose rows are whole blocks: groups of 32 k with their scales (block_formats.h).
+// Packed weight: [ceil(n / 32)] panels, zero padded. The layout of a panel:
+//
+// float32, float16   [k][32]
+// bfloat16           [ceil(k / 2)][32][2]
+// int8               [ceil(k / 4)][32][4] of a rotated weight (rotation.h). After all panels follow float32 scales and int32 sums
+//                    of the columns, [ceil(n / 32) * 32] each
+// int4               groups of k, each with int16 multiples [32] and perhaps zero points, then [ceil(k / 8)][32][4] bytes of two
+//                    values. After all panels follow float32 units of the columns (linear_int4.h)
+// blocks of GGUF     groups of 32 k with their scales (block_formats.h); rows must consist of whole blocks
 struct Int4Format {
   int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
-  bool has_zeros;      // zero points of each group, else all are 8
+  bool has_zeros;      // each group has a zero point; else all are 8
 };
 
-enum class Activation : int { kSilu, kGeluTanh };  // as octavo.kernels.cpu.ACTIVATION_NUMBERS has them
+enum class Activation : int { kSilu, kGeluTanh };  // the numbers of octavo.kernels.cpu.ACTIVATION_NUMBERS
 
 // The arrays of one KV group of octavo.kernels.interface.AttentionBatch.
 struct BatchArgs {

@@ -3,11 +3,11 @@
 // The KV of a sequence is cut by absolute position into tiles of 64 and partitions of 1024 positions. Within a partition a
 // row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022); partitions are
 // merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h), in pairs
-// of bfloat16 (attention_pairs.h) or in tiles of these (attention_tiles.h). So a row's result is fixed by its own position and
-// KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
+// of bfloat16 (attention_pairs.h) or in tiles of pairs (attention_tiles.h). So a row's result depends only on its own position
+// and KV: not on its chunk, on other rows, on the block size, or on the threads.
 //
-// Sequences that begin with the same blocks go through these together (attention_prefix.h): they are read once for all, and
-// what a row has then is where it goes on by itself. It is the same as if it had been alone.
+// Sequences that begin with the same blocks go through these together (attention_prefix.h): the blocks are read once for all, and
+// each row then continues alone from its state. That state has the same bits as if the row had been alone from the beginning.
 #pragma once
 
 #include <type_traits>
@@ -54,14 +54,13 @@ OCTAVO_INLINE SeenRange seen_of_tile(const AttentionArgs& args, int64_t position
   return {begin, larger(begin, smaller(kTilePositions, position + 1 - tile))};
 }
 
-// Takes the tile at position `first` into the sums of up to Tile::kRows rows from `row` on. Rows that see none of it are left
-// as they are.
+// Adds the tile at position `first` to the sums of up to Tile::kRows rows from `row` on. Rows that see none of it do not change.
 template <class Tile>
 void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                  AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
   float *scores = memory.scores, *sums = memory.sums + row * s.sums_size;
   const int64_t* positions = args.positions + task.first_token;
-  // What the first and the last of them see whole, all between do: rows of several sequences see all that these share.
+  // If the first and the last row see the whole tile, all rows between do: rows of several sequences see all that these share.
   if (seen_of_tile(args, positions[row / s.group], first).whole() &&
       seen_of_tile(args, positions[(row + rows - 1) / s.group], first).whole()) {
     const SeenRange whole{0, kTilePositions};
@@ -74,7 +73,7 @@ void attend_rows(const AttentionArgs& args, const AttentionShape& s, const Atten
   bool any = false;
   int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
-    const bool is_first_head = r == 0 || head == 0;  // the other heads of a token see what it sees
+    const bool is_first_head = r == 0 || head == 0;  // all heads of a token see the same positions
     seen[r] = is_first_head ? seen_of_tile(args, positions[token], first) : seen[r - 1];
     if (++head == s.group) head = 0, ++token;
     any = any || !seen[r].empty();
@@ -93,7 +92,7 @@ inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
   }
 }
 
-// Adds a partition's sums to the totals of the partitions before it. Rows that saw nothing are empty (maximum -inf).
+// Merges a partition's sums into the totals of the partitions before it. A row that saw no position has the maximum -inf.
 inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums, float* totals) {
   const int64_t stride = s.sums_size;
   for (int64_t r = 0; r < rows; ++r, sums += stride, totals += stride) {
@@ -111,7 +110,8 @@ inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums,
   }
 }
 
-// Zeros become positive: the sign of a sum that is zero may come from a product with the weight zero (attention_tiles.h).
+// Divides totals by weights and writes them. Zeros become positive: a zero's sign may come from a product with weight zero
+// (attention_tiles.h).
 template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
@@ -123,24 +123,24 @@ void write_rows(const AttentionArgs& args, const AttentionShape& s, const Attent
 }
 
 struct Positions {
-  int64_t first, last;  // one past it
+  int64_t first, last;  // `last` is exclusive
 };
 
-// What a task's rows see of a partition.
+// The positions of a partition that any of a task's rows sees.
 OCTAVO_INLINE Positions seen_of_partition(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
   const int64_t start = partition * kPartitionPositions, end = smaller(start + kPartitionPositions, task.end);
   return {larger(larger(start, task.begin), first_seen(args, args.positions[task.first_token])),
           smaller(end, args.positions[task.first_token + task.tokens - 1] + 1)};
 }
 
-// The first tile that a task takes from a partition on.
+// The first tile of a task in a partition.
 template <class C>
 TileRows<C> first_tile_of(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
   const auto [first, last] = seen_of_partition(args, task, partition);
   return TileRows<C>(args, task, first / kTilePositions * kTilePositions, first, last);
 }
 
-// What is asked for beside the last tile of a partition: the first one of the task's next, or of the task that follows.
+// The tile to prefetch during the last tile of a partition: the first of the task's next partition, or of the following task.
 template <class C>
 TileRows<C> tile_behind(const AttentionArgs& args, const AttentionTask& task, int64_t partition,
                         const AttentionTask* following) {
@@ -169,7 +169,7 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   }
 }
 
-// following: the task that this thread takes next, or null.
+// Computes a task. following: the task that this thread computes next, or null.
 template <class T, class C, class Tile>
 void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                  const AttentionTask* following, float* scratch) {
@@ -182,7 +182,7 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
   for (int64_t i = 0; i < task.partitions; ++i) {
     const int64_t partition = task.first_partition + i;
     const bool is_begun = task.begin > partition * kPartitionPositions;
-    const bool is_first = i == 0 && totals == memory.totals && task.partial == nullptr;  // of all: its sums are the totals
+    const bool is_first = i == 0 && totals == memory.totals && task.partial == nullptr;  // its sums are the totals
     memory.sums = is_begun ? task.sums : is_first ? totals : own_sums;
     if (!is_begun && !is_first) clear_sums(s, rows, memory.sums);
     attend_partition<C>(args, s, task, following, memory, partition);
@@ -196,8 +196,8 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
   write_rows<T>(args, s, task, totals);
 }
 
-// Takes the rows of sequences through what these share: leaves what they have of whole partitions in the task's totals, and of
-// the partition that goes on in its sums.
+// Computes the rows of several sequences over their shared prefix. The state of whole partitions goes to the task's totals, the
+// state of the last, unfinished partition to its sums.
 template <class C, class Tile>
 void attend_prefix(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                    const AttentionTask* following, float* scratch) {
@@ -213,10 +213,10 @@ void attend_prefix(const AttentionArgs& args, const AttentionShape& s, const Att
   }
 }
 
-// --- the plan: who computes what -----------------------------------------------------------------------------------------
+// --- the plan: the tasks ---------------------------------------------------------------------------------------------------
 
-// Calls visit(task) for each chunk of query tokens; later chunks of a sequence, the longer ones, first. Those of sequences with
-// a shared prefix go on behind it.
+// Calls visit(task) for each chunk of query tokens; later chunks of a sequence, which take longer, come first. Chunks of
+// sequences with a shared prefix begin after it.
 template <class F>
 void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, const SharedPrefixes& prefixes, F&& visit) {
   const int64_t chunk = s.max_rows / s.group;
@@ -239,8 +239,8 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, const Sh
   }
 }
 
-// Queries of type T, KV of type C. With few chunks per thread, those with several partitions are cut into them, so that one
-// long sequence keeps every thread busy. The sums are the same, only merged later.
+// Queries of type T, KV of type C. With few chunks per thread, each chunk is cut into its partitions, so that one long sequence
+// keeps every thread busy. The sums are the same, but they are merged later.
 template <class T, class C, class Tile>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   const AttentionShape s(args, pool.num_threads());

@@ -7,15 +7,15 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr PanelFunctions<1, static_cast<int>(kTilePositions)> kMultiplyWeights;
-constexpr int64_t kScoreDepth = 128;  // longest chain of a score: those of wider heads are sums of several
+constexpr int64_t kScoreDepth = 128;  // longest chain of a score: scores of wider heads are sums of several chains
 
-// Queries of type T, KV of type C. A score is a chain of multiply-adds over head_dim, or the sum of several of kScoreDepth;
-// a sum of values is one over positions.
+// Queries of type T, KV of type C. A score is a chain of multiply-adds over head_dim, or the sum of several chains of
+// kScoreDepth. A sum of values is a chain over positions.
 template <class T, class C>
 class FloatKV {
  public:
-  static constexpr int kRows = kTileRows;  // that are worked on together
-  static constexpr int64_t kTogether = 1;  // positions that a step of the sum of values takes
+  static constexpr int kRows = kTileRows;  // rows that are computed together
+  static constexpr int64_t kTogether = 1;  // positions of a step of the sum of values
 
   static int64_t size(const AttentionShape& s) { return 2 * kTilePositions * s.padded_dim + s.max_rows * s.padded_dim; }
 
@@ -41,7 +41,7 @@ class FloatKV {
     }
   }
 
-  // Takes the tile in; asks for the rows of the next one meanwhile.
+  // Gathers the tile, and prefetches the rows of the next one.
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
     gather_keys(rows, next);
     gather_values(rows, next);
@@ -69,7 +69,7 @@ class FloatKV {
     }
   }
 
-  // A vector of scores as `score` left them.
+  // Returns vector i of a row's scores.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
 
   template <class Score>
@@ -78,7 +78,7 @@ class FloatKV {
   }
   static OCTAVO_INLINE Vec distance(Vec score, Vec maximum) { return score - maximum; }
 
-  // Adds the values of the whole tile, or those that rows see to their sums; weights: as `store_weights` left them.
+  // Add the values of the whole tile, or the values that rows see, to the sums. weights: as stored by `store_weights`.
   void add_all(const float* weights, int64_t rows, float* sums) const { add(weights, rows, 0, kTilePositions, sums); }
   void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
     add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
@@ -86,7 +86,7 @@ class FloatKV {
 
   static OCTAVO_INLINE void exponentiate(Vec (&x)[kTileVectors]) { exp(x); }
 
-  // Where `add` finds the weights of a row.
+  // Stores the weights of a row in the layout of `add`.
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {
     OCTAVO_UNROLL
     for (int i = 0; i < kTileVectors; ++i) store(place + i * kLanes, weights[i]);
@@ -103,7 +103,7 @@ class FloatKV {
   }
 
  private:
-  // Transposed to [2][dim][32 positions]; absent ones are zero.
+  // Transposes keys to [2][dim][32 positions]; absent keys are zero.
   void gather_keys(const TileRows<C>& rows, const TileRows<C>& next) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t first = 0; first < kTilePositions; first += kLanes) {
@@ -128,7 +128,7 @@ class FloatKV {
     }
   }
 
-  // As panels [dim / 32][64 positions][32]; absent ones are left as they are and never multiplied.
+  // Copies values to panels [dim / 32][64 positions][32]. Absent values are not written and never multiplied.
   void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
     for (int64_t i = 0; i < kTilePositions; ++i) {
       prefetch_row(next.values[i], s_.dim);

@@ -1,9 +1,9 @@
-// A tile of keys and values in bfloat16, for queries in bfloat16 and processors that multiply pairs of them: twice as many
-// products a second as in float32, of half as much memory.
+// A tile of keys and values in bfloat16, for queries in bfloat16 and processors that multiply pairs of bfloat16: twice as many
+// products a second as in float32, with half as much memory.
 //
-// A score is a chain of pair products over head_dim, times one factor; a sum of values is one over pairs of positions 2 i and
-// 2 i + 1 of the tile, for which the softmax weights are rounded to bfloat16. Where a row sees but one position of a pair, the
-// other's value is zero to it.
+// A score is a chain of pair products over head_dim, times one factor. A sum of values is a chain over pairs of positions 2 i and
+// 2 i + 1 of the tile; for it the softmax weights are rounded to bfloat16. If a row sees only one position of a pair, the value
+// and the weight of the other are replaced by zero.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,8 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePairs = kTilePositions / 2;
 
-// sums[m][32 columns] += sum over i < pairs of a[m * a_stride + i] * panel[i][32 columns] for M rows. With factors, one of each
-// column, the sums start at zero and are multiplied by these at the end.
+// sums[m][32 columns] += sum over i < pairs of a[m * a_stride + i] * panel[i][32 columns] for M rows. With factors (one for each
+// column) the sums start at zero and are multiplied by the factors at the end.
 template <int M>
 void multiply_pair_panel(const uint32_t* a, int64_t a_stride, const uint32_t* panel, int64_t pairs, float* sums,
                          int64_t stride, const float* factors) {
@@ -61,7 +61,7 @@ struct PairPanelFunctions {
 
 constexpr PairPanelFunctions kMultiplyPairs;
 
-// How rows of KV are read as they stand, without the scale of int8.
+// The scale of a row of KV, by which values from read_unscaled must be multiplied.
 OCTAVO_INLINE float factor(const KVRow<bf16>&) { return 1.0f; }
 OCTAVO_INLINE float factor(const KVRow<int8_t>& row) {
   float scale;
@@ -69,13 +69,13 @@ OCTAVO_INLINE float factor(const KVRow<int8_t>& row) {
   return scale;
 }
 
-// The first n values from d on, up to kLanes.
+// Returns the first n values from d on, up to kLanes, without the scale.
 template <class C>
 OCTAVO_INLINE Vec read_unscaled(const KVRow<C>& row, int64_t d, int64_t n) {
   return n > 0 ? load_first(row.values + d, n) : splat(0.0f);
 }
 
-// The first n values from d on, up to 2 * kLanes, as pairs of bfloat16.
+// Returns the first n values from d on, up to 2 * kLanes, as pairs of bfloat16, without the scale.
 OCTAVO_INLINE IVec read_pairs(const KVRow<bf16>& row, int64_t d, int64_t n) {
   if (n >= 2 * kLanes) return load_int(row.values + d);
   return round_pairs(read_unscaled(row, d, n), read_unscaled(row, d + kLanes, n - kLanes));
@@ -84,8 +84,8 @@ OCTAVO_INLINE IVec read_pairs(const KVRow<int8_t>& row, int64_t d, int64_t n) {
   return round_pairs(read_unscaled(row, d, n), read_unscaled(row, d + kLanes, n - kLanes));
 }
 
-// KV of type C: bfloat16, or int8, whose integers are bfloat16 without rounding: their scales are factors of the scores and
-// of the weights.
+// KV of type C: bfloat16 or int8. The integers of int8 are exact in bfloat16; their scales are factors of the scores and of the
+// weights.
 template <class C>
 class PairKV {
  public:
@@ -115,7 +115,7 @@ class PairKV {
     }
   }
 
-  // Takes the tile in; asks for the rows of the next one meanwhile.
+  // Gathers the tile, and prefetches the rows of the next one.
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
     RowsAhead<C> ahead(next, s_.dim);
     gather_keys(rows, ahead);
@@ -130,7 +130,7 @@ class PairKV {
     }
   }
 
-  // A vector of scores as `score` left them.
+  // Returns vector i of a row's scores.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
 
   template <class Score>
@@ -139,7 +139,7 @@ class PairKV {
   }
   static OCTAVO_INLINE Vec distance(Vec score, Vec maximum) { return score - maximum; }
 
-  // Adds the values of the whole tile, or those that rows see to their sums; weights: as `store_weights` left them.
+  // Add the values of the whole tile, or the values that rows see, to the sums. weights: as stored by `store_weights`.
   void add_all(const float* weights, int64_t rows, float* sums) const { add(weights, rows, 0, kTilePositions, sums); }
   void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
     add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
@@ -147,7 +147,7 @@ class PairKV {
 
   static OCTAVO_INLINE void exponentiate(Vec (&x)[kTileVectors]) { coarse_exp(x); }
 
-  // Where `add` finds the weights of a row: as pairs, in the first half of its place.
+  // Stores the weights of a row in the layout of `add`: as pairs, in the first half of the row's memory.
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {
     OCTAVO_UNROLL
     for (int i = 0; i < kTileVectors; i += 2) {
@@ -159,7 +159,7 @@ class PairKV {
     }
   }
 
-  // sums += weights[begin .. end] x values, for `rows` rows; for one of them if half a pair is among these.
+  // sums += weights[begin .. end] x values, for `rows` rows. A range that begins or ends within a pair is allowed for one row only.
   void add(const float* weights, int64_t rows, int64_t begin, int64_t end, float* sums) const {
     if (begin >= end) return;
     const auto* words = reinterpret_cast<const uint32_t*>(weights);
@@ -184,7 +184,7 @@ class PairKV {
     }
   }
 
-  // As panels [2][pairs of dims][32 positions]; absent ones are zero.
+  // Transposes keys to panels [2][pairs of dims][32 positions]; absent keys are zero.
   void gather_keys(const TileRows<C>& rows, RowsAhead<C>& ahead) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t first = 0; first < kTilePositions; first += kLanes) {
@@ -206,7 +206,7 @@ class PairKV {
     }
   }
 
-  // As panels [dim / 32][pairs of positions][32]; absent ones are zero.
+  // Copies values to panels [dim / 32][pairs of positions][32]; absent values are zero.
   void gather_values(const TileRows<C>& rows, RowsAhead<C>& ahead) {
     for (int64_t pair = 0; pair < kTilePairs; ++pair) {
       ahead.ask(2);

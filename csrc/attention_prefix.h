@@ -1,9 +1,9 @@
 // Sequences that begin with the same blocks of the cache: a common system prompt, several answers to one question, turns of
-// one conversation. Their rows read these blocks together, once, instead of each sequence by itself.
+// one conversation. Their rows read these blocks together, once, instead of once for each sequence.
 //
-// Grouping follows from the block tables alone and decides no bit of a result: a row goes through the same tiles in the same
-// order. As in cascade inference (Ye et al. 2024), Hydragen (Juravsky et al. 2024) and ChunkAttention (Ye et al. 2024), which
-// merge two results where a row goes on here.
+// Grouping depends on the block tables alone and does not change a bit of a result: a row goes through the same tiles in the same
+// order. Compare cascade inference (Ye et al. 2024), Hydragen (Juravsky et al. 2024) and ChunkAttention (Ye et al. 2024): they
+// merge two results, but here a row continues from its state after the prefix.
 #pragma once
 
 #include <vector>
@@ -13,31 +13,31 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kPartitionPositions = 1024;
-constexpr int64_t kLeastSharedPositions = 128;  // fewer are hardly worth the detour
-constexpr int64_t kMostSharingTokens = 8;       // of a sequence: more of them share what they read among themselves
-constexpr int64_t kManyTasksPerThread = 4;      // are as good as equally many for every thread
+constexpr int64_t kLeastSharedPositions = 128;  // fewer do not pay for the extra tasks
+constexpr int64_t kMostSharingTokens = 8;       // of a sequence: the tokens of longer chunks already share their reads
+constexpr int64_t kManyTasksPerThread = 4;      // with so many tasks the threads need not have equally many
 
-// Consecutive sequences, and how many of their first positions stand in the same blocks: whole tiles, seen by all rows.
+// Consecutive sequences, and the number of their first positions that are in the same blocks: whole tiles that all rows see.
 struct SharedPrefix {
   int64_t first_sequence, sequences;
   int64_t first_token, tokens;
   int64_t positions;
-  float* begun;  // for each KV head the totals of all rows and their sums, see AttentionTask
+  float* begun;  // state after the prefix: for each KV head the totals of all rows, then their sums; see AttentionTask
 
   int64_t rows_size(const AttentionShape& s) const { return tokens * s.group * s.sums_size; }
   int64_t size(const AttentionShape& s) const { return 2 * rows_size(s); }
 
-  // What takes the rows through it.
+  // The task that computes the rows' state after the prefix.
   AttentionTask task(const AttentionShape& s, int64_t kv_head) const {
     float* totals = begun + kv_head * size(s);
     const int64_t partitions = divide_up(positions, kPartitionPositions);
     return {first_sequence, kv_head, first_token, tokens, 0, positions, 0, partitions, nullptr, totals, totals + rows_size(s)};
   }
 
-  // Lets a task of one of the sequences begin behind it.
+  // Makes a task of one of the sequences begin after the prefix.
   void go_on_with(const AttentionShape& s, AttentionTask& task) const {
     task.begin = positions;
-    if (begun == nullptr) return;  // there is no memory yet
+    if (begun == nullptr) return;  // memory is not allocated yet
     task.totals = begun + task.kv_head * size(s) + (task.first_token - first_token) * s.group * s.sums_size;
     task.sums = task.totals + rows_size(s);
   }
@@ -45,7 +45,7 @@ struct SharedPrefix {
 
 using SharedPrefixes = std::vector<SharedPrefix>;
 
-// How many of the first `most` positions of two sequences stand in the same blocks, in whole tiles.
+// How many of the first `most` positions of two sequences are in the same blocks, in whole tiles.
 inline int64_t shared_positions(const AttentionArgs& args, int64_t sequence, int64_t other, int64_t most) {
   const int32_t* left = args.block_tables + sequence * args.block_table_stride;
   const int32_t* right = args.block_tables + other * args.block_table_stride;
@@ -55,7 +55,7 @@ inline int64_t shared_positions(const AttentionArgs& args, int64_t sequence, int
   return same * args.block_size / kTilePositions * kTilePositions;
 }
 
-// Tokens of one prefix: as many as a task may have rows for, and so few that all threads have equally much to do.
+// The most tokens of one prefix: limited by the rows of a task, and so that all threads have equal work.
 inline int64_t most_tokens_of_prefix(const AttentionArgs& args, const AttentionShape& s, int64_t tokens, int64_t threads) {
   int64_t pieces = divide_up(tokens, s.max_rows / s.group);
   const auto is_even = [&] {
@@ -66,10 +66,10 @@ inline int64_t most_tokens_of_prefix(const AttentionArgs& args, const AttentionS
   return divide_up(tokens, pieces);
 }
 
-// Prefixes of consecutive sequences, in order; one is joined as long as that saves more positions than it costs.
+// Prefixes of consecutive sequences, in order. A sequence joins a prefix if that saves more positions than it costs.
 inline SharedPrefixes find_shared_prefixes(const AttentionArgs& args, const AttentionShape& s, int64_t threads) {
   SharedPrefixes found;
-  if (args.window > 0) return found;  // rows of one sequence leave positions behind that others still see
+  if (args.window > 0) return found;  // rows of different sequences begin to see at different positions
   const auto tokens_of = [&](int64_t sequence) -> int64_t {
     return args.query_start[sequence + 1] - args.query_start[sequence];
   };

@@ -1,4 +1,4 @@
-// What attention works on: rows of queries, and where the keys and values of a tile stand.
+// The data of attention: rows of queries, and the addresses of the keys and values of a tile.
 #pragma once
 
 #include "attention_args.h"
@@ -9,7 +9,7 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePositions = 64;
 constexpr int kTileVectors = kTilePositions / kLanes;
-// Query rows that share a tile once it is gathered: more where there are enough for a few such chunks for every thread.
+// Query rows that share a gathered tile, least and most: as many as give every thread about kFewChunksPerThread chunks.
 #if defined(OCTAVO_ISA_AMX)
 constexpr int64_t kLeastChunkRows = 224, kChunkRows = 448;
 #else
@@ -17,26 +17,26 @@ constexpr int64_t kLeastChunkRows = 168, kChunkRows = 168;
 #endif
 constexpr int64_t kFewChunksPerThread = 4;
 
-// Consecutive rows under one KV head, of one sequence or of several that share the positions the task goes through. A row is
-// a (token, query head of the group), token-major.
+// Consecutive rows of one KV head, of one sequence or of several sequences that share the positions of the task. A row is a
+// (token, query head of the group), token-major.
 struct AttentionTask {
-  int64_t sequence;  // whose blocks are read
+  int64_t sequence;  // the one that has the blocks
   int64_t kv_head;
   int64_t first_token;
   int64_t tokens;
-  int64_t begin, end;  // positions: the rows have been through those before `begin`, and stop before `end`
+  int64_t begin, end;  // positions of the task, `end` exclusive; the rows have already read those before `begin`
   int64_t first_partition;
   int64_t partitions;
-  float* partial;         // where to leave unmerged results, or null: [partitions][rows][sums_size]
-  float *totals, *sums;   // of the rows at `begin`, to be gone on with, [rows][sums_size] each: null where that is 0
+  float* partial;         // output of unmerged results, or null: [partitions][rows][sums_size]
+  float *totals, *sums;   // state of the rows at `begin`, [rows][sums_size] each, or null if `begin` is 0
 };
 
 struct AttentionShape {
   int64_t group;       // query heads per KV head
   int64_t dim;         // head_dim
   int64_t padded_dim;  // a multiple of the panel
-  int64_t num_sums;    // of a row: padded_dim sums of values, then those of its weights, lane by lane
-  int64_t sums_size;   // the same and a vector that begins with the maximum of its scores
+  int64_t num_sums;    // of a row: padded_dim sums of values, then the sums of its weights, lane by lane
+  int64_t sums_size;   // num_sums and a vector whose first lane is the maximum of the row's scores
   int64_t max_rows;    // of one task
 
   AttentionShape(const AttentionArgs& args, int64_t threads)
@@ -66,13 +66,13 @@ struct SeenRange {  // positions of a tile that a row sees
   bool whole() const { return end - begin == kTilePositions; }
 };
 
-// Where the keys and values of one tile stand in the paged cache of Cs; nowhere outside of first .. last.
+// The keys and values of one tile in the paged cache of elements C; null pointers outside of first .. last.
 template <class C>
 struct TileRows {
   KVRow<C> keys[kTilePositions];
   KVRow<C> values[kTilePositions];
 
-  TileRows() = default;  // of nothing
+  TileRows() = default;  // an empty tile
   TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t tile, int64_t first, int64_t last) {
     first = larger(first, tile);
     last = smaller(last, tile + kTilePositions);
@@ -91,8 +91,8 @@ struct TileRows {
   }
 };
 
-// Adds the values that rows see to their sums: those that all of them see for all together, the others row by row, so that
-// none multiplies what it may not see. Tile::kTogether positions are added at a time.
+// Adds the values that rows see to their sums. Positions that all rows see are added for all rows together; all other positions
+// are added row by row, so that no row multiplies a value that it does not see. Tile::kTogether positions are added at a time.
 template <class Tile>
 void add_seen_values(const Tile& tile, const float* weights, int64_t rows, const SeenRange* seen, float* sums,
                      int64_t sums_size) {
@@ -109,22 +109,22 @@ void add_seen_values(const Tile& tile, const float* weights, int64_t rows, const
   }
 }
 
-// Asks for a row: L1 would have no room for a tile beside the present one.
+// Prefetches a row into L2: L1 has no room for the next tile in addition to the present one.
 template <class C>
 OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {
   if (row.values == nullptr) return;
   for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) prefetch_l2(row.values + i);
 }
 
-// The rows of the next tile, asked for some at a time beside the work on the present one.
+// The rows of the next tile, prefetched a few at a time during the work on the present tile.
 template <class C>
 class RowsAhead {
  public:
   RowsAhead() = default;
   RowsAhead(const TileRows<C>& rows, int64_t dim) : rows_(&rows), dim_(dim) {}
 
-  // Asks for the first of every sixteen. In blocks of sixteen the others stand behind it: the processor, which sees where this
-  // leads, asks for them by itself, and more of them at once than anybody could by name.
+  // Prefetches the first of every sixteen rows. In blocks of sixteen tokens the other rows follow it in memory. The processor's
+  // own prefetcher recognizes the stream and loads them, more of them at a time than explicit prefetches could.
   OCTAVO_INLINE void begin() const {
     for (int64_t i = 0; i < kTilePositions; i += kBegun) {
       prefetch_row(rows_->keys[i], dim_);

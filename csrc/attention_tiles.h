@@ -1,11 +1,11 @@
-// The same tile of keys and values as in attention_pairs.h, multiplied by tile registers (AMX), 32 rows of queries at a time.
+// The tile of keys and values of attention_pairs.h, multiplied by tile registers (AMX), 32 rows of queries at a time.
 //
-// A step of the sum of values takes 32 positions for all rows: what a row may not see has the weight zero, which adds nothing
-// to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the
-// same bits beside any others.
+// A step of the sum of values takes 32 positions for all rows. A position that a row does not see has the weight zero, which
+// changes at most the sign of a zero sum. Values that are not finite are never multiplied by it (see add_rows). So a row has the
+// same bits with any other rows.
 //
-// Few rows, as those of a decoded token, gather no keys: 16 positions are the rows of a tile as they stand in a block of the
-// cache, and queries the columns of another. The products of a score and their order are the same, and so are its bits.
+// Few rows, as those of a decoded token, do not gather keys: 16 positions in a block of the cache are the rows of one tile in
+// place, and queries are the columns of another tile. The products of a score and their order are the same, so its bits are, too.
 #pragma once
 
 #include "attention_pairs.h"
@@ -76,7 +76,7 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Scores of int8 have a factor for each key; those of bfloat16 have one in all, which is multiplied with later.
+  // Scores of int8 keys have a factor for each key; scores of bfloat16 keys have one factor in all, which is applied later.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const {
     Vec score = load(scores + i * kLanes);
     if constexpr (std::is_same_v<C, int8_t>) {
@@ -93,8 +93,9 @@ class TileKV : public PairKV<C> {
 
   void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums); }
 
-  // All rows at once, if each sees some of the tile, and the whole of it where not all values are finite. Otherwise rows that
-  // see the same positions, the heads of a token; values that are not finite are then kept from those that see but a part.
+  // Adds the values for all rows together if every row sees a part of the tile, or, with values that are not finite, all of it.
+  // Otherwise rows that see the same positions (the heads of a token) are computed together; values that are not finite are
+  // replaced by zeros for rows that do not see the whole tile.
   void add_rows(float* weights, int64_t rows, const SeenRange* seen, float* sums) {
     bool all_see_some = true, all_see_all = true;
     for (int64_t r = 0; r < rows; ++r) {
@@ -118,13 +119,13 @@ class TileKV : public PairKV<C> {
 
  private:
   static constexpr int64_t kSquares = kTilePositions / kTileHeight;  // of 16 positions times 16 rows
-  // Rows of the next tile that few rows ask for beside each pair of values, each square of scores, and all sums of values.
+  // For few rows: rows of the next tile that are prefetched with each pair of values, each square of scores, and all sums.
   static constexpr int64_t kAskedOfPair = 3, kAskedOfSquare = 4, kAskedOfSums = 16;
   static_assert(kTilePairs * kAskedOfPair + kSquares * kAskedOfSquare + kAskedOfSums == 2 * kTilePositions);
 
   bool are_few() const { return rows_ <= kTileHeight; }
 
-  // sums += rows of words from x on, `stride` words from one to the next, times a panel of 32 columns.
+  // sums += rows of words from x on, `stride` words apart, times a panel of 32 columns.
   OCTAVO_INLINE void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh,
                               float* sums, int64_t sums_stride) {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
@@ -177,7 +178,7 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // As [words_][16 rows], in the place of many; absent ones are zero.
+  // Stores queries as [words_][16 rows] in the memory of many rows; absent rows are zero.
   void pack_few_queries(const AttentionArgs& args, const AttentionTask& task) {
     KVRow<bf16> source[kLanes];
     for (int64_t row = 0; row < kLanes; ++row) {
@@ -191,8 +192,8 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Keys are multiplied where they stand, sixteen that are all there; others are copied, as what stands beside them may be
-  // anything. Absent ones are zero.
+  // Sixteen keys are multiplied in place if all of them are present; otherwise they are copied, because the memory of absent
+  // keys may hold anything. Absent keys are zero in the copy.
   void find_keys(const TileRows<C>& rows) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t first = 0; first < kTilePositions; first += kTileHeight) {
@@ -217,10 +218,10 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Scores as [positions][16 rows]. Pairs of values are gathered meanwhile, as the products wait for each other.
+  // Computes scores as [positions][16 rows]. Gathers pairs of values between the products, which wait for each other.
   void multiply_keys_and_gather_values(const TileRows<C>& rows) {
     int64_t pair = 0;
-    tiles_.hold(heights_of_pair(rows_, kTileHeight));  // as the sums of values will
+    tiles_.hold(heights_of_pair(rows_, kTileHeight));  // the same shapes as for the sums of values
     for (int64_t square = 0; square < kSquares; square += 2) {
       const auto *left = static_cast<const char*>(squares_[square]), *right = static_cast<const char*>(squares_[square + 1]);
       clear_tile<2>();
@@ -256,7 +257,7 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Whether no value of the tile is infinite or no number, nor the scale of one. Found out where a row sees but a part.
+  // Whether all values of the tile and their scales are finite. Tested only if a row does not see the whole tile.
   bool are_finite() {
     if (!is_tested_) are_finite_ = find_out_if_finite();
     is_tested_ = true;
@@ -280,7 +281,7 @@ class TileKV : public PairKV<C> {
     return finite;
   }
 
-  // Leaves nothing but zeros outside of a range: of the weights, where they stand, and of the values, in a copy.
+  // Replaces positions outside of a range by zeros: weights in place, values in a copy.
   void hide(const SeenRange& range, float* weights, int64_t rows) {
     for (int64_t pair = 0; pair < kTilePairs; ++pair) {
       const uint32_t mask = (is_in(range, 2 * pair) ? kLowerHalf : 0u) | (is_in(range, 2 * pair + 1) ? kUpperHalf : 0u);
@@ -297,7 +298,7 @@ class TileKV : public PairKV<C> {
   bool is_tested_ = false, are_finite_ = true;
   Tiles tiles_;
 
-  int64_t rows_ = 0;  // of the task; what follows is for few of them
+  int64_t rows_ = 0;  // of the task; the members below are for few rows
   bool reads_in_place_ = false;
   int64_t pairs_of_step_ = 0;
   RowsAhead<C> ahead_;

@@ -1,4 +1,4 @@
-// From the scores of a tile to its softmax weights: the running maximum of each row, and what its sums follow.
+// Computes softmax weights from the scores of a tile, with the running maximum of each row, and rescales the row's sums.
 #pragma once
 
 #include "attention_tile.h"
@@ -7,8 +7,8 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-// A row's maximum is the largest score but for this much: its sums are scaled anew for what exceeds it by more, and no weight
-// is larger than e^8. So they seldom are (as in FlashAttention-4).
+// A row's maximum may be this much below its largest score: sums are rescaled only if a score exceeds the maximum by more. So
+// no weight is larger than e^8, and sums are seldom rescaled (as in FlashAttention-4).
 constexpr float kLeastRise = 8.0f;
 
 // Which lanes of the tile's vectors a row sees.
@@ -21,7 +21,7 @@ OCTAVO_INLINE void seen_lanes(const SeenRange& range, Mask (&seen)[kTileVectors]
   }
 }
 
-// The running maximum after the scores that a row sees; the others become -inf.
+// Returns the running maximum after the scores that a row sees; scores that it does not see become -inf.
 template <bool kAll, class Tile>
 OCTAVO_INLINE float mask_and_find_maximum(const Tile& tile, const SeenRange& range, float* scores, float maximum) {
   Vec score[kTileVectors];
@@ -55,7 +55,7 @@ OCTAVO_INLINE Vec weigh(const Tile& tile, float* scores, float maximum) {
   return sum;
 }
 
-// Scales the sums of rows whose maximum has risen, and keeps it. before, maximum: [rows], padded to whole vectors.
+// Rescales the sums of rows whose maximum has risen, and stores the new maximum. before, maximum: [rows], padded to whole vectors.
 inline void rescale_rows(const AttentionShape& s, int64_t rows, const float* before, const float* maximum, float* sums) {
   for (int64_t first = 0; first < rows; first += kLanes) {
     float factor[kLanes];
@@ -69,8 +69,8 @@ inline void rescale_rows(const AttentionShape& s, int64_t rows, const float* bef
   }
 }
 
-// Scores of up to Tile::kRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
-// that the rows' chains overlap. kAll: every row sees the whole tile, and `seen` is not looked at.
+// Turns scores of up to Tile::kRows rows into weights, and rescales the sums to the running maximum. Each stage is a short loop,
+// so that the rows' chains overlap. kAll: every row sees the whole tile, and `seen` is not read.
 template <bool kAll, class Tile>
 void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
   const int64_t stride = s.sums_size;
@@ -91,7 +91,7 @@ void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const S
   }
 }
 
-// A tile whose scores are capped as they are finished.
+// A tile that applies the soft cap to its scores in finish_score.
 template <class Tile>
 class CappedScores {
  public:
@@ -117,7 +117,7 @@ class CappedScores {
   const float cap_;
 };
 
-// weigh_rows of scores as the model wants them.
+// weigh_rows, with the soft cap of the model if it has one.
 template <bool kAll, class Tile>
 void weigh_scores(const AttentionArgs& args, const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen,
                   float* scores, float* sums) {

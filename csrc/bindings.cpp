@@ -1,5 +1,5 @@
-// octavo._kernels: the kernels for Python. Tensors come as addresses (tensor.data_ptr()), shapes and strides, so that a call
-// costs about two microseconds and this library needs no torch. Callers have checked types and shapes, except those of `Tensor`.
+// octavo._kernels: the kernels for Python. Tensors are passed as addresses (tensor.data_ptr()), shapes and strides, so that a call
+// costs about two microseconds and this library needs no torch. Callers must check types and shapes, except those of `Tensor`.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -31,7 +31,7 @@
 
 namespace nb = nanobind;
 
-// A `Tensor` comes as (address, number of its dtype, shape, strides).
+// A `Tensor` is passed as (address, number of its dtype, shape, strides).
 template <>
 struct nanobind::detail::type_caster<octavo::Tensor> {
   using Parts = std::tuple<octavo::Address, int, std::vector<int64_t>, std::vector<int64_t>>;
@@ -49,7 +49,7 @@ struct nanobind::detail::type_caster<octavo::Tensor> {
 namespace octavo {
 namespace {
 
-// The permission to use AMX, for which Linux must be asked once in a process. It counts for all threads.
+// The permission to use AMX, which a process must request from Linux once. It holds for all threads.
 struct TilePermission {
   bool has_tiles = false;  // the processor multiplies tiles of bfloat16 and int8, and the kernels for them were compiled
   int error = 0;           // errno of the refusal; 0: granted
@@ -213,12 +213,12 @@ class KernelSet {
   ThreadPool pool_;
 };
 
-// Has the system give the pages of some memory, in time that nobody else has use for (where it has such a thing), until
-// *stop is not zero. A byte of each page is written as it is, at once: others may write meanwhile.
+// Makes the system back memory with pages, at idle priority if the system has one, until *stop is not zero. It writes a byte of
+// each page with its own value, in one atomic operation, because other threads may write meanwhile.
 void touch_pages(Address address, int64_t bytes, Address stop) {
 #if defined(__linux__)
   const sched_param none{};
-  sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread; where that is refused, it is one like others
+  sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread; if that is refused, it runs at normal priority
 #endif
   constexpr int64_t kPage = 4096;
   for (int64_t i = 0; i < bytes && __atomic_load_n(at<uint8_t>(stop), __ATOMIC_RELAXED) == 0; i += kPage) {
@@ -228,7 +228,7 @@ void touch_pages(Address address, int64_t bytes, Address stop) {
     }
   }
 #if defined(__linux__)
-  sched_setscheduler(0, SCHED_OTHER, &none);  // before it waits for Python's lock, and others for it
+  sched_setscheduler(0, SCHED_OTHER, &none);  // before it takes Python's lock, for which other threads wait
 #endif
 }
 
@@ -246,7 +246,7 @@ void advise_huge_pages(Address address, int64_t bytes) {
 
 uint64_t xxh64(Address address, int64_t bytes, uint64_t seed) { return Xxh64::of(at<uint8_t>(address), bytes, seed); }
 
-// A kernel as a method that runs it at once, and, if it can be recorded, as one that adds a call to a program.
+// Defines a method of KernelSet that runs a kernel, and, if the kernel can be recorded, a method of Program that adds a call.
 template <class Args, class... Values>
 void define(nb::class_<KernelSet>& set, nb::class_<Program>& program, const char* name, Kernel<Args> KernelTable::*kernel,
             Args (*of)(Values...)) {

@@ -1,34 +1,34 @@
-// Weights in the blocks of GGUF files (octavo.kernels.block_weight) as they stand in panels, and how they are read.
+// Weights in the blocks of GGUF files (octavo.kernels.block_weight): their layout in panels, and how kernels read them.
 //
-// A group is 32 consecutive k, and has a scale of the weight for each 32 of them, or each 16. A packed weight is panels; in each
-// its groups; in each of these a head of scales, and perhaps minima, of the columns, then their values. Where a file has blocks of
-// 256, eight groups have another head before them all.
+// A group is 32 consecutive k. It has one scale, or one scale for each 16 k. A packed weight consists of panels, a panel of
+// groups. A group is a head (scales and perhaps minima of the columns), then the values. If the file has blocks of 256, each
+// eight groups are preceded by another head.
 #pragma once
 
 #include "linear_int4.h"
 
 namespace octavo::OCTAVO_ISA {
 
-// How the values of a group stand: four bits each as in an int4 weight, perhaps as an index of a table, or with one or two more
-// bits behind them; or bytes.
+// The layout of a group's values: four bits each as in an int4 weight, four bits as an index of a table, four bits with one or
+// two further bits after all of them, or bytes.
 enum class BlockValues { kNibbles, kTable, kFiveBits, kSixBits, kBytes };
 
-// How the scales stand: as float16; as integers of 8 bits, which are multiplied with a float16 of eight groups; as a power of two.
+// The format of the scales: float16; integers of 8 bits, which are multiplied by a float16 of eight groups; or a power of two.
 enum class BlockScales { kHalf, kScaled, kExponent };
 
 constexpr int64_t kBlockGroup = 32;   // k that share a scale of the rows
-constexpr int64_t kSuperGroups = 8;   // of a block of 256
+constexpr int64_t kSuperGroups = 8;   // groups of a block of 256
 constexpr int64_t kGroupWords = kBlockGroup / 4;
-constexpr int64_t kHalfColumns = 2 * kLanes;  // bytes from a vector of columns to the next, of float16
-constexpr int32_t kTableCenter = 12;  // what is added to the values of MXFP4, whose magnitudes are that or less
-constexpr int32_t kByteCenter = kByteOffset;  // what is added to bytes: where they must be unsigned
+constexpr int64_t kHalfColumns = 2 * kLanes;  // bytes of a vector of columns in float16
+constexpr int32_t kTableCenter = 12;  // is added to the values of MXFP4, whose magnitudes are at most 12
+constexpr int32_t kByteCenter = kByteOffset;  // is added to bytes if the instruction needs unsigned ones
 
 struct BlockFormat {
   BlockValues values;
   BlockScales scales;
   bool has_minima;
   int64_t scale_group;  // k that share a scale: 32 or 16
-  int32_t center;       // what values have more than they stand for
+  int32_t center;       // has been added to the values
 
   constexpr int64_t value_bytes() const {
     switch (values) {
@@ -38,7 +38,7 @@ struct BlockFormat {
       default: return kBlockGroup * kPanelColumns / 2;
     }
   }
-  constexpr int64_t numbers() const { return kBlockGroup / scale_group + (has_minima ? 1 : 0); }  // of a group's column
+  constexpr int64_t numbers() const { return kBlockGroup / scale_group + (has_minima ? 1 : 0); }  // in a head, per column
   constexpr int64_t head_bytes() const { return (scales == BlockScales::kHalf ? 2 : 1) * numbers() * kPanelColumns; }
   constexpr int64_t group_bytes() const { return head_bytes() + value_bytes(); }
   constexpr int64_t super_bytes() const {
@@ -92,18 +92,18 @@ struct BlockPanels {
   }
 
   const uint8_t* panel(int64_t i) const { return data + i * panel_bytes; }
-  // Where a group begins that is the first of eight, in a panel.
+  // The offset of a group in a panel. The group must be the first of eight.
   int64_t offset(int64_t group) const {
     return group / kSuperGroups * format.super_bytes() + group * format.group_bytes();
   }
 };
 
-// Scales and minima of a vector of columns. head: of a group; super: of eight groups; both from the vector's first column on.
+// Scales and minima of a vector of columns. head: of a group; super: of eight groups; both at the vector's first column.
 template <DType kKind>
 struct BlockHead {
   static constexpr BlockFormat kFormat = format_of(kKind);
 
-  // Of the group's `part`-th half, where it has two scales.
+  // The scale of the group; of its half number `part` if it has two scales.
   static OCTAVO_INLINE Vec scale(const uint8_t* super, const uint8_t* head, int64_t part) {
     if constexpr (kFormat.scales == BlockScales::kHalf) {
       return load(reinterpret_cast<const f16*>(head));
@@ -123,12 +123,12 @@ struct BlockHead {
   }
 };
 
-// The values of a vector of columns of a group, word by word: four k of each column, as unsigned bytes with their center added,
-// or, where bytes have none, signed ones.
+// The values of a vector of columns of a group, word by word: four k of each column, as unsigned bytes with the center added, or
+// as signed bytes if the format is bytes without a center.
 template <BlockValues kValues>
 class GroupValues {
  public:
-  // values: of the group, from the vector's first column on.
+  // values: of the group, at the vector's first column.
   explicit OCTAVO_INLINE GroupValues(const uint8_t* values) : values_(values) {
     if constexpr (kValues == BlockValues::kFiveBits || kValues == BlockValues::kSixBits) {
       more_[0] = load_int(values + kBlockGroup / kNibbleDepth * kNibbleBytes);
@@ -138,7 +138,7 @@ class GroupValues {
     }
   }
 
-  // Words 2 * kLine and the one behind it.
+  // Reads words 2 * kLine and 2 * kLine + 1.
   template <int kLine>
   OCTAVO_INLINE void line(IVec& lower, IVec& upper) const {
     if constexpr (kValues == BlockValues::kBytes) {
@@ -151,7 +151,7 @@ class GroupValues {
     lower = nibbles<0>(raw);
     upper = nibbles<4>(raw);
     if constexpr (kValues == BlockValues::kTable) {
-      // 0, 1, 2, 3, 4, 6, 8, 12 and the same below zero, each with the center added
+      // 0, 1, 2, 3, 4, 6, 8, 12 and their negatives, each with the center added
       const IVec table = repeat_four(0x0F0E0D0Cu, 0x18141210u, 0x090A0B0Cu, 0x00040608u);
       lower = look_up_bytes(table, lower);
       upper = look_up_bytes(table, upper);
@@ -159,7 +159,7 @@ class GroupValues {
       lower = lower | bits_at<4 - 2 * kLine>(more_[0], 0x10101010u);
       upper = upper | bits_at<3 - 2 * kLine>(more_[0], 0x10101010u);
     } else if constexpr (kValues == BlockValues::kSixBits) {
-      constexpr int kWord = 2 * kLine % 4;  // of those whose bits stand together
+      constexpr int kWord = 2 * kLine % 4;  // its number among the four words that share a vector of further bits
       lower = lower | bits_at<4 - 2 * kWord>(more_[kLine / 2], 0x30303030u);
       upper = upper | bits_at<2 - 2 * kWord>(more_[kLine / 2], 0x30303030u);
     }
@@ -179,7 +179,7 @@ class GroupValues {
   IVec more_[2];  // the fifth and sixth bits
 };
 
-// Each 32-bit lane: sum + the four products of its bytes; w as `GroupValues` gives it, x is signed.
+// Each 32-bit lane: sum + the four products of its bytes; w is from `GroupValues`, x is signed.
 template <bool kIsSigned>
 OCTAVO_INLINE IVec add_block_products(IVec sum, IVec w, IVec x) {
   if constexpr (kIsSigned) {
@@ -191,8 +191,8 @@ OCTAVO_INLINE IVec add_block_products(IVec sum, IVec w, IVec x) {
 
 constexpr bool is_signed(const BlockFormat& format) { return format.values == BlockValues::kBytes && kByteCenter == 0; }
 
-// Words whose products may be summed in 16 bits, as add_nibble_products does: half of a lane takes two products of each. 0 where
-// sums are better of 32 bits from the first word on.
+// The number of words whose products fit a sum of 16 bits, as in add_nibble_products: half of a lane takes two products of each
+// word. 0 if sums of 32 bits are better from the first word on.
 constexpr int words_in_halves(const BlockFormat& format) {
   if (!kSumsNibblesInHalves) return 0;
   switch (format.values) {

@@ -7,7 +7,7 @@
 
 namespace octavo {
 
-// Rows that are copied out of others.
+// The arguments of take_rows: rows that are copied out of x.
 struct TakeArgs {
   const void* x;
   int64_t x_stride;  // bytes between rows
@@ -17,7 +17,7 @@ struct TakeArgs {
   void* out;  // [count, row_bytes], contiguous
 
   static constexpr auto kRows = &TakeArgs::count;
-  static constexpr bool kTakesOutputs = true;  // calls that follow in a recorded step are of the rows that it takes
+  static constexpr bool kTakesOutputs = true;  // later calls of a recorded step are of the rows that it takes
   static TakeArgs of(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
     return {at<void>(x), x_stride, at<int64_t>(rows), count, row_bytes, at<void>(out)};
   }
@@ -36,8 +36,8 @@ struct NormArgs {
   int64_t rows;
   int64_t size;
   float eps;
-  float scale;       // of x where it is added
-  int64_t together;  // rows of x that stand together: the heads of a token
+  float scale;       // of x, if it is added to residual
+  int64_t together;  // rows of x that are contiguous: the heads of a token
   int64_t x_stride;  // from one such group to the next
 
   static constexpr auto kRows = &NormArgs::rows;
@@ -72,7 +72,7 @@ struct RopeArgs {
   int64_t k_strides[2];
   int64_t v_strides[2];
   const float* cos_sin;      // [max_positions, rotary_dim]: cosines, then sines
-  const float* query_scale;  // [max_positions] of rotated queries, or null
+  const float* query_scale;  // [max_positions]: factors of rotated queries, or null
   const int64_t* positions;
   const int64_t* slot_mapping;
   void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
@@ -85,8 +85,8 @@ struct RopeArgs {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t rotary_dim;  // the first dimensions of a head, which turn; the others stay
-  bool interleaved;    // each even one turns with the next, not each of the first half with one of the second
+  int64_t rotary_dim;  // the number of first dimensions of a head that are rotated
+  bool interleaved;    // pairs are dimensions 2 i and 2 i + 1, not one of the first half and one of the second half
   int64_t block_size;
 
   static constexpr auto kRows = &RopeArgs::tokens;
@@ -208,7 +208,7 @@ inline void gate(ThreadPool& pool, const GateArgs& args) {
   }
 }
 
-// Su et al., "RoFormer" (2021): dimension i turns with dimension i + rotary_dim / 2. `out` may be `x`.
+// Su et al., "RoFormer" (2021): rotates dimension i with dimension i + rotary_dim / 2. `out` may be `x`.
 template <class T>
 OCTAVO_INLINE void rotate_halves(const T* x, const float* cos_sin, int64_t rotary_dim, T* out) {
   const int64_t half = rotary_dim / 2;
@@ -221,7 +221,7 @@ OCTAVO_INLINE void rotate_halves(const T* x, const float* cos_sin, int64_t rotar
   }
 }
 
-// Dimension 2 i turns with dimension 2 i + 1: the same sums as of halves. `out` may be `x`.
+// Rotates dimension 2 i with dimension 2 i + 1, by the same sums as rotate_halves. `out` may be `x`.
 template <class T>
 OCTAVO_INLINE void rotate_pairs(const T* x, const float* cos_sin, int64_t rotary_dim, T* out) {
   const int64_t half = rotary_dim / 2;
@@ -254,7 +254,7 @@ OCTAVO_INLINE void rotate_head(const RopeArgs& args, const T* x, const float* co
   }
 }
 
-// A token's q, k and v; the cache holds its keys and values as C.
+// Computes a token's q, k and v. The cache has elements of type C.
 template <class T, class C>
 void rope_and_write_token(const RopeArgs& args, int64_t token) {
   const int64_t position = args.positions[token];

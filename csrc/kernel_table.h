@@ -1,4 +1,4 @@
-// The table of one instruction set. Included by one translation unit each.
+// The table of one instruction set. One translation unit for each instruction set includes this file.
 #pragma once
 
 #include "kernels.h"

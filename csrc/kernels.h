@@ -1,8 +1,8 @@
-// What Python may call: a list of kernels, and one table of them per instruction set.
+// The list of the kernels that Python may call, and the type of their table, of which each instruction set has one.
 //
-// The file of a kernel holds its arguments, and under OCTAVO_ISA what it computes. To add one, include its file here and add a line
-// to the list: it is then in the table of each instruction set, a method of octavo._kernels.KernelSet, and, if its arguments have
-// kRows or `read`, part of recorded steps (program.h).
+// The file of a kernel holds its arguments, and under OCTAVO_ISA its code. To add a kernel, include its file here and add a line to
+// the list. The kernel is then in the table of each instruction set and a method of octavo._kernels.KernelSet. If its arguments
+// have kRows or `read`, it can be part of recorded steps (program.h).
 #pragma once
 
 #include "add.h"
@@ -42,7 +42,7 @@ struct KernelTable {
 #define OCTAVO_FIELD(name, Args) Kernel<Args> name;
   OCTAVO_KERNELS(OCTAVO_FIELD)
 #undef OCTAVO_FIELD
-  bool (*fuses_gate)(DType x_dtype, DType weight_dtype, int64_t n);  // whether linear takes `gated` products of these
+  bool (*fuses_gate)(DType x_dtype, DType weight_dtype, int64_t n);  // whether linear computes `gated` products of these types
   int64_t (*spin_fma)(ThreadPool&, int64_t rounds);
   int64_t (*spin_bytes)(ThreadPool&, int64_t rounds);
   int64_t (*spin_pairs)(ThreadPool&, int64_t rounds);

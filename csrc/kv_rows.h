@@ -1,7 +1,7 @@
-// How the keys or the values of one token and one KV head stand in the cache: as they are, or as int8 with a scale, rounded
-// like the rows of activations (quantized_rows.h), which depends on nothing but themselves.
+// The keys or the values of one token and one KV head in the cache: unchanged, or as int8 with a scale. int8 rows are rounded
+// like rows of activations (quantized_rows.h), so each row's bits depend on that row alone.
 //
-// A block of one KV head is block_size rows of head_dim; behind those of int8 stand block_size scales in float32.
+// A block of one KV head is block_size rows of head_dim. In an int8 cache, block_size float32 scales follow the rows.
 #pragma once
 
 #include "quantized_rows.h"
@@ -25,7 +25,7 @@ struct KVRow {
 template <>
 struct KVRow<int8_t> {
   const int8_t* values = nullptr;
-  const char* scale = nullptr;  // of a float32, wherever it stands
+  const char* scale = nullptr;  // address of a float32, of any alignment
 
   static KVRow zeros() {
     static const int8_t kZeros[kMostHeadDim + sizeof(float)] = {};
@@ -79,7 +79,7 @@ void write_row(const KVBlock<T>& block, int64_t offset, const T* x) {
               static_cast<size_t>(block.head_dim) * sizeof(T));
 }
 
-// f(T{}, C{}) for activations of type T and a cache of type C.
+// Calls f(T{}, C{}) for activations of type T and a cache of type C.
 template <class F>
 void with_kv_types(DType dtype, DType kv_dtype, F&& f) {
   const bool is_int8 = kv_dtype == DType::kInt8;

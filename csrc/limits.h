@@ -1,11 +1,11 @@
-// What this processor gives at most: loops that do nothing but multiply in registers, or read memory. Callers take the time.
+// Loops for the upper limits of this processor: they only multiply in registers, or only read memory. Callers measure the time.
 #pragma once
 
 #include "linear_tiles.h"
 
 namespace octavo::OCTAVO_ISA {
 
-// Independent sums: enough to hide the latency of one, and few enough for the registers.
+// Independent sums: enough to hide the latency of one, but so few that they fit the registers.
 #if defined(OCTAVO_ISA_AVX512)
 constexpr int kChains = 12;
 #elif defined(OCTAVO_ISA_AVX2)
@@ -13,13 +13,13 @@ constexpr int kChains = 5;
 #else
 constexpr int kChains = 2;
 #endif
-constexpr int64_t kPieces = 8;        // of each thread, so that threads of unequal speed end together
+constexpr int64_t kPieces = 8;        // per thread, so that threads of unequal speed end together
 constexpr int64_t kReadStreams = 4;   // per thread
-constexpr int64_t kReadAhead = 2048;  // bytes that each asks ahead for
+constexpr int64_t kReadAhead = 2048;  // distance of each stream's prefetches, in bytes
 
 #if defined(OCTAVO_ISA_AMX)
-// `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns how
-// many multiplications and additions that is; depth: the products of a sum in one tile.
+// Computes `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns
+// the number of multiplications and additions. depth: the products of a sum in one tile.
 template <class Product>
 int64_t spin_tiles(ThreadPool& pool, int64_t rounds, int64_t depth) {
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int) {
@@ -36,8 +36,8 @@ int64_t spin_tiles(ThreadPool& pool, int64_t rounds, int64_t depth) {
 }
 #endif
 
-// `rounds` times kChains multiply-adds of 16 float32 lanes, in each of kPieces pieces per thread. Returns how many
-// multiplications and additions that is.
+// Computes `rounds` times kChains multiply-adds of 16 float32 lanes, in each of kPieces pieces per thread. Returns the number of
+// multiplications and additions.
 inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
   pool.reserve_local(sizeof(float) * kLanes);
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
@@ -45,7 +45,7 @@ inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
     const Vec factor = splat(static_cast<float>(rounds) * 1e-30f), term = splat(1.0f);
     Vec sums[kChains];
     OCTAVO_UNROLL
-    for (int i = 0; i < kChains; ++i) {  // all lanes differ: of two registers that are the same a compiler keeps one
+    for (int i = 0; i < kChains; ++i) {  // all lanes differ: a compiler would keep only one of two equal registers
       sums[i] = to_float(lane_numbers()) + splat(static_cast<float>(i));
     }
     for (int64_t round = 0; round < rounds; ++round) {
@@ -59,7 +59,7 @@ inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
   return kPieces * pool.num_threads() * rounds * kChains * kLanes * 2;
 }
 
-// The same of byte products, four to a lane.
+// The same with byte products, four in a lane.
 inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
 #if defined(OCTAVO_ISA_AMX)
   return spin_tiles<ByteTiles>(pool, rounds / 4, 4 * kStepWords);
@@ -67,7 +67,7 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
 #if defined(OCTAVO_ISA_VNNI)
   constexpr int kFactors = 1;
 #else
-  constexpr int kFactors = kChains;  // a compiler makes equal products once, where they are not part of the sum's instruction
+  constexpr int kFactors = kChains;  // if products are not part of the sum's instruction, a compiler computes equal ones once
 #endif
   pool.reserve_local(sizeof(uint32_t) * (kFactors + 1) * kLanes);
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
@@ -80,7 +80,7 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
     OCTAVO_UNROLL
     for (int i = 0; i < kChains; ++i) sums[i] = splat_int(static_cast<uint32_t>(i));
     for (int64_t round = 0; round < rounds; ++round) {
-      const uint32_t* x = out + round % 2 * kLanes;  // a product of constants would be taken out of the loop
+      const uint32_t* x = out + round % 2 * kLanes;  // a compiler would move a product of constants out of the loop
       OCTAVO_UNROLL
       for (int i = 0; i < kChains; ++i) sums[i] = add_byte_products(sums[i], load_int(x + i % kFactors * kLanes), w);
     }
@@ -92,8 +92,7 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
 #endif
 }
 
-// The same of products of bfloat16, two to a lane where the processor has an instruction for them; else they are products
-// of float32.
+// The same with products of bfloat16, two in a lane, if the processor has an instruction for them; else with products of float32.
 inline int64_t spin_pairs(ThreadPool& pool, int64_t rounds) {
 #if defined(OCTAVO_ISA_AMX)
   return spin_tiles<PairTiles>(pool, rounds / 4, 2 * kStepWords);
@@ -122,7 +121,7 @@ inline int64_t spin_pairs(ThreadPool& pool, int64_t rounds) {
 #endif
 }
 
-// Reads what lies at p, about `bytes` of it, in several streams per thread. Returns how much it was.
+// Reads about `bytes` bytes from p on, in several streams per thread. Returns the number of bytes.
 inline int64_t read_memory(ThreadPool& pool, const void* p, int64_t bytes) {
   const int64_t stream = bytes / (kPieces * pool.num_threads() * kReadStreams) / 64 * 64, piece = stream * kReadStreams;
   pool.reserve_local(sizeof(float) * kLanes);

@@ -1,7 +1,7 @@
-// Matrix products. Every output is a sum of chains of fused multiply-adds, each over kChainDepth k ascending, added in order,
-// then + bias, then one rounding: the same whatever the number of rows, so a row's result cannot depend on its neighbours.
-// One chain over all k would round k times at the size of the whole sum: with 4,864 of them its error in float32 is 5 times
-// that of libraries, which sum in several parts, too.
+// Matrix products. Every output is a sum of chains of fused multiply-adds. Each chain takes kChainDepth k, ascending; chains are
+// added in order, then the bias, then the result is rounded once. This is the same for any number of rows, so a row's result
+// cannot depend on other rows. One chain over all k would round k times at the size of the whole sum: with 4,864 k its error in
+// float32 is 5 times that of libraries, which also sum in several parts.
 //
 // Few rows read the packed weight straight from memory (bound by its bandwidth); many rows follow Goto and van de Geijn,
 // "Anatomy of High-Performance Matrix Multiplication" (2008).
@@ -14,7 +14,7 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// --- the packed weight: how one or two consecutive k of 16 columns are read ---------------------------------------------
+// --- the packed weight: reads one or two consecutive k of 16 columns -----------------------------------------------------
 
 template <class W>
 struct Panel;  // kDepth: how many k one read yields; kStep: elements from one read to the next
@@ -51,18 +51,18 @@ OCTAVO_INLINE int64_t panel_size(int64_t k) {
   return padded_depth<W>(k) * kPanelColumns;
 }
 
-constexpr int64_t kPrefetchBytes = 3072;  // ahead of the reader, per stream: about the latency of memory
+constexpr int64_t kPrefetchBytes = 3072;  // distance of prefetches, per stream: covers about the latency of memory
 
 // --- the micro-kernel ---------------------------------------------------------------------------------------------------
 
-// What a chain does with the sums that stand where it leaves its own.
-enum class Chain { kFresh, kContinued, kAdded };  // replaces them, begins with them, is added to them when it is whole
+// What a chain does with the sums in its output: replaces them, begins with them, or is added to them at its end.
+enum class Chain { kFresh, kContinued, kAdded };
 
 constexpr int64_t kChainDepth = 64;
 
 // A chain over k of a[k * kStrideK + m * kStrideM] * w[k][column] into c[m][column] for M rows and P panels of V * 16 columns.
-// float32 panels come from a cache; meanwhile k lines from `ahead` on are asked from memory. 16-bit panels come from memory
-// themselves, and are asked for in time.
+// float32 panels come from a cache; meanwhile k lines from `ahead` on are prefetched from memory. 16-bit panels come from memory
+// and are prefetched themselves.
 template <int M, int P, int V, int kStrideK, int kStrideM, class W>
 OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_stride, int64_t k, float* c,
                                  int64_t c_stride, Chain chain, const char* ahead) {
@@ -110,9 +110,9 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
   }
 }
 
-// What fits the registers: rows and 16-column groups of a tile of one panel; rows and panels of a tile of the blocked product,
-// which loads fewer values for as many multiply-adds; rows that read the weight directly, and the accumulators that these have
-// when they are few enough to take several panels at once.
+// Sizes that fit the registers: rows and 16-column groups of a tile of one panel; rows and panels of a tile of the blocked
+// product, which loads fewer values for as many multiply-adds; rows that read the weight directly, and the accumulators of rows
+// that are few enough to take several panels together.
 #if defined(OCTAVO_ISA_AVX512)
 constexpr int kTileRows = 14, kTileGroups = 2, kBlockTileRows = 6, kBlockTilePanels = 2, kDirectRows = 12, kDirectSums = 16;
 #elif defined(OCTAVO_ISA_AVX2)
@@ -121,7 +121,7 @@ constexpr int kTileRows = 6, kTileGroups = 1, kBlockTileRows = 6, kBlockTilePane
 constexpr int kTileRows = 3, kTileGroups = 1, kBlockTileRows = 3, kBlockTilePanels = 1, kDirectRows = 2, kDirectSums = 4;
 #endif
 
-// One panel of 32 columns times M packed rows: a is [k][M] where kStrideK is 0, else strided.
+// Multiplies one panel of 32 columns by M packed rows: a is [k][M] if kStrideK is 0, else strided.
 template <int M, int kStrideK, int kStrideM>
 void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, Chain chain,
                     const void* ahead) {
@@ -147,7 +147,7 @@ struct PanelFunctions {
 constexpr PanelFunctions<0, 1> kMultiplyPacked;
 constexpr PanelFunctions<1, kChainDepth> kMultiplySlices;
 
-// kBlockTilePanels of them, `panel_stride` apart, times M rows of a slice.
+// Multiplies kBlockTilePanels panels, `panel_stride` apart, by M rows of a slice.
 template <int M>
 void multiply_block_tile(const float* a, const float* w, int64_t panel_stride, int64_t k, float* c, int64_t c_stride,
                          Chain chain, const void* ahead) {
@@ -171,8 +171,8 @@ constexpr BlockTileFunctions kMultiplyBlockTile;
 
 // --- activations and results ----------------------------------------------------------------------------------------------
 
-// The sixteen lanes of each of m rows, whatever their bits mean, as [lanes][m]: the first `count` of them, and nothing behind
-// these is written. `rows` is used up.
+// Writes the first `count` lanes of each of m rows as [lanes][m], without interpreting their bits, and nothing after them.
+// `rows` is overwritten.
 inline void turn_rows(Vec (&rows)[kLanes], int64_t m, int64_t count, float* out) {
   constexpr int64_t kFew = 4;  // rows whose lanes are moved one by one
   count = smaller(count, int64_t{kLanes});
@@ -187,13 +187,13 @@ inline void turn_rows(Vec (&rows)[kLanes], int64_t m, int64_t count, float* out)
   } else {
     for (int64_t r = m; r < kLanes; ++r) rows[r] = splat(0.0f);
     transpose(rows);
-    for (int64_t i = 0; i < count; ++i, out += m) {  // what is too much is overwritten by the next ones
+    for (int64_t i = 0; i < count; ++i, out += m) {  // the next lanes overwrite the surplus
       store_first(out, rows[i], (count - i) * m >= kLanes ? int64_t{kLanes} : m);
     }
   }
 }
 
-// Rows first .. first + m of x, at most 16, as float32 [depth][m]; k beyond the row is zero.
+// Packs rows first .. first + m of x, at most 16, as float32 [depth][m]; k past the row is zero.
 template <class X>
 void pack_rows(const LinearArgs& args, int64_t first, int64_t m, int64_t depth, float* packed) {
   const X* x = static_cast<const X*>(args.x) + first * args.x_stride;
@@ -212,7 +212,7 @@ OCTAVO_INLINE void pack_rows(const LinearArgs& args, int64_t first, int64_t m, i
   }
 }
 
-// Where some rows and columns of a result are written: the first of them, and how far it is from a row to the next.
+// The place of some rows and columns in a result: the address of the first, and the bytes from one row to the next.
 struct Place {
   char* data;
   int64_t row_bytes;
@@ -227,19 +227,19 @@ OCTAVO_INLINE Place place_of(const LinearArgs& args, int64_t row, int64_t column
   return {static_cast<char*>(args.out) + row * row_bytes + bytes_of_result(args, column), row_bytes};
 }
 
-// The same rows of the panel that stands `panels` further to the right.
+// The same rows of the panel that is `panels` further to the right.
 OCTAVO_INLINE Place right_of(const LinearArgs& args, Place place, int64_t panels) {
   return {place.data + bytes_of_result(args, panels * kPanelColumns), place.row_bytes};
 }
 
-// Asks for the memory of `rows` x `panels` panels of the output, which is about to be written.
+// Prefetches the memory of `rows` x `panels` panels of the output, which is about to be written.
 OCTAVO_INLINE void prefetch_output(const LinearArgs& args, Place out, int64_t rows, int64_t panels) {
   for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
     for (int64_t i = 0; i < bytes_of_result(args, panels * kPanelColumns); i += 64) __builtin_prefetch(out.data + i, 1);
   }
 }
 
-// Adds the bias, rounds and writes `rows` x `columns` sums, of the result's columns from `first_column` on.
+// Adds the bias, rounds and writes `rows` x `columns` sums to the result's columns from `first_column` on.
 template <class Out>
 void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t rows, int64_t first_column,
                 int64_t columns, Place out) {
@@ -262,9 +262,9 @@ OCTAVO_INLINE void write_sums(const LinearArgs& args, const float* sums, int64_t
   }
 }
 
-// --- few rows: several panels at once, straight from memory ---------------------------------------------------------------
+// --- few rows: several panels together, straight from memory --------------------------------------------------------------
 
-// P panels from `panel` on for M rows from `row` on; a: these rows, [depth][M].
+// Multiplies P panels from `panel` on by M rows from `row` on; a: these rows, [depth][M].
 template <int M, int P, class W>
 void multiply_direct(const LinearArgs& args, const float* a, int64_t row, int64_t panel) {
   const int64_t size = panel_size<W>(args.k), depth = padded_depth<W>(args.k);
@@ -292,7 +292,7 @@ struct DirectFunctions {
 
 template <int M, class W>
 void linear_direct(ThreadPool& pool, const LinearArgs& args) {
-  // Enough chains to hide the latency of a multiply-add, and few enough to stay in registers.
+  // Enough chains to hide the latency of a multiply-add, but so few that they stay in registers.
   constexpr int kPanels = kDirectSums / (M * kPanelColumns / kLanes);
   constexpr int P = kPanels < 1 ? 1 : kPanels > 4 ? 4 : kPanels;
   const int64_t depth = padded_depth<W>(args.k);
@@ -308,7 +308,7 @@ void linear_direct(ThreadPool& pool, const LinearArgs& args) {
   });
 }
 
-// Up to twice kDirectRows rows: the second half finds the panel in the cache.
+// Up to 2 * kDirectRows rows, in two halves: the second half finds the panel in the cache.
 template <class W>
 void linear_direct_twice(ThreadPool& pool, const LinearArgs& args) {
   static constexpr DirectFunctions<W> kMultiply;
@@ -339,7 +339,7 @@ constexpr int64_t kBlockRows = 24 * kTileRows;  // rows of one block: kChainDept
 constexpr int64_t kMaxGroupPanels = 4;          // panels of one task
 static_assert(kMaxGroupPanels % kBlockTilePanels == 0);
 
-// `depth` k's of one panel as float32 [depth][32].
+// Unpacks `depth` k of one panel as float32 [depth][32].
 template <class W>
 OCTAVO_INLINE void unpack_panel(const W* w, int64_t depth, float* out) {
   constexpr int kDepth = Panel<W>::kDepth;
@@ -362,7 +362,7 @@ struct RowBlock {
   int64_t depth;
 };
 
-// Rows first .. last of a block as float32 in its slices. What is behind the last k is zero up to `depth`.
+// Widens rows first .. last of a block to float32 in its slices. Values after the last k are zero up to `depth`.
 template <class X>
 void widen_rows(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t last, float* slices) {
   for (int64_t row = first; row < last; ++row) {
@@ -376,8 +376,8 @@ void widen_rows(const LinearArgs& args, const RowBlock& block, int64_t first, in
   }
 }
 
-// Columns of panels first .. first + count for all rows of a block: one chain of several panels, which stay in L1, for one tile
-// of rows after the other.
+// Multiplies panels first .. first + count by all rows of a block: one chain of several panels, which stay in L1, for one tile of
+// rows after the other.
 template <class W>
 void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t count, float* scratch) {
   constexpr bool kUnpacks = !std::is_same_v<W, float>;
@@ -391,7 +391,7 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
     for (int64_t panel = 0; panel < count; panel += kBlockTilePanels) {
       const W* source = weight + panel * size + k * kPanelColumns;
       const W* next = panel + kBlockTilePanels < count ? source + kBlockTilePanels * size : weight + (k + depth) * kPanelColumns;
-      const int64_t here = smaller(int64_t{kBlockTilePanels}, count - panel);  // the last one may stand alone
+      const int64_t here = smaller(int64_t{kBlockTilePanels}, count - panel);  // the last panel may be alone
       if (kUnpacks) {
         for (int64_t p = 0; p < here; ++p) unpack_panel<W>(source + p * size, depth, unpacked + p * unpacked_size);
       }
@@ -414,7 +414,7 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
   write_sums(args, sums, stride, block.rows, column, stride, place_of(args, block.first, column));
 }
 
-// As many panels as leave every thread several tasks, and all threads equally many while these are few.
+// The most panels per task with which every thread has several tasks, and equally many if the tasks are few.
 inline int64_t panels_of_a_task(int64_t panels, int64_t threads, int64_t most) {
   int64_t group = most;
   while (group > 1) {
@@ -436,7 +436,7 @@ void linear_many(ThreadPool& pool, const LinearArgs& args) {
   pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockTilePanels * kChainDepth + most_rows * group)) * sizeof(float));
   for (int64_t first = 0; first < args.rows; first += kBlockRows) {
     const int64_t rows = smaller(kBlockRows, args.rows - first);
-    const int64_t tile_rows = divide_up(rows, divide_up(rows, int64_t{kBlockTileRows}));  // tiles are nearly equally high
+    const int64_t tile_rows = divide_up(rows, divide_up(rows, int64_t{kBlockTileRows}));  // tiles of nearly equal height
     const RowBlock block{slices, first, rows, tile_rows, depth};
     const auto widen = args.x_dtype == DType::kFloat32 ? widen_rows<float> : widen_rows<bf16>;
     parallel_ranges(pool, rows, kTileRows, [&](int64_t begin, int64_t end) { widen(args, block, begin, end, slices); });

@@ -18,10 +18,10 @@ struct LinearArgs {
   void* out;          // [rows, out_features], float32 or bfloat16
   int64_t out_stride;
   DType out_dtype;
-  bool gated;  // the first half of n are gates of the second one, and the result is that of `gate`; see fuses_gate
+  bool gated;  // the first half of n are gates, the second half is `up`, and the result is that of `gate`; see fuses_gate
   Activation activation;  // of these gates
   Int4Format int4;        // of an int4 weight
-  const int32_t* order;   // [k]: which column of x each k of an int4 weight meets, or null: they stand in one order
+  const int32_t* order;   // [k]: the column of x for each k of an int4 weight; null if the order is the same
 
   int64_t out_features() const { return gated ? n / 2 : n; }
 
@@ -34,7 +34,7 @@ struct LinearArgs {
             at<int32_t>(order)};
   }
 
-  // Any other kernel would write all n features where half of them have room.
+  // A kernel that does not fuse gates would write all n features to memory for half of them.
   template <class Table>
   void check(const Table& table) const {
     if (gated && !table.fuses_gate(x_dtype, weight_dtype, n)) {

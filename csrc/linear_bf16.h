@@ -1,10 +1,10 @@
-// Matrix products of bfloat16 weights and bfloat16 activations by the instruction that processors have for them: each lane
-// of a sum takes two products at once, those of k and k + 1, and twice as many a second as of float32.
+// Matrix products of bfloat16 weights and bfloat16 activations by the processor's instruction for pairs: each lane of a sum takes
+// the two products of k and k + 1 in one step, twice as many per second as in float32.
 //
-// Every output is a sum of chains of these, each over kPairChainDepth k ascending, added in order, then + bias, then one
-// rounding: the same whatever the number of rows. What the instruction rounds between the two products is its own (subnormal
-// numbers are zero to it): results differ in their last bits from those of other instruction sets, as do those of oneDNN, which
-// uses it as well.
+// Every output is a sum of chains of such steps. Each chain takes kPairChainDepth k, ascending; chains are added in order, then the
+// bias, then the result is rounded once. This is the same for any number of rows. The instruction has its own rounding between the
+// two products (and treats subnormal numbers as zero). So results differ in their last bits from those of other instruction sets,
+// as do results of oneDNN, which uses it, too.
 #pragma once
 
 #include "quantized_rows.h"
@@ -13,20 +13,20 @@ namespace octavo::OCTAVO_ISA {
 
 #if defined(OCTAVO_ISA_BF16)
 
-constexpr int kPairRows = 14, kPairSums = 16;   // rows of a tile; accumulators of few rows, which take several panels
+constexpr int kPairRows = 14, kPairSums = 16;   // rows of a tile; accumulators of few rows, which take several panels together
 constexpr int64_t kPairBytes = 4 * kPanelColumns;  // two k of one panel
-// Every end of a chain takes a tile's sums to memory and back, which costs one of 64 k a twentieth of its time. With 256, results
-// in float32 are off no more than 1.11 times as much as those of plain torch (k of 64 to 8,192).
+// The end of a chain moves a tile's sums to memory and back, which takes a twentieth of the time of a chain of 64 k. With 256 k,
+// the error of results in float32 is at most 1.11 times that of plain torch (k of 64 to 8,192).
 constexpr int64_t kPairChainDepth = 256;
 
-// Some rows as the product reads them: as they stand, or packed as [pairs of k][rows].
+// A tile of rows as the product reads them: in place, or packed as [pairs of k][rows].
 struct PairTile {
   const char* pairs;   // the first one
   int64_t row_bytes;   // from a row to the next
   int64_t pair_bytes;  // from a pair to the next
 };
 
-// `m` rows from row `first` on as [pairs of k][m]; k beyond the row is zero.
+// Packs `m` rows from row `first` on as [pairs of k][m]; k past the row is zero.
 inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_t* words) {
   const int64_t pairs = divide_up(args.k, 2);
   const bf16* x = static_cast<const bf16*>(args.x) + first * args.x_stride;
@@ -47,7 +47,7 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_
   }
 }
 
-// P panels from `panel` on for the M rows of a tile.
+// Multiplies P panels from `panel` on by the M rows of a tile.
 template <int M, int P>
 void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Place out, Ahead ahead) {
   constexpr int V = kPanelColumns / kLanes;
@@ -110,7 +110,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
   }
 }
 
-// `count` panels from `first` on for a tile of M rows, as many at once as there are registers for.
+// Multiplies `count` panels from `first` on by a tile of M rows, as many together as there are registers for.
 template <int M>
 void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count, Place out,
                           Ahead ahead) {
@@ -129,10 +129,10 @@ struct PairFunctions {
       : of_rows{nullptr, multiply_pair_panels<I + 1>...} {}
 };
 
-constexpr int64_t kFewPanels = 64;  // too few to make up for packing rows
+constexpr int64_t kFewPanels = 64;  // with so few panels, packing rows does not pay
 
-// In blocks of rows that stay in cache, each of tiles of nearly equal height. Several tiles that many panels are multiplied
-// with are packed, and rows of an odd k.
+// The product in blocks of rows that stay in cache, each of tiles of nearly equal height. Rows are packed if several tiles are
+// multiplied by many panels, or if k is odd.
 inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;

@@ -1,12 +1,11 @@
-// Matrix products of weights in the blocks of GGUF files (block_formats.h) and activations that are rounded to bytes on the way,
-// with a scale for each 32 consecutive k of a row. Sums of integers are exact, and what they make is added in float32 in the order
-// of k, so a result does not depend on the number of rows or the instruction set:
+// Matrix products of weights in the blocks of GGUF files (block_formats.h) and activations that the product rounds to bytes, with
+// a scale for each 32 consecutive k of a row. Sums of integers are exact, and the terms computed from them are added in float32 in
+// the order of k. So a result does not depend on the number of rows or the instruction set:
 //
 //   out = sum, k ascending, of (float(sum of x w) * scale [+ float(sum of x) * minimum]) * (scale of the row's group)  [+ bias]
 //
-// for every k that share a scale of the weight, each operation rounded once. A single row reads the panels as they stand in
-// memory. For more rows each piece of a panel is unpacked
-// once, into bytes and float32 scales in a cache, whatever its kind.
+// with a term for all k that share a scale of the weight, each operation rounded once. A single row reads the panels in place. For
+// more rows each piece of a panel, of any kind, is unpacked once, into bytes and float32 scales in a cache.
 #pragma once
 
 #include "block_formats.h"
@@ -18,15 +17,15 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Some rows as a product reads them: bytes, the scales of their groups, and the sums of what shares a scale of the weight, times
-// a factor.
+// A tile of rows in the layout of the product: bytes, the scales of their groups, and for each scale of the weight the sum of the
+// row's bytes, times a factor.
 struct BlockTile {
   uint8_t* bytes;  // [words][rows][4]
   float* scales;   // [groups][rows]
   int32_t* sums;   // [scales of a column][rows]
 };
 
-// f over all lanes, in every lane.
+// Reduces all lanes by f; the result is in every lane.
 template <class F>
 OCTAVO_INLINE IVec over_lanes(IVec a, const F& f) {
   a = f(a, as_int(exchange_lanes<8>(as_float(a))));
@@ -41,8 +40,8 @@ OCTAVO_INLINE void store_lane(void* p, IVec a) {
   std::memcpy(p, lanes, sizeof(lanes[0]));
 }
 
-// A group of a row as two vectors of whole numbers; its scale is stored. As in row_scale, it is NaN where a value is no number or
-// infinite.
+// Rounds a group of a row to two vectors of whole numbers, and stores its scale. As in row_scale, the scale is NaN if a value is
+// NaN or infinite.
 template <class X>
 OCTAVO_INLINE void round_group(const X* row, float* scale, IVec (&whole)[2]) {
   const Vec values[2] = {load(row), load(row + kLanes)};
@@ -57,7 +56,7 @@ OCTAVO_INLINE void round_group(const X* row, float* scale, IVec (&whole)[2]) {
   whole[1] = to_int(values[1] * inverse);
 }
 
-// `m` rows from `first` on, at most sixteen.
+// Rounds `m` rows, at most sixteen, from `first` on.
 template <class X>
 void round_block_rows(const LinearArgs& args, const BlockFormat& format, int64_t first, int64_t m, const BlockTile& tile) {
   constexpr int64_t kTogether = 2 * kBlockGroup;
@@ -111,7 +110,7 @@ OCTAVO_INLINE void write_block_sums(const LinearArgs& args, Vec (&sums)[kPanelVe
   }
 }
 
-// The sums of a vector of columns over a group of one row, as floats, added to the total. head, super: see BlockHead.
+// Adds the term of one row's group for a vector of columns to the total. head, super: see BlockHead.
 template <DType kKind>
 OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const uint8_t* values, const IVec (&x)[kGroupWords],
                              const int32_t* row_sums, Vec row_scale, Vec& total) {
@@ -149,7 +148,7 @@ OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const ui
   });
 }
 
-// P panels from `panel` on for one row.
+// Multiplies P panels from `panel` on by one row.
 template <DType kKind, int P>
 void multiply_row(const LinearArgs& args, const BlockPanels& weight, const BlockTile& row, int64_t panel, Place out,
                   Ahead ahead) {
@@ -199,7 +198,7 @@ void multiply_row(const LinearArgs& args, const BlockPanels& weight, const Block
   }
 }
 
-// Panels at once: as many streams from memory as there are registers for.
+// Panels of a task: as many streams from memory as there are registers for.
 constexpr int kRowPanels = panels_at_once(1, kNibbleSums);
 
 template <DType kKind>
@@ -217,18 +216,18 @@ void linear_of_block_row(ThreadPool& pool, const LinearArgs& args, const BlockPa
 
 // --- more rows ----------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kPieceGroups = kSuperGroups;  // of a panel that are unpacked at a time: they stay in L1
+constexpr int64_t kPieceGroups = kSuperGroups;  // groups of a panel that are unpacked at a time, which stay in L1
 constexpr int64_t kPieceScales = 2 * kPieceGroups;  // of a column, at most
 
-// A piece of a panel: values as `GroupValues` gives them, scales and minima in float32.
+// An unpacked piece of a panel: values from `GroupValues`, scales and minima in float32.
 struct UnpackedPiece {
   alignas(64) uint8_t values[kPieceGroups * kGroupWords][kNibbleBytes];
   alignas(64) float scales[kPieceScales][kPanelColumns];
   alignas(64) float minima[kPieceGroups][kPanelColumns];
 };
 
-// Unpacks `groups` groups from `w` on, where eight of them begin. Those of the next panel are `to_next` bytes further, and are
-// asked for meanwhile.
+// Unpacks `groups` groups from `w` on, which must be the first of eight. Prefetches the groups of the next panel, which are
+// `to_next` bytes further.
 template <DType kKind>
 void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPiece& out) {
   constexpr BlockFormat kFormat = format_of(kKind);
@@ -257,7 +256,7 @@ void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPi
   }
 }
 
-// What an unpacked panel is multiplied by: with words_in_halves, all that decides it of a format.
+// The kernel for an unpacked panel; this and words_in_halves are all that the kernel depends on in a format.
 enum class BlockForm { kPlain, kSigned, kHalves, kMinima };
 
 constexpr BlockForm form_of(const BlockFormat& format) {
@@ -267,7 +266,7 @@ constexpr BlockForm form_of(const BlockFormat& format) {
                                              : BlockForm::kPlain;
 }
 
-// Adds the products of an unpacked word, V vectors of it, and four k of M rows: add(sum, columns, four k).
+// Adds the products of V vectors of an unpacked word with four k of M rows: add(sum, columns, four k).
 template <int M, int V, class Add>
 OCTAVO_INLINE void add_word(const uint8_t* w, const uint8_t* x, IVec (&sums)[M][V], const Add& add) {
   IVec columns[V];
@@ -281,8 +280,8 @@ OCTAVO_INLINE void add_word(const uint8_t* w, const uint8_t* x, IVec (&sums)[M][
   }
 }
 
-// V vectors of columns, from vector `vec` on, of the `groups` groups of a piece, for the M rows of a tile from its group `first`
-// on: adds to the totals [M][32]. kInHalves: words_in_halves.
+// Multiplies V vectors of columns, from vector `vec` on, of the `groups` groups of a piece by the M rows of a tile, from its group
+// `first` on, and adds to the totals [M][32]. kInHalves: words_in_halves.
 template <BlockForm kForm, int kInHalves, int M, int V>
 OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
                               float* totals) {
@@ -318,7 +317,7 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile,
         w += kNibbleBytes;
       }
     } while (w != end);
-    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
+    asm volatile("" : : "r"(totals) : "memory");  // else GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
       const Vec scale = load(piece.scales[part] + (vec + v) * kLanes);
@@ -353,7 +352,7 @@ struct BlockFunctions {
   constexpr explicit BlockFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_piece<kForm, kInHalves, I + 1>...} {}
 };
 
-// A block of rows times all panels. tile_at(i): its i-th tile.
+// Multiplies a block of rows by all panels. tile_at(i): its i-th tile.
 template <DType kKind, class TileAt>
 void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockOfRows& block,
                          const TileAt& tile_at) {
@@ -366,7 +365,7 @@ void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPa
     auto& piece = *static_cast<UnpackedPiece*>(pool.local(thread));
     auto* totals = reinterpret_cast<float*>(&piece + 1);
     std::memset(totals, 0, totals_size);
-    const int64_t to_next = (smaller(following, panels - 1) - panel) * weight.panel_bytes;  // what is here is asked for at the end
+    const int64_t to_next = (smaller(following, panels - 1) - panel) * weight.panel_bytes;  // at most the last panel
     for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
       const int64_t groups = smaller(kPieceGroups, weight.groups - first);
       unpack_blocks<kKind>(weight.panel(panel) + weight.offset(first), groups, to_next, piece);

@@ -1,6 +1,6 @@
-// Matrix products of int4 weights (a scale for each group of consecutive k of a column, and perhaps a zero point) and
-// activations that are quantized on the way. A group's scale is a whole multiple of the unit of its column, so that the sum
-// over all k is one of integers, exact, and the result is one expression, whatever the order or the number of rows:
+// Matrix products of int4 weights (a scale for each group of consecutive k of a column, and perhaps a zero point) and activations
+// that the product quantizes. A group's scale is a whole multiple of the unit of its column. So the sum over all k is an exact sum
+// of integers, and the result is one expression for any order and any number of rows:
 //
 //   out = float(sum of x (w - zero) multiple) * (scale of the row * unit of the column) + bias, each operation rounded once
 //
@@ -17,9 +17,9 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
-// panels at once (with AVX2 never: a vector is two registers there). Whether a section is unrolled; and whether a single row
-// takes both halves of a vector as it is read, which leaves registers enough for one panel.
+// Sizes that fit the registers: rows of a tile, accumulators of a tile, and accumulators if rows are few enough to take several
+// panels together (with AVX2 never: a vector is two registers there). Whether a section is unrolled. Whether a single row
+// multiplies both halves of a vector when it is read; then the registers suffice for one panel only.
 #if defined(OCTAVO_ISA_VNNI)
 constexpr int kNibbleRows = 12, kMostNibbleSums = 24, kNibbleSums = 8;
 constexpr bool kUnrollsSections = false, kTakesBothHalves = false;
@@ -37,18 +37,18 @@ constexpr bool kUnrollsSections = false, kTakesBothHalves = false;
 constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
 constexpr int64_t kNibbleBytes = 4 * kPanelColumns;  // eight k of one panel
 constexpr int64_t kWordsBytes = 2 * kPanelColumns;   // a 16-bit number of each column
-constexpr int32_t kNibbleCenter = 8;                 // what is taken from values before they are multiplied
+constexpr int32_t kNibbleCenter = 8;                 // is subtracted from values before they are multiplied
 constexpr int64_t kMostByte = 127;                   // of activations
-constexpr int64_t kMostWord = 32639;                 // of a value less its zero point, times its multiple (quantization.py)
-constexpr int64_t kSectionDepth = 32;                // k whose products with centered values sum up to signed 16 bits
-constexpr int64_t kSectionsTogether = 16;            // whose sums times multiples add up to signed 32 bits
+constexpr int64_t kMostWord = 32639;                 // of (value - zero point) * multiple (quantization.py)
+constexpr int64_t kSectionDepth = 32;                // k whose products with centered values have sums of signed 16 bits
+constexpr int64_t kSectionsTogether = 16;            // sections whose sums times multiples have sums of signed 32 bits
 static_assert(kSectionDepth * kMostByte * kNibbleCenter < 1 << 15);
-static_assert(kSectionDepth / 2 * kMostByte * 15 < 1 << 15);  // of one half of a lane, where these have sums of their own
+static_assert(kSectionDepth / 2 * kMostByte * 15 < 1 << 15);  // if each half of a lane has its own sum
 static_assert(kSectionsTogether * kSectionDepth * kMostByte * kMostWord < int64_t{1} << 31);
 
-// A packed int4 weight: panels; in each its groups; in each of these the multiples, (zero point - 8) times them if there are
-// zero points, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
-// Behind all panels the units of the columns.
+// A packed int4 weight consists of panels, then the units of the columns. A panel consists of groups. A group holds the multiples,
+// (zero point - 8) * multiple if there are zero points, and the values: byte j of a column's word holds k + j in its lower half and
+// k + 4 + j in its upper half.
 struct NibbleWeight {
   static constexpr int kRows = kNibbleRows;
 
@@ -56,7 +56,7 @@ struct NibbleWeight {
   int64_t depth;  // k, padded
   int64_t group;  // k of a group, the last one perhaps fewer
   int64_t groups;
-  int64_t head_bytes;  // of a group: what stands before its values
+  int64_t head_bytes;  // of a group, before its values
   int64_t panel_bytes;
   bool has_zeros;
   const float* units;
@@ -83,32 +83,32 @@ struct NibbleWeight {
                        int64_t count, Place out, Ahead ahead);
 };
 
-// What the sums of a section of a row begin with. With a sum in each half of a lane it is the lower one's.
+// The initial value of a row's sums of a section. If each half of a lane has a sum, only the lower half gets it.
 OCTAVO_INLINE IVec first_sum(int32_t row_sum) {
   const IVec sum = splat_int(static_cast<uint32_t>(row_sum));
   return kSumsNibblesInHalves ? sum & splat_int(0xFFFF) : sum;
 }
 
-// What the sums of sixteen columns are multiplied by, from 16-bit numbers.
+// The factors of the sums of sixteen columns, from 16-bit numbers; in both halves of a lane if each has a sum.
 OCTAVO_INLINE IVec load_factors(const uint8_t* words) {
   const IVec factors = load_words(words);
   return kSumsNibblesInHalves ? factors | shift_left<16>(factors) : factors;
 }
 
-// The halves from bit kShift on of each byte.
+// Four bits of each byte, from bit kShift on.
 template <int kShift>
 OCTAVO_INLINE IVec nibbles(IVec bytes) {
   return (kShift == 0 ? bytes : shift_right<kShift>(bytes)) & splat_int(0x0F0F0F0Fu);
 }
 
-// Four k of a row, in every lane.
+// Four k of a row, repeated in every lane.
 OCTAVO_INLINE IVec load_four(const uint8_t* x) {
   uint32_t word;
   std::memcpy(&word, x, 4);
   return splat_int(word);
 }
 
-// The halves from bit kShift on of V vectors of P panels, times four k of M rows.
+// Multiplies the values at bit kShift of V vectors of P panels by four k of M rows.
 template <int M, int P, int V, int kShift>
 OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const uint8_t* x, IVec (&sums)[P][M][V]) {
   IVec columns[P][V];
@@ -128,7 +128,7 @@ OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const ui
   }
 }
 
-// Both halves of V vectors of P panels, times eight k of M rows.
+// Multiplies all values of V vectors of P panels by eight k of M rows.
 template <int M, int P, int V>
 OCTAVO_INLINE void multiply_line(const uint8_t* w, int64_t panel_bytes, const uint8_t* x, IVec (&sums)[P][M][V]) {
   if constexpr (M == 1 && kTakesBothHalves) {
@@ -148,8 +148,8 @@ OCTAVO_INLINE void multiply_line(const uint8_t* w, int64_t panel_bytes, const ui
   }
 }
 
-// Exact sums of whole numbers beyond 32 bits, N vectors of them: what is added is less than 2^31, and then moved to two
-// parts that float32 holds.
+// N vectors of exact sums of whole numbers beyond 32 bits. A sum below 2^31 is collected, and then moved to two parts that float32
+// holds exactly.
 template <int N>
 class LongSums {
  public:
@@ -166,7 +166,7 @@ class LongSums {
     has_moved_ = true;
   }
 
-  // Everything that was added and moved, rounded once.
+  // The whole sum, rounded once.
   OCTAVO_INLINE Vec total(int i) const {
     const Parts parts = parts_of(i);
     return to_float(parts.upper) * splat(65536.0f) + to_float(parts.lower);
@@ -183,23 +183,23 @@ class LongSums {
   }
 
   alignas(64) int32_t added_[N][kLanes] = {};
-  alignas(64) int32_t upper_[N][kLanes], lower_[N][kLanes];  // set once anything has moved
+  alignas(64) int32_t upper_[N][kLanes], lower_[N][kLanes];  // undefined until the first move
   bool has_moved_ = false;
 };
 
-// kFewRowsAskAhead of nibbles, which differs on Zen 4 and 5: without it one reads them 2 % slower, the other some percent faster.
+// kFewRowsAskAhead for int4. Zen 4 and 5 differ here: without it one reads int4 2 % slower, the other a few percent faster.
 #if defined(OCTAVO_ISA_AVX2)
 constexpr bool kFewNibbleRowsAskAhead = false;
 #else
 constexpr bool kFewNibbleRowsAskAhead = true;
 #endif
 
-// V vectors of columns, from vector `vec` on, of P panels from `w` on, for the M rows of a tile: adds to the totals
-// [P][M][V]. They live in memory, because registers are for the sums of a section.
+// Multiplies V vectors of columns, from vector `vec` on, of P panels from `w` on, by the M rows of a tile, and adds to the totals
+// [P][M][V]. The totals are in memory, because the sums of a section need the registers.
 template <int M, int P, int V>
 OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& tile, const uint8_t* w, int vec,
                                     Ahead& ahead, LongSums<P * M * V>& totals) {
-  // With more rows arithmetic takes longer than memory, and registers are short.
+  // With more rows, arithmetic takes longer than memory, and registers are scarce.
   constexpr bool kAsksAhead = P > 1 && kFewNibbleRowsAskAhead;
   const uint8_t *x = tile.bytes, *head = w;
   const int32_t* row_sums = tile.sums;
@@ -240,11 +240,11 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       for (int64_t line = 0; line < kSectionDepth; line += kNibbleDepth) take_line();
     } else {
       const uint8_t* end = w + smaller(weight.depth - k, kSectionDepth) / kNibbleDepth * kNibbleBytes;
-      do {  // at least once: then GCC keeps one copy of the sums
+      do {  // runs at least once, so that GCC keeps one copy of the sums
         take_line();
       } while (w != end);
     }
-    asm volatile("" : : "r"(&totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
+    asm volatile("" : : "r"(&totals) : "memory");  // else GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       OCTAVO_UNROLL
@@ -260,7 +260,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
         const IVec zero = load_words(words + kWordsBytes);
         for (int m = 0; m < M; ++m) {
           const int i = (p * M + m) * V + v;
-          const IVec row_sum = splat_int(static_cast<uint32_t>(row_sums[m] / kNibbleCenter));  // of minus the row
+          const IVec row_sum = splat_int(static_cast<uint32_t>(row_sums[m] / kNibbleCenter));  // the negative sum of the row
           totals.set_added(i, add_word_products(totals.added(i), row_sum, zero));
         }
       }
@@ -271,7 +271,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
   }
 }
 
-// Writes V vectors of columns: scales the totals of some rows and adds the bias.
+// Scales the totals of `rows` rows and V vectors of columns, adds the bias and writes them.
 template <int V, class Out, class Total>
 OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const NibbleWeight& weight, const float* row_scales, int64_t rows,
                                    int64_t first_column, const Total& total, Place out) {
@@ -294,7 +294,7 @@ OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const NibbleWeight& w
   }
 }
 
-// total(m, v): of row m, vector v, in float32.
+// total(m, v): the sum of row m and vector v in float32.
 template <int V, class Total>
 OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weight, const float* row_scales, int64_t rows,
                                 int64_t first_column, const Total& total, Place out) {
@@ -305,7 +305,7 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weig
   }
 }
 
-// P panels from `panel` on for the M rows of a tile.
+// Multiplies P panels from `panel` on by the M rows of a tile.
 template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
                             Place out, Ahead ahead) {

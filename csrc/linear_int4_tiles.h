@@ -1,7 +1,6 @@
-// The product of int4 weights (linear_int4.h) by tiles, for more rows than one tile has. A weight less its zero point times its
-// multiple has 16 bits, so a panel is unpacked as two planes of bytes, lower ones and upper ones, for a block of rows. Either
-// plane's sums are integers, and so is what both add up to: every result has the bits of the other product, which serves fewer
-// rows.
+// The product of int4 weights (linear_int4.h) by tiles, for more rows than one tile has. (weight - zero point) * multiple has 16
+// bits, so a panel is unpacked as two planes of bytes, lower and upper, for a block of rows. The sums of both planes are integers,
+// and so is their total. So every result has the bits of the product without tiles, which serves fewer rows.
 #pragma once
 
 #include "linear_args.h"
@@ -15,11 +14,11 @@ namespace octavo::OCTAVO_ISA {
 
 #if defined(OCTAVO_ISA_AMX)
 
-constexpr int64_t kNibblePairs = 16;     // pairs of tiles of rows that meet a panel which is unpacked once for them
-constexpr int64_t kFewestNearPairs = 4;  // if only fewer stay in L2, unpacking a panel for them would cost more than it brings
+constexpr int64_t kNibblePairs = 16;     // pairs of tiles of rows for which a panel is unpacked once
+constexpr int64_t kFewestNearPairs = 4;  // if fewer fit L2, unpacking a panel for them costs more than it saves
 
-// A packed int4 weight as bytes for tiles: lines of four k of sixteen columns, each line as the lower bytes of the columns and
-// then the upper ones. So a panel has two slices, and 32 sums of a row times a slice are 16 of lower and 16 of upper bytes.
+// A packed int4 weight as bytes for tiles: lines of four k of sixteen columns; each line has the lower bytes of the columns, then
+// the upper bytes. So a panel has two slices, and the 32 sums of a row times a slice are 16 of lower and 16 of upper bytes.
 class NibbleTiles {
  public:
   static constexpr int kSlices = kPanelVecs;
@@ -29,7 +28,7 @@ class NibbleTiles {
   int64_t panel_bytes() const { return weight_.panel_bytes; }
   const char* panel(int64_t i) const { return reinterpret_cast<const char*>(weight_.panels + i * weight_.panel_bytes); }
 
-  // Some steps of a panel: [kSlices][steps] of kStepBytes. What is behind the last k is zero.
+  // Unpacks some steps of a panel: [kSlices][steps] of kStepBytes. Bytes after the last k are zero.
   void unpack(int64_t panel, int64_t first_step, int64_t steps, char* out) const {
     const uint8_t* w = weight_.panels + panel * weight_.panel_bytes;
     const int64_t group_bytes = weight_.head_bytes + weight_.group / kNibbleDepth * kNibbleBytes;
@@ -48,7 +47,7 @@ class NibbleTiles {
     }
   }
 
-  // Writes rows of a panel. sums: as unpacked, `slice_sums` from one slice to the next.
+  // Writes rows of a panel. sums: in the order of unpacked columns, with `slice_sums` from one slice to the next.
   void write(const LinearArgs& args, const int32_t* sums, int64_t slice_sums, const float* scales, int64_t first_row,
              int64_t rows, int64_t panel) const {
     const int64_t column = panel * kPanelColumns;
@@ -60,15 +59,15 @@ class NibbleTiles {
   }
 
  private:
-  // Values less their zero points times their multiples, as lower and upper bytes, both signed: upper * 256 + lower. In
-  // 16 bits, where products wrap around on their way.
+  // Unpacks (value - zero point) * multiple as lower and upper bytes, both signed: upper * 256 + lower. Computed modulo 2^16:
+  // intermediate products may wrap around.
   OCTAVO_INLINE void unpack_section(const uint8_t* head, const uint8_t* values, int64_t lines, int slice, char* out) const {
     const auto in_both_halves = [&](const uint8_t* words) {
       const IVec word = load_words(words + slice * 2 * kLanes);
       return word | shift_left<16>(word);
     };
     const IVec multiple = in_both_halves(head), none = splat_int(0), rounding = splat_int(0x0080'0080u);
-    const IVec center = multiply_words(multiple, splat_int(0xFFF8'FFF8u));  // less the center
+    const IVec center = multiply_words(multiple, splat_int(0xFFF8'FFF8u));  // minus the center, times the multiple
     const IVec zero = weight_.has_zeros ? multiply_words(in_both_halves(head + kWordsBytes), splat_int(0xFFFF'FFFFu)) : none;
     const IVec term = add_words(add_words(center, zero), rounding);
     const auto product = [&](IVec raw) {
@@ -86,7 +85,7 @@ class NibbleTiles {
     }
   }
 
-  // lower + 256 * upper, rounded once: the sum of two parts that float32 holds.
+  // lower + 256 * upper, rounded once: the sum of two parts that float32 holds exactly.
   static OCTAVO_INLINE Vec total_of(IVec lower, IVec upper) {
     const IVec most = upper + shift_right_signed<8>(lower);
     const IVec rest = shift_left<8>(most & splat_int(0xFFFu)) | (lower & splat_int(0xFFu));
@@ -96,8 +95,8 @@ class NibbleTiles {
   const NibbleWeight weight_;
 };
 
-// A panel times a block of rows, piece by piece of k. next: the panel of the task behind this one, or null, which is asked for
-// ahead. sums: [kSlices][rows of the block, in whole pairs of tiles][32].
+// Multiplies a panel by a block of rows, piece by piece of k. next: the panel of the following task, which is prefetched, or null.
+// sums: [kSlices][rows of the block, in whole pairs of tiles][32].
 inline void multiply_nibble_panel(const LinearArgs& args, const NibbleTiles& product, const BlockOfTiles& rows, int64_t panel,
                                   const char* next, char* unpacked, int32_t* sums) {
   const int64_t steps = divide_up(args.k, kTileStep), pieces = divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
@@ -154,8 +153,8 @@ inline void linear_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args) {
 
 #endif
 
-// Sums of integers are the same by tiles and without, so of the two products the faster one serves; everything else has one
-// product for any number of rows.
+// Sums of integers are the same with and without tiles, so the faster of the two products serves. All other types have one product
+// for any number of rows.
 #if defined(OCTAVO_ISA_AMX)
 constexpr int64_t kFewByteRows = 2, kFewNibbleRows = kTileHeight;
 #endif

@@ -1,6 +1,6 @@
-// Matrix products of int8 weights (one scale per output column) and activations that are quantized on the way (one scale
-// per row), both rotated before they are rounded (rotation.h). Sums of integers are exact, so the result is one expression,
-// whatever the order or the number of rows:
+// Matrix products of int8 weights (one scale per output column) and activations that the product quantizes (one scale per row).
+// Both are rotated before they are rounded (rotation.h). Sums of integers are exact, so the result is one expression for any order
+// and any number of rows:
 //
 //   out = float(sum of x w) * (scale of the row * scale of the column) + bias, each operation rounded once
 #pragma once
@@ -9,8 +9,8 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
-// panels at once.
+// Sizes that fit the registers: rows of a tile, accumulators of a tile, and accumulators if rows are few enough to take several
+// panels together.
 #if defined(OCTAVO_ISA_AVX512)
 constexpr int kByteRows = 14, kMostByteSums = 28, kByteSums = 16;
 #else
@@ -19,7 +19,7 @@ constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 6;
 
 constexpr int64_t kGroupBytes = 4 * kPanelColumns;  // four k of one panel
 
-// With so few tiles a panel has hardly come from memory when it is met, and is asked for all along.
+// With so few tiles, a panel is read as soon as it arrives from memory, so the tiles prefetch during the whole product.
 constexpr int64_t kFewTiles = 12;
 
 OCTAVO_INLINE int64_t byte_groups(int64_t k) { return divide_up(k, 4); }
@@ -42,7 +42,7 @@ struct ByteWeight {
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kByteSums); }
-  // Of many tiles each asks for its share at first, and then only computes.
+  // With many tiles, each prefetches its share at first, and then only computes.
   int64_t panel_steps(int rows, int64_t tiles) const {
     if (tiles <= kFewTiles) return panel_bytes / kGroupBytes * (kPanelVecs / vecs_at_once(rows, kMostByteSums));
     return divide_up(panel_bytes, tiles * Ahead::kAskedBytes);
@@ -54,7 +54,7 @@ struct ByteWeight {
                        int64_t count, Place out, Ahead ahead);
 };
 
-// Stores V vectors of a row, of which `count` columns are there.
+// Stores the first `count` columns of V vectors of a row.
 template <int V, class Out>
 OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count) {
   if (count >= V * kLanes) {
@@ -65,7 +65,7 @@ OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count)
   }
 }
 
-// Writes `rows` x 32 columns: scales the sums and adds the bias. kOffset: what was added to every byte of the rows.
+// Writes `rows` x 32 columns: scales the sums and adds the bias. kOffset: the number that was added to every byte of the rows.
 template <int kOffset, class Out, bool kHasBias>
 void write_byte_sums_as(const LinearArgs& args, const ByteWeight& weight, const float* row_scales, int64_t rows,
                         int64_t first_column, const int32_t* sums, Place out) {
@@ -102,7 +102,7 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const flo
   write(args, weight, row_scales, rows, first_column, sums, out);
 }
 
-// V vectors of columns, from vector `vec` on, of P panels from `w` on, for the M rows of a tile.
+// Multiplies V vectors of columns, from vector `vec` on, of P panels from `w` on, by the M rows of a tile.
 template <int M, int P, int V>
 OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, const int8_t* w, int vec, Ahead& ahead,
                              int32_t (&out)[P][M][kPanelColumns]) {
@@ -149,7 +149,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
   };
   const int8_t* const end = group + weight.panel_bytes;
   const int8_t* const asked = group + ahead.take_steps(weight.panel_bytes / kGroupBytes) * kGroupBytes;
-  const int64_t apart = (end - asked) / (kGroupBytes * 2 * M) * kGroupBytes;  // from a row of results to the next
+  const int64_t apart = (end - asked) / (kGroupBytes * 2 * M) * kGroupBytes;  // between prefetches of results' rows
   if (apart == 0) ahead.ask_rows(P);
   while (group != asked) add_group(std::true_type());
   while (ahead.rows() > 0) {
@@ -167,7 +167,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
   }
 }
 
-// P panels from `panel` on for the M rows of a tile.
+// Multiplies P panels from `panel` on by the M rows of a tile.
 template <int M, int P>
 void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Place out,
                     Ahead ahead) {

@@ -1,13 +1,14 @@
-// Matrix products by tiles (AMX): bfloat16 weights with bfloat16 activations, and int8 weights with activations that are
-// quantized on the way. A packed weight of either is [words][32] of 32 bits, two or four k to a word, so sixteen lines of a
-// panel are two tiles as they stand.
+// Matrix products by tiles (AMX): bfloat16 weights with bfloat16 activations, and int8 weights with activations that the product
+// quantizes. Both packed weights are [words][32] of 32 bits, with two or four k in a word, so sixteen lines of a panel are two
+// tiles in place.
 //
-// Every sum takes its steps of sixteen words in ascending order, whatever the number of rows; so a row's result cannot depend
-// on its neighbours. Sums of bfloat16 differ in their last bits from those of other instruction sets; those of int8 are
-// integers and do not, and what is made of them is the expression of linear_int8.h.
+// Every sum takes its steps of sixteen words in ascending order for any number of rows, so a row's result cannot depend on other
+// rows. Sums of bfloat16 differ in their last bits from those of other instruction sets. Sums of int8 are integers and do not
+// differ; results are computed from them by the expression of linear_int8.h.
 //
-// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes activation(gate) * up
-// alone: the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
+// A gated product multiplies a panel of gates and the matching panel of `up` in the same task, and writes only
+// activation(gate) * up. It is computed from both, rounded as the product rounds them, while they are in the first-level cache:
+// the bits are those of elementwise.h.
 #pragma once
 
 #include "linear_int4.h"
@@ -17,7 +18,7 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Whether linear takes gated products: only where gates and what they gate are panels of their own.
+// Whether linear computes gated products of these types: only if gates and `up` are in separate panels.
 inline bool fuses_gate(DType x_dtype, DType weight_dtype, int64_t n) {
 #if defined(OCTAVO_ISA_BF16)
   constexpr bool kFusesPairs = true;
@@ -40,25 +41,24 @@ inline bool fuses_gate(DType x_dtype, DType weight_dtype, int64_t n) {
 constexpr int64_t kStepWords = kTileStep / 4;
 constexpr int64_t kLineBytes = 4 * kPanelColumns;          // a word of every column of a panel
 constexpr int64_t kStepBytes = kStepWords * kLineBytes;    // of a panel
-constexpr int64_t kTogether = 2 * kTileHeight;             // rows that are multiplied at once, as a pair of tiles
-constexpr int64_t kBlockPairs = 8;                         // pairs that meet a panel while it stays in L2
-constexpr int64_t kWholePairs = 3;                         // few enough to meet a panel whole, not in pieces
-constexpr int64_t kPieceSteps = 7;                         // so much of two panels stays in L1, and of the rows they meet
-constexpr int64_t kNearBytes = 1 << 20;                    // rows of a block that stay in L2
-constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // of a task: the further away its rows, the more share them
+constexpr int64_t kTogether = 2 * kTileHeight;             // rows that are multiplied together, as a pair of tiles
+constexpr int64_t kBlockPairs = 8;                         // pairs of tiles that are multiplied by a panel while it is in L2
+constexpr int64_t kWholePairs = 3;                         // up to so many pairs a panel is not cut into pieces
+constexpr int64_t kPieceSteps = 7;                         // so many steps of two panels and of the rows fit L1
+constexpr int64_t kNearBytes = 1 << 20;                    // bytes of the rows of a block that stay in L2
+constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // panels of a task: more if its rows are not in L2
 constexpr int64_t kPackedBytes = 16 << 20;                 // of rows that are packed at a time
-constexpr int64_t kStreamAhead = 4096;                     // bytes from what is read to what is asked for
-constexpr int64_t kLongPanel = 256 << 10;                  // bytes: it asks for itself, as a whole one would not stay in L2
+constexpr int64_t kStreamAhead = 4096;                     // distance of prefetches from reads, in bytes
+constexpr int64_t kLongPanel = 256 << 10;                  // longer panels do not stay in L2, so each prefetches itself
 
-// Rows as pairs of tiles, from the first one on: how far it is to the next pair, to the other tile of a pair, to the next row
-// and to the next step.
+// Rows as pairs of tiles, and the distances to the next pair, to the other tile of a pair, to the next row and to the next step.
 struct RowsOfTiles {
   const char* data;
   int64_t pair_bytes;
   int64_t tile_bytes;
   int64_t row_bytes;
   int64_t step_bytes;
-  const float* scales = nullptr;  // of the rows, or not read
+  const float* scales = nullptr;  // of the rows; null if they have none
 
   const float* scales_from(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
 
@@ -86,7 +86,7 @@ struct PairTiles {
     add_pair_tiles<kSums, kRows, kColumns>();
   }
 
-  // Rows that fill whole tiles where they stand are multiplied as they stand.
+  // Whether rows must be packed. Rows that fill whole tiles in place are multiplied in place.
   bool packs(const LinearArgs& args) const {
     const auto address = reinterpret_cast<uintptr_t>(args.x);
     return args.k % (kDepth * kStepWords) != 0 || (address | static_cast<uintptr_t>(2 * args.x_stride)) % 64 != 0;
@@ -144,7 +144,7 @@ struct ByteTiles {
 
   bool packs(const LinearArgs&) const { return true; }
   static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
-  // made: room for a row.
+  // made: memory for a row.
   template <class X>
   static void pack_row_of(const LinearArgs& args, const X* row, int64_t steps, char* out, float* scale, float* made) {
     const bool is_rotated = args.weight_dtype == DType::kInt8;
@@ -178,12 +178,12 @@ struct ByteTiles {
   }
 };
 
-// The panels of a weight in the order in which they are multiplied: behind each one of gates that of what they gate.
+// The panels of a weight in the order of multiplication: each panel of gates is followed by the matching panel of `up`.
 class PanelOrder {
  public:
   explicit PanelOrder(const LinearArgs& args) : gated_(args.gated), half_(args.n / (2 * kPanelColumns)) {}
 
-  int64_t together() const { return gated_ ? 2 : 1; }  // panels that make one of the result
+  int64_t together() const { return gated_ ? 2 : 1; }  // panels of the weight for one panel of the result
   int64_t panel(int64_t i) const { return gated_ ? i / 2 + i % 2 * half_ : i; }
   int64_t result(int64_t i) const { return gated_ ? i / 2 : i; }
 
@@ -192,18 +192,18 @@ class PanelOrder {
   const int64_t half_;
 };
 
-// The second half of a gated product: activation(gate) * up of up to 32 rows and columns, some rows at a step of the next
-// tiles. All rows at once, between two products, cost as much as writing both and reading them again.
+// The second half of a gated product: activation(gate) * up of at most 32 rows and columns, a few rows at each step of the next
+// tiles. Computing all rows between two products would cost as much as writing both panels and reading them again.
 class Gates {
  public:
   explicit Gates(Activation activation) : activation_(activation) {}
   Gates(const Gates&) = delete;
   Gates& operator=(const Gates&) = delete;
 
-  // Where gates (half 0) and what they gate (1) are written next.
+  // The place for the next gates (half 0) or `up` (half 1).
   Place place(int64_t half) { return {reinterpret_cast<char*>(values_[next_][half]), sizeof(values_[0][0][0])}; }
 
-  // What stands there is to become `rows` rows at `out`.
+  // Begins to turn the values there into `rows` rows at `out`.
   void begin(Place out, int64_t rows) {
     finish();
     out_ = out;
@@ -236,7 +236,7 @@ class Gates {
   int next_ = 0;
 };
 
-// What is done beside the steps of a product: each asks for `lines` of the memory ahead.
+// Work between the steps of a product: each step prefetches `lines` lines of the memory ahead.
 struct Asking {
   Ahead ahead;
   int64_t lines;
@@ -244,7 +244,7 @@ struct Asking {
   OCTAVO_INLINE void step() { ahead.ask_lines(lines); }
 };
 
-// And takes some rows of gates.
+// The same, and each step computes some rows of gates.
 struct AskingAndGating {
   Asking asking;
   Gates& gates;
@@ -255,9 +255,9 @@ struct AskingAndGating {
   }
 };
 
-// Up to 16 rows (kTiles = 1) or 32 from `x` on times some steps of a panel. tail: the last step's columns where the panel ends
-// in the middle of a tile, zero padded, else null. sums: rows of 32, `stride` from one to the next; they start at zero if
-// `fresh`. beside.step() is called at each step.
+// Multiplies up to 16 rows (kTiles = 1) or 32 rows from `x` on by some steps of a panel. tail: the last step's columns, zero
+// padded, if the panel ends in the middle of a tile; else null. sums: rows of 32, `stride` apart; they start at zero if `fresh`.
+// beside.step() is called at each step.
 template <class Product, int kTiles, class Beside>
 void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
                     const Beside& asked, typename Product::Sum* sums, int64_t stride) {
@@ -298,7 +298,7 @@ void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64
   if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
 }
 
-// The same of up to 16 rows times two panels: two streams from memory. sums: [2][32][32].
+// Multiplies up to 16 rows by two panels: two streams from memory. sums: [2][32][32].
 template <class Product>
 void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* other, int64_t steps, Gates& gates,
                          typename Product::Sum* sums) {
@@ -333,26 +333,26 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* oth
   store_tile<3>(sums + kTogether * kPanelColumns + kTileHeight, kLineBytes);
 }
 
-// Some rows of the product, as tiles.
+// A block of rows, as tiles.
 struct BlockOfTiles {
   RowsOfTiles tiles;
   int64_t first;  // row of the output
   int64_t count;
 };
 
-// How high each tile is: the sums of `upper` and `lower` rows, these rows, and two tiles of columns.
+// The height of each tile: the sums of `upper` and of `lower` rows, these rows, and two tiles of columns.
 constexpr uint64_t heights_of_pair(int64_t upper, int64_t lower) {
   const auto high = static_cast<uint64_t>(upper), low = static_cast<uint64_t>(lower);
   return high * 0x0000'0001'0000'0101u | low * 0x0000'0100'0101'0000u | uint64_t{kTileHeight} * 0x0101'0000'0000'0000u;
 }
 
-// The same of multiply_two_panels.
+// The height of each tile for multiply_two_panels.
 constexpr uint64_t heights_of_few(int64_t rows) {
   return static_cast<uint64_t>(rows) * 0x0000'0001'0101'0101u | uint64_t{kTileHeight} * 0x0101'0100'0000'0000u;
 }
 
-// Calls multiply(args) for so many rows at a time that packing them, `row_bytes` each, takes little memory; yet each weight
-// is read for many of them.
+// Calls multiply(args) for a limited number of rows at a time. So packed rows, of `row_bytes` each, take little memory, but the
+// weight is still read for many rows together.
 template <class F>
 void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
   constexpr int64_t kBlock = kBlockPairs * kTogether;
@@ -366,7 +366,7 @@ void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
   }
 }
 
-// Writes up to 32 rows from `row` of a block on, times the i-th panel: to the result, or through `gates`.
+// Writes the sums of up to 32 rows, from `row` of a block on, and of panel i: to the result, or through `gates`.
 template <class Product>
 void write_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& block, int64_t row, int64_t i,
                  const typename Product::Sum* sums, Gates& gates) {
@@ -377,10 +377,10 @@ void write_tiles(const LinearArgs& args, const Product& product, const BlockOfTi
   if (args.gated && i % 2 == 1) gates.begin(out, rows);
 }
 
-// Panels first .. first + count, in their order, times a block of rows. Where these are many, a piece of every panel meets all
-// of them before the next piece, and stays in the first-level cache meanwhile. next: the first panel of the task behind this
-// one, or -1: its panels are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums:
-// [count][rows of the block, in whole pairs of tiles][32].
+// Multiplies panels first .. first + count, in their order, by a block of rows. If the rows are many, a piece of every panel is
+// multiplied by all of them before the next piece, and stays in the first-level cache meanwhile. next: the first panel of the
+// following task, or -1. Its panels are prefetched unless they are long; the first rows of a long panel prefetch the panel itself.
+// sums: [count][rows of the block, in whole pairs of tiles][32].
 template <class Product>
 void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
                               int64_t count, int64_t next, typename Product::Sum* sums) {
@@ -436,7 +436,7 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
   gates.finish();
 }
 
-// Copies all rows into pairs of tiles; behind these is room for the rows' scales.
+// Copies all rows into pairs of tiles, which are followed by memory for the rows' scales.
 template <class Product>
 RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t steps) {
   const int64_t pairs = divide_up(args.rows, kTogether), pair_bytes = kTogether * steps * kTileStep;
@@ -452,8 +452,8 @@ RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t
   return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes, scales};
 }
 
-// Tasks are groups of panels times blocks of rows: so many blocks as stay in the second-level cache meet all panels, then
-// others do. Where not even one stays there, all meet a group before the next one.
+// Tasks are groups of panels times blocks of rows. As many blocks as fit the second-level cache are multiplied by all panels,
+// then the next blocks are. If not even one block fits, all blocks are multiplied by a group of panels before the next group.
 class TasksOfTiles {
  public:
   TasksOfTiles(int64_t rows, int64_t row_bytes, int64_t most_pairs_of_block) {
@@ -484,7 +484,7 @@ class TasksOfTiles {
   }
 
  private:
-  // The first of the blocks that meet all panels together, a task's own among them, and how many they are.
+  // The first of the blocks that are multiplied by all panels together and include the task's own; and their number.
   int64_t first_near(int64_t task) const { return task / (near_blocks_ * groups_) * near_blocks_; }
   int64_t near_from(int64_t first) const { return smaller(near_blocks_, blocks_ - first); }
 
@@ -492,8 +492,8 @@ class TasksOfTiles {
   bool is_near_;
 };
 
-// A group is larger where the rows are few, for several streams from memory, or do not stay in the second-level cache: then
-// they come from further away once for all its panels.
+// A group of panels is larger if the rows are few, for several streams from memory, or if they do not fit the second-level
+// cache: then they are read from memory once for all panels of the group.
 template <class Product>
 void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
   const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;

@@ -6,12 +6,12 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Powers of e below this are taken for 0. Just above the least normal number: where a processor leaves underflow to microcode
-// (Intel's do), each vector that holds one would cost 200 cycles, and whatever a mask left out is one.
+// e^x is 0 for x below this. The limit is just above the least normal number. Intel's processors handle underflow in microcode:
+// each vector with a subnormal result would cost 200 cycles, and every masked score would be one.
 constexpr float kLeastExponent = -87.33f;
 
-// e^x within about one unit in the last place, for N vectors side by side, so that their chains overlap; 0 below
-// kLeastExponent, inf where float32 has no better, NaN for NaN, exactly 1 at 0.
+// e^x within about one unit in the last place, for N vectors together, so that their chains overlap. 0 below kLeastExponent,
+// inf on overflow of float32, NaN for NaN, exactly 1 at 0.
 // Reduction by ln 2 in two parts, then the polynomial of Cephes' expf (Moshier).
 template <int N>
 OCTAVO_INLINE void exp(Vec (&x)[N]) {
@@ -45,8 +45,8 @@ OCTAVO_INLINE void exp(Vec (&x)[N]) {
 }
 
 #if defined(OCTAVO_ISA_AVX512)
-// e^x to within 2^-17 of it, for N vectors side by side: enough for what is rounded to bfloat16. 2^n times 2^r, a polynomial in
-// r of least relative error; exactly 1 at 0, and 0 from where `exp` is.
+// e^x with a relative error below 2^-17, for N vectors together: enough for results that are rounded to bfloat16. It is 2^n times
+// 2^r, a polynomial in r of least relative error; exactly 1 at 0, and 0 below kLeastExponent.
 template <int N>
 OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
   constexpr float kTerms[] = {5.5906426e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f};
@@ -69,8 +69,8 @@ OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
 }
 #endif
 
-// activation(gate) * up for N vectors side by side, so that their chains overlap. Both activations are x times a sigmoid:
-// silu(x) = x * sigmoid(x), and gelu as tanh approximates it (Hendrycks and Gimpel 2016) is x * (1 + tanh(y)) / 2 =
+// activation(gate) * up for N vectors together, so that their chains overlap. Both activations are x times a sigmoid:
+// silu(x) = x * sigmoid(x), and the tanh approximation of gelu (Hendrycks and Gimpel 2016) is x * (1 + tanh(y)) / 2 =
 // x * sigmoid(2 * y), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
 template <int N, class T>
 OCTAVO_INLINE void gate_vectors(Activation activation, const T* gate, const T* up, T* out) {
@@ -113,7 +113,7 @@ OCTAVO_INLINE Vec tanh(Vec x) {
   return select(less(square, splat(0.625f * 0.625f)), near, signed_far);
 }
 
-// cap * tanh(x / cap): x where that is small, and never beyond the cap (Gemma Team 2024).
+// cap * tanh(x / cap): nearly x if x is small, and never beyond the cap (Gemma Team 2024).
 OCTAVO_INLINE Vec soft_cap(Vec x, Vec cap) { return tanh(x / cap) * cap; }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -1,8 +1,8 @@
 // "octavo noise v1": Gumbel noise as a pure function of (seed, position, sample index, token id).
 //
-// src/octavo/kernels/noise.py states it and gives the same bits in torch. Only operations that IEEE 754 rounds one by one
-// (add, multiply, divide, conversion from integer) and integer operations, in the order written there: no fused multiply-add,
-// no library function.
+// src/octavo/kernels/noise.py defines it and gives the same bits in torch. It uses only operations that IEEE 754 rounds one by one
+// (add, multiply, divide, conversion from integer) and integer operations, in the order written there: no fused multiply-add, no
+// library function.
 #pragma once
 
 #include "vec.h"
@@ -43,9 +43,9 @@ OCTAVO_INLINE void philox(const NoiseKey& key, IVec first_word, IVec (&word)[4])
   }
 }
 
-// The functions below take the four words of a call side by side, so that their chains of operations overlap.
+// The functions below compute the four words of a call together, so that their chains of operations overlap.
 
-// s becomes 2 atanh(s), for |s| <= 1/3.
+// Replaces s by 2 atanh(s), for |s| <= 1/3.
 OCTAVO_INLINE void twice_atanh(Vec (&s)[4]) {
   constexpr float kTerms[] = {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f};
   Vec z[4], q[4];
@@ -66,7 +66,7 @@ OCTAVO_INLINE void twice_atanh(Vec (&s)[4]) {
   }
 }
 
-// v = m 2^e with m in [sqrt(1/2), sqrt(2)), for positive normal v.
+// Splits a positive normal v into m 2^e with m in [sqrt(1/2), sqrt(2)).
 OCTAVO_INLINE void split_exponent(Vec v, Vec& m, Vec& e) {
   const IVec raw = as_int(v);
   const IVec exponent = shift_right_signed<23>(raw - splat_int(0x3F3504F3u));

@@ -1,4 +1,4 @@
-// Weights into panels, and rows back out of them.
+// Packs weights into panels, and unpacks rows.
 #pragma once
 
 #include "packing_args.h"
@@ -9,14 +9,14 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// Where element (column, k) of a panel stands.
+// The index of element (column, k) in a panel.
 template <class W>
 OCTAVO_INLINE int64_t panel_offset(int64_t column, int64_t k) {
   constexpr int64_t kDepth = Panel<W>::kDepth;
   return k / kDepth * (kDepth * kPanelColumns) + column * kDepth + k % kDepth;
 }
 
-// Whole words of all columns of a panel: 16 x 16 of them are turned at a time. Returns how many k are packed.
+// Packs whole words of all columns of a panel, transposing 16 x 16 at a time. Returns how many k are packed.
 template <class W>
 int64_t pack_words(const W* weight, int64_t stride, int64_t k, W* out) {
   constexpr int64_t kDepth = Panel<W>::kDepth, kTogether = kDepth * kLanes;
@@ -56,7 +56,7 @@ void pack_weight_of(ThreadPool& pool, const PackArgs& args) {
   });
 }
 
-// A column's bytes, four of each word; returns their sum.
+// Copies a column's bytes into words of four, and returns their sum.
 inline int32_t copy_words(const int8_t* values, int64_t k, int8_t* out) {
   int32_t sum = 0;
   for (int64_t i = 0; i + 4 <= k; i += 4) std::memcpy(out + i / 4 * kGroupBytes, values + i, 4);
@@ -65,7 +65,7 @@ inline int32_t copy_words(const int8_t* values, int64_t k, int8_t* out) {
   return sum;
 }
 
-// Values of 0 .. 15 of a column's group, eight of each word: k and k + 4 share a byte.
+// Copies the values 0 .. 15 of a column's group into words of eight: k and k + 4 share a byte.
 inline void copy_nibbles(const uint8_t* values, int64_t count, uint8_t* out) {
   for (int64_t i = 0; i < count; i += kNibbleDepth) {
     uint32_t halves[2] = {0, 0};
@@ -150,7 +150,7 @@ void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   });
 }
 
-// Rows of an int8 weight: its values, rotated back, times the scale, rounded to the type of the output.
+// Rows of an int8 weight: the values, rotated back, times the scale, rounded to the type of the output.
 template <class Out>
 void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const ByteWeight weight(args.packed, args.n, args.k);
@@ -171,7 +171,7 @@ void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   });
 }
 
-// Value k of a column whose first word of eight is at `words`, as copy_nibbles puts it there.
+// Value k of a column whose first word of eight is at `words`, in the layout of copy_nibbles.
 OCTAVO_INLINE int32_t nibble_at(const uint8_t* words, int64_t k) {
   const uint8_t two = words[k / kNibbleDepth * kNibbleBytes + k % 4];
   return k % kNibbleDepth < 4 ? two & 15 : two >> 4;
@@ -190,7 +190,7 @@ void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
       const Vec unit = splat(weight.units[args.ids[row]]);
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t start = 0; start < k; start += weight.group) {
-        int16_t multiple, zero = 0;  // zero: less the center, times the multiple
+        int16_t multiple, zero = 0;  // zero: (zero point - center) * multiple
         std::memcpy(&multiple, group + column * 2, 2);
         if (weight.has_zeros) std::memcpy(&zero, group + kWordsBytes + column * 2, 2);
         const uint8_t* words = group + weight.head_bytes + column * 4;

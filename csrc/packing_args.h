@@ -1,4 +1,4 @@
-// The arguments of kernels that pack a weight, and that take rows out of a packed one.
+// The arguments of kernels that pack a weight, and of kernels that unpack rows of it.
 #pragma once
 
 #include "arguments.h"
@@ -7,14 +7,14 @@ namespace octavo {
 
 // A weight before it is packed.
 struct PackArgs {
-  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte; blocks: [n, bytes of a row], `stride` apart
+  const void* weight;  // [n, k]; int4: one value of 0 .. 15 per byte; blocks: [n, bytes of a row], `stride` apart
   DType dtype;
   int64_t n;
   int64_t k;
   int64_t stride;
   const float* scales;       // int8: [n]; int4: the units of the columns' scales [n]
-  const int16_t* multiples;  // int4: of these units [n, groups]; times a value less its zero point, at most 32,639
-  const int16_t* offsets;    // int4: (zero point - 8) times the multiple [n, groups] or null
+  const int16_t* multiples;  // int4: [n, groups], in units; (value - zero point) * multiple is at most 32,639
+  const int16_t* offsets;    // int4: (zero point - 8) * multiple [n, groups], or null
   Int4Format int4;
   void* packed;
 
@@ -34,8 +34,8 @@ struct EmbeddingArgs {
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
-  float scale;      // every value is multiplied by it before it is rounded
-  Int4Format int4;  // of a weight of that type
+  float scale;      // multiplies every value before it is rounded
+  Int4Format int4;  // of an int4 weight
 
   static constexpr auto kRows = &EmbeddingArgs::count;
   static EmbeddingArgs of(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,

@@ -1,4 +1,4 @@
-// Weights in the blocks of GGUF files (ggml-common.h of llama.cpp) into panels (block_formats.h), and rows back out of them.
+// Packs weights in the blocks of GGUF files (ggml-common.h of llama.cpp) into panels (block_formats.h), and unpacks rows.
 #pragma once
 
 #include "linear_int4_tiles.h"
@@ -6,9 +6,9 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// A group of a row in a file, as panels have it: pairs of words of four k each, and what they have of more than four bits.
+// A group of a row in a file, in the form of panels: pairs of words of four k each, and their bits above the lowest four.
 struct FileGroup {
-  const uint8_t* block;  // where its block begins
+  const uint8_t* block;  // the beginning of its block
   uint64_t pairs[4];
   uint32_t more[2] = {0, 0};
 
@@ -33,7 +33,7 @@ struct FileGroup {
  private:
   static constexpr uint64_t kLowerHalves = 0x0F0F0F0F0F0F0F0Full;
 
-  // Sixteen bytes: lower halves, then upper ones. fifth: where the fifth bits of all 32 stand, or 0.
+  // Sixteen bytes: the lower halves, then the upper halves. fifth: the offset of the fifth bits of all 32 values, or 0.
   void read_small(const uint8_t* at, int64_t nibbles, int64_t fifth) {
     block = at;
     uint64_t bytes[2];
@@ -45,7 +45,7 @@ struct FileGroup {
     if (fifth == 0) return;
     uint32_t bits;
     std::memcpy(&bits, at + fifth, sizeof(bits));
-    // four bits become the lowest ones of four bytes: each is moved by seven more than the one before
+    // four bits become the lowest bits of four bytes: each is shifted by seven more than the one before
     for (int word = 0; word < 8; ++word) more[0] |= ((bits >> 4 * word & 15) * 0x00204081u & 0x01010101u) << word;
   }
 
@@ -54,7 +54,7 @@ struct FileGroup {
     for (uint64_t& pair : pairs) pair = pair >> shift & kLowerHalves;
   }
 
-  // 32 bytes: the lower halves are a group, the upper ones the next. fifth: where the bits of all groups stand, or 0.
+  // 32 bytes: the lower halves are one group, the upper halves the next. fifth: the offset of the bits of all groups, or 0.
   void read_super(const uint8_t* at, int64_t nibbles, int64_t fifth, int64_t part) {
     block = at;
     read_nibbles(at + nibbles + part / 2 * kBlockGroup, part % 2 == 0 ? 0 : 4);
@@ -62,7 +62,7 @@ struct FileGroup {
     for (int word = 0; word < 8; ++word) more[0] |= (four_bytes(at + fifth + 4 * word) >> part & 0x01010101u) << word;
   }
 
-  // Two halves of four groups: 64 bytes of lower bits, then 32 bytes of upper ones.
+  // Two halves of four groups: 64 bytes of lower bits, then 32 bytes of upper bits.
   void read_sixes(const uint8_t* at, int64_t part) {
     block = at;
     const int64_t half = part / 4, quarter = part % 4;
@@ -80,7 +80,7 @@ struct FileGroup {
   }
 };
 
-// The scale or minimum of 6 bits of one of the eight groups of Q4_K and Q5_K, at `bytes`: of scales, or of minima.
+// The scale, or the minimum, of 6 bits of one of the eight groups of Q4_K and Q5_K. bytes: the twelve bytes of both.
 inline uint8_t six_bits(const uint8_t* bytes, int64_t part, bool is_minimum) {
   const int64_t i = part % 4;
   const uint8_t own = bytes[i + (is_minimum ? 4 : 0)];
@@ -89,7 +89,7 @@ inline uint8_t six_bits(const uint8_t* bytes, int64_t part, bool is_minimum) {
   return static_cast<uint8_t>((is_minimum ? rest >> 4 : rest & 15) | (own >> 2 & 48));
 }
 
-// The scales of a group, and of eight of them with the first one, of a column. super, head: of the panel's group.
+// Copies the scales of a column's group; with the first of eight groups also the scales of all eight. super, head: of the panel.
 inline void copy_scales(DType kind, const FileGroup& from, int64_t group, int64_t column, uint8_t* super, uint8_t* head) {
   const int64_t part = group % kSuperGroups;
   switch (kind) {
@@ -111,7 +111,7 @@ inline void copy_scales(DType kind, const FileGroup& from, int64_t group, int64_
   if (format_of(kind).has_minima) std::memcpy(super + kWordsBytes + 2 * column, from.block + 2, 2);
 }
 
-// The values of a group of a column. out: from the column's first word on.
+// Copies the values of a column's group. out: the column's first word.
 inline void copy_group(BlockValues how, const FileGroup& from, uint8_t* out) {
   const auto put = [&](int64_t line, uint32_t word) { std::memcpy(out + line * kNibbleBytes, &word, sizeof(word)); };
   for (int64_t i = 0; i < 4; ++i) {
@@ -149,7 +149,7 @@ inline void pack_block_weight(ThreadPool& pool, const PackArgs& args) {
   });
 }
 
-// Rows of a weight of blocks: values times scales, and minima added, times a factor, rounded to the type of the output.
+// Unpacks a row of a weight in blocks: (values times scales, plus minima) times a factor, rounded to the type of the output.
 template <DType kKind, class Out>
 void block_row(const BlockPanels& weight, int64_t row, Vec factor, Out* out) {
   constexpr BlockFormat kFormat = format_of(kKind);

@@ -1,8 +1,9 @@
-// The tasks of a product that multiplies rows a tile at a time, as many as there are registers for: some panels of the weight,
-// which meet every tile of a block of rows.
+// The tasks of a product whose tiles have as many rows as there are registers for. A task multiplies a few panels of the weight by
+// every tile of a block of rows.
 //
-// A gated product (LinearArgs::gated) takes some panels of gates and those of what they gate in one task, and writes
-// activation(gate) * up alone: the bits of elementwise.h, made of both as the product rounds them, while these are in a cache.
+// A gated product (LinearArgs::gated) takes panels of gates and the matching panels of `up` in one task, and writes only
+// activation(gate) * up. It is computed from both, rounded as the product rounds them, while they are in a cache: the bits are
+// those of elementwise.h.
 #pragma once
 
 #include <type_traits>
@@ -12,15 +13,15 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// What a tile of rows asks for while it is multiplied: the panels that its thread takes next, which then come from its cache,
-// however little the tile has to compute, and the memory that its results are about to be written to. Each of several tiles
-// asks for its share of every panel.
+// The memory that a tile of rows prefetches while it is multiplied: the panels that its thread takes next, so that they come from
+// the thread's cache even if a tile is short, and the memory of its results. Each of several tiles prefetches its share of every
+// panel.
 class Ahead {
  public:
-  static constexpr int64_t kAskedBytes = 128;  // by a step, at most
+  static constexpr int64_t kAskedBytes = 128;  // that a step prefetches, at most
 
-  // next: the first of these panels, of `bytes` each; a tile asks `steps` times. here: the first of the present ones, which
-  // is asked for where there is no next (null).
+  // next: the first of the next panels, of `bytes` each, or null; a tile prefetches `steps` times. here: the first of the present
+  // panels, which is prefetched if there is no next.
   Ahead(const void* next, const void* here, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
       : line_(static_cast<const char*>(next == nullptr ? here : next) + (next == nullptr ? 0 : bytes / tiles * tile)),
         step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
@@ -30,14 +31,14 @@ class Ahead {
   // The memory from `line` on, for `ask_lines`.
   explicit Ahead(const char* line) : line_(line), step_(0), panel_(0), steps_(0) {}
 
-  // And so many rows of results, of `bytes` a panel; the first ones are written to `out`.
+  // Adds `rows` rows of results, of `bytes` per panel, from `out` on.
   void set_results(Place out, int64_t rows, int64_t bytes) {
     results_ = out;
     rows_ = rows;
     row_bytes_ = bytes;
   }
 
-  // For the panels from the i-th of the next task on.
+  // The same for the panels from the i-th of the next task on.
   Ahead from(int64_t i) const {
     Ahead other = *this;
     other.line_ += i * panel_;
@@ -45,33 +46,33 @@ class Ahead {
     return other;
   }
 
-  // Asks for some of the p-th panel.
+  // Prefetches a step of panel p.
   OCTAVO_INLINE void ask(int p) const {
     prefetch_l2(line_ + p * panel_);
     prefetch_l2(line_ + p * panel_ + 64);
   }
   OCTAVO_INLINE void step() { line_ += step_; }
 
-  // How many of the next `count` steps are to ask: the first ones, which count as taken.
+  // Returns how many of the next `count` steps must prefetch, which are the first ones, and marks them as taken.
   int64_t take_steps(int64_t count) {
     const int64_t taken = smaller(count, steps_);
     steps_ -= taken;
     return taken;
   }
 
-  // Asks for the next row of results, of so many panels.
+  // Prefetches the next row of results, of `panels` panels.
   OCTAVO_INLINE void ask_row(int panels) {
     for (int64_t i = 0; i < panels * row_bytes_; i += 64) prefetch_l2(results_.data + i);
     results_.data += results_.row_bytes;
     --rows_;
   }
   int64_t rows() const { return rows_; }
-  // All of them at once.
+  // Prefetches all rows of results.
   void ask_rows(int panels) {
     while (rows_ > 0) ask_row(panels);
   }
 
-  // Asks for the next `count` lines of one panel.
+  // Prefetches the next `count` lines of one panel.
   OCTAVO_INLINE void ask_lines(int64_t count) {
     for (int64_t i = 0; i < count; ++i, line_ += 64) prefetch_l2(line_);
   }
@@ -86,9 +87,9 @@ class Ahead {
   int64_t row_bytes_ = 0;
 };
 
-// How far a stream from memory is asked for ahead of its reader, and whether rows so few that they take several panels at once
-// also ask for the panels after these. With bf16 instructions and no tiles (Zen 4 and 5) memory gives the most to streams that
-// ask for little more than they read; AVX2 reads faster without the panels after these.
+// The distance of prefetches from reads in a stream from memory, and whether few rows, which take several panels together, also
+// prefetch the panels after these. With bf16 instructions but no tiles (Zen 4 and 5) memory is fastest for streams that prefetch
+// little more than they read; AVX2 reads faster without prefetching the following panels.
 #if defined(OCTAVO_ISA_BF16) && !defined(OCTAVO_ISA_AMX)
 constexpr int64_t kStreamPrefetchBytes = kPrefetchBytes / 2;
 constexpr bool kFewRowsAskAhead = false;
@@ -102,17 +103,17 @@ constexpr bool kFewRowsAskAhead = true;
 
 constexpr int kPanelVecs = kPanelColumns / kLanes;
 
-// How many vectors of a panel so many rows take at once.
+// How many vectors of a panel `rows` rows take together.
 constexpr int vecs_at_once(int rows, int most_sums) { return rows * kPanelVecs <= most_sums ? kPanelVecs : 1; }
 
-// How many panels so many rows take at once: as many streams from memory as there are registers for.
+// How many panels `rows` rows take together: as many streams from memory as there are registers for.
 constexpr int panels_at_once(int rows, int most_sums) {
   const int count = most_sums / (rows * kPanelVecs);
   return count < 1 ? 1 : count > 4 ? 4 : count;
 }
 
-// Calls multiply(at_once, panel, out, ahead) for `count` panels, kMost at a time, and fewer where fewer are left; at_once is a
-// constant, `panel` the first of them.
+// Calls multiply(at_once, panel, out, ahead) for `count` panels, kMost at a time, or fewer for the last ones. at_once, a constant,
+// is their number; `panel` is the first of them.
 template <int kMost, class Multiply>
 void for_each_panel(const LinearArgs& args, int64_t count, Place out, const Ahead& ahead, const Multiply& multiply) {
   int64_t panel = 0;
@@ -124,14 +125,14 @@ void for_each_panel(const LinearArgs& args, int64_t count, Place out, const Ahea
   if constexpr (kMost > 1) take(std::integral_constant<int, 1>());
 }
 
-// Into how many rows at a time a product's are taken: into blocks of at most `most`, and whole tiles of `tallest` rows, for one
-// that is lower takes as long.
+// The rows of a block for a product of `rows` rows: at most `most`, in whole tiles of `tallest` rows, because a lower tile takes
+// as long.
 inline int64_t rows_of_a_block(int64_t rows, int64_t most, int64_t tallest) {
   if (rows <= most) return rows;
   return divide_up(divide_up(rows, divide_up(rows, most)), tallest) * tallest;
 }
 
-// Rows that meet a panel while they stay in a cache: as few tiles as there can be, of nearly equal height.
+// Rows that are multiplied by a panel while they stay in a cache: as few tiles as possible, of nearly equal height.
 struct BlockOfRows {
   int64_t first;  // of the result
   int64_t rows;
@@ -144,7 +145,7 @@ struct BlockOfRows {
   int64_t rows_of(int64_t tile) const { return smaller(tile_rows, rows - tile * tile_rows); }
 };
 
-// The panels of a packed weight, of `bytes` each. A tile asks for memory ahead `steps` times while it meets one.
+// The panels of a packed weight, of `bytes` each. A tile prefetches memory `steps` times while it is multiplied by a panel.
 struct PanelMemory {
   const char* data;
   int64_t bytes;
@@ -153,8 +154,8 @@ struct PanelMemory {
   const char* at(int64_t panel) const { return data + panel * bytes; }
 };
 
-// The gates of a block of rows, and what those of one of its tiles gate, in the memory of a thread. All tiles meet a panel
-// before the next one, so that it stays in L1.
+// The gates of a block of rows, and the `up` values of one of its tiles, in the memory of a thread. All tiles are multiplied by a
+// panel before the next panel, so that it stays in L1.
 class GatedPanels {
  public:
   static int64_t size(const BlockOfRows& block, int64_t columns) {
@@ -167,7 +168,7 @@ class GatedPanels {
   Place gates(int64_t tile) const { return {reinterpret_cast<char*>(gates_of(tile)), row_bytes()}; }
   Place ups() const { return {reinterpret_cast<char*>(ups_), row_bytes()}; }
 
-  // Writes what a tile's gates and `ups` make.
+  // Writes activation(gate) * up of a tile.
   void write(int64_t tile, Place out) const {
     const bf16 *gate = gates_of(tile), *up = ups_;
     for (int64_t row = 0; row < block_.rows_of(tile); ++row, out.data += out.row_bytes) {
@@ -190,7 +191,7 @@ class GatedPanels {
 };
 
 // Calls multiply(tile, first, count, out, ahead) for every tile of a block of rows and all panels of a weight: it multiplies
-// panels first .. first + count and writes to `out`. at_once: how many panels a tile takes at once.
+// panels first .. first + count and writes to `out`. at_once: how many panels a tile takes together.
 template <class Multiply>
 void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows& block, const PanelMemory& weight,
                     int64_t at_once, const Multiply& multiply) {
@@ -203,7 +204,7 @@ void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows&
     const auto out_of = [&](int64_t tile) {
       return place_of(args, block.first + tile * block.tile_rows, first * kPanelColumns);
     };
-    // shift: from the panels of the result to those of the weight
+    // shift: distance of the weight's panels from the result's
     const auto multiply_tile_of = [&](int64_t tile, int64_t shift, bool makes_results, Place place) {
       const char* next = following < tasks ? weight.at(following * group + shift) : nullptr;
       Ahead ahead(next, weight.at(first + shift), weight.bytes, weight.steps, tile, tiles);

@@ -9,9 +9,9 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kLeastElements = 8192;  // per piece of work: below it a thread costs more than it brings
+constexpr int64_t kLeastElements = 8192;  // per piece of work: with fewer, a thread costs more time than it saves
 
-// body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: see ThreadPool::run.
+// Calls body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: see ThreadPool::run.
 template <class F>
 OCTAVO_INLINE void run_parallel(ThreadPool& pool, int64_t count, bool claims_ahead, const F& body) {
   auto call = [](void* context, int64_t index, int64_t following, int thread) {
@@ -20,20 +20,20 @@ OCTAVO_INLINE void run_parallel(ThreadPool& pool, int64_t count, bool claims_ahe
   pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)), claims_ahead);
 }
 
-// The same for tasks that are equally long and read much memory, which they can ask for ahead.
+// The same for tasks that take equally long and read much memory, which they can prefetch for the following task.
 template <class F>
 OCTAVO_INLINE void parallel_ahead(ThreadPool& pool, int64_t count, const F& body) {
   run_parallel(pool, count, true, body);
 }
 
-// body(index, thread) for 0 <= index < count, in any order and on any thread.
+// Calls body(index, thread) for 0 <= index < count, in any order and on any thread.
 template <class F>
 OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, const F& body) {
   run_parallel(pool, count, false, [&](int64_t index, int64_t, int thread) { body(index, thread); });
 }
 
-// body(first, last), or body(first, last, thread), over pieces of [0, count): so many that threads of unequal speed end together,
-// none under `least`.
+// Calls body(first, last), or body(first, last, thread), over pieces of [0, count). The pieces are so many that threads of unequal
+// speed end together, but none is smaller than `least`.
 template <class F>
 OCTAVO_INLINE void parallel_ranges(ThreadPool& pool, int64_t count, int64_t least, F&& body) {
   const int64_t wanted = divide_up(count, 4 * static_cast<int64_t>(pool.num_threads()));

@@ -1,13 +1,13 @@
-// A forward pass as the list of kernel calls that it made once. Later steps run the list for other tokens without returning to
-// Python between two calls, which costs more than a small kernel does.
+// A forward pass as a recorded list of kernel calls. Later steps run the list for other tokens without returning to Python between
+// two calls, which would take longer than a small kernel.
 //
 // A step changes the number of rows and the arrays of its batch. All other addresses (weights, KV cache, buffers between
-// kernels) stay. After the first call that takes output rows, calls are of the output rows alone; the step that is recorded must
+// kernels) are the same. After the first call that takes output rows, calls are of the output rows alone; the recorded step must
 // return all of its rows.
 //
 // The arguments of a recorded kernel say what changes:
 //   kRows          the member that counts rows: a multiple of the step's tokens. Without it a call has one row for each token.
-//   reads, read    whether the arrays are those of a step and a KV group; replaces them by those of another step
+//   reads, read    whether the arrays are those of a step and a KV group; replace them by the arrays of another step
 //   kTakesOutputs  true if the kernel takes the output rows out of all rows
 //   check          throws if the arguments of a step must not reach the kernel
 #pragma once
@@ -72,7 +72,7 @@ class Program {
     calls_.back()->group = group_of(args);
   }
 
-  // nanoseconds [calls]: what each call takes is added to it, if it is given.
+  // nanoseconds [calls]: the time of each call is added to it; may be null.
   void run(ThreadPool& pool, const StepArgs& step, int64_t* nanoseconds) {
     using Clock = std::chrono::steady_clock;
     check_groups(step);
@@ -133,7 +133,7 @@ class Program {
 
   const KernelTable& table_;
   StepArgs recorded_;
-  bool of_outputs_ = false;  // whether calls that are added now are of the output rows
+  bool of_outputs_ = false;  // whether the next added calls are of the output rows
   std::vector<std::unique_ptr<Call>> calls_;
 };
 

@@ -1,9 +1,8 @@
-// Activations for the products of integers: rows of signed bytes with one float32 scale each, found on the way.
+// Activations for products of integers: rows of signed bytes with one float32 scale each, which the product computes.
 //
-// Rows that meet an int8 weight are rotated first (rotation.h); columns that meet an int4 weight may have to be put into its
-// order. A row's scale is its largest magnitude / 127, and its values are
-// rounded to the nearest even multiple. A row with a value that is no number, or infinite, gets the scale NaN: what is computed
-// from it is NaN.
+// For an int8 weight, rows are rotated first (rotation.h). For an int4 weight, columns may have to be put into the weight's order.
+// A row's scale is its largest magnitude / 127, and its values are rounded to the nearest multiple, ties to even. A row with a NaN
+// or an infinity gets the scale NaN, so its products are NaN.
 #pragma once
 
 #include "panel_tasks.h"
@@ -13,19 +12,19 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr float kLeastMagnitude = 1e-30f;     // a row whose values are all smaller is zero
-constexpr int64_t kBlockBytes = 1024 * 1024;  // rows that are multiplied together: they stay in L2 or L3
+constexpr int64_t kBlockBytes = 1024 * 1024;  // of rows that are multiplied together: they stay in L2 or L3
 
-// How a product wants its rows.
+// The layout of rows that a product needs.
 struct ByteLayout {
-  int64_t words;   // of four k each, in a row; bytes beyond k are zero
+  int64_t words;   // of four k each, in a row; bytes after the last k are zero
   uint32_t offset; // added to every byte: 0 or 128
   int64_t group;   // consecutive k whose bytes are summed up, without the offset; a multiple of kLanes, or 0: no sums
   int64_t groups;  // sums of a row
   int32_t factor;  // of the sums
-  bool rotated;    // before they are rounded
+  bool rotated;    // rows are rotated before they are rounded
 };
 
-// Some rows as a product reads them.
+// A tile of rows in the layout of a product.
 struct ByteTile {
   uint8_t* bytes;  // [words][rows][4]
   float* scales;   // [rows]
@@ -33,8 +32,8 @@ struct ByteTile {
   int64_t first;   // row of x
 };
 
-// The largest magnitude of a row; infinite or NaN if any of its values is. As integers, magnitudes compare like floats, and
-// what is no number is the largest.
+// The largest magnitude of a row; infinite or NaN if any of its values is. As integers, magnitudes compare like floats, and NaN
+// is the largest.
 template <class X>
 float largest_magnitude(const X* row, int64_t k) {
   IVec largest = splat_int(0);
@@ -49,7 +48,7 @@ float largest_magnitude(const X* row, int64_t k) {
   return result;
 }
 
-// A row's values are nearly its integers times `scale`; `inverse` is 0 where all of them are to become zero.
+// A row's values are approximately its integers times `scale`; `inverse` is 0 if all integers become zero.
 struct RowScale {
   float scale;
   float inverse;
@@ -72,11 +71,11 @@ OCTAVO_INLINE int32_t sum_of_lanes(IVec a) {
   return sum;
 }
 
-// The sums of a row's groups, whose values come kLanes at a time.
+// The sums of a row's groups, whose values are added kLanes at a time.
 class GroupSums {
  public:
   GroupSums() = default;
-  // place: of the row's first sum, `stride` before the next one.
+  // place: the row's first sum; `stride`: the distance to the next one.
   GroupSums(const ByteLayout& layout, int32_t* place, int64_t stride)
       : place_(place), stride_(stride), group_(layout.group), left_(layout.group), factor_(layout.factor) {}
 
@@ -98,7 +97,7 @@ class GroupSums {
   int32_t factor_ = 0;
 };
 
-// `m` rows of k, `stride` apart, with their scales, become bytes; sixteen words of each are turned into columns at once.
+// Rounds `m` rows of k values, `stride` apart, to bytes by their inverse scales. Transposes sixteen words of all rows at a time.
 template <class X>
 void round_rows(const X* rows, int64_t stride, int64_t k, const ByteLayout& layout, const float* inverse, int64_t m,
                 const ByteTile& tile) {
@@ -118,13 +117,13 @@ void round_rows(const X* rows, int64_t stride, int64_t k, const ByteLayout& layo
         parts[j] = to_int(load_first(row + first, larger(int64_t{0}, k - first)) * splat(inverse[r]));
         if (layout.group != 0 && first < values) sums[r].add(parts[j], first + kLanes >= values);
       }
-      words[r] = as_float(pack_bytes(parts) ^ offset);  // a byte of -127 .. 127, and 128 or 0 added to it
+      words[r] = as_float(pack_bytes(parts) ^ offset);  // adds 128 or 0 to a byte of -127 .. 127
     }
     turn_rows(words, m, layout.words - i / 4, reinterpret_cast<float*>(tile.bytes + i * m));
   }
 }
 
-// The columns of a row in the order in which a weight meets them, as float32; out: whole vectors.
+// Copies the columns of a row in the order of a weight, as float32; out: whole vectors.
 template <class X>
 void take_columns(const X* row, const int32_t* order, int64_t k, float* out) {
   for (int64_t i = 0; i < k; i += kLanes) {
@@ -134,7 +133,7 @@ void take_columns(const X* row, const int32_t* order, int64_t k, float* out) {
   }
 }
 
-// Whether rows are made anew before they are rounded: rotated, or in another order of columns.
+// Whether rows are rewritten before they are rounded: rotated, or in another order of columns.
 inline bool makes_rows(const LinearArgs& args, bool rotated) { return rotated || args.order != nullptr; }
 
 template <class X>
@@ -146,7 +145,7 @@ void make_row(const LinearArgs& args, bool rotated, const X* row, float* out) {
   }
 }
 
-// `m` rows from row tile.first on, at most sixteen. made: room for m rows of whole vectors, where they are made anew.
+// Quantizes `m` rows, at most sixteen, from row tile.first on. made: memory for m rows of whole vectors if rows are rewritten.
 template <class X>
 void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* made) {
   const X* const rows = static_cast<const X*>(args.x) + tile.first * args.x_stride;
@@ -188,10 +187,14 @@ struct TileFunctions {
 
 // The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
 //
-// Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
-// rows it wants; panels, panel_bytes and panel_steps(rows, tiles), how often one of so many tiles of so many rows asks for
-// memory ahead; multiply<M>(args, weight, tile, first, count, out, ahead), panels first .. first + count for a tile of M rows,
-// written to `out`.
+// A Weight has these members:
+//   kRows                      rows of the tallest tile
+//   group_panels(rows)         panels that a tile of `rows` rows takes together
+//   layout()                   the layout of rows that it needs
+//   panels, panel_bytes        its memory
+//   panel_steps(rows, tiles)   how often each of `tiles` tiles of `rows` rows prefetches memory ahead
+//   multiply<M>(args, weight, tile, first, count, out, ahead)
+//                              multiplies panels first .. first + count by a tile of M rows and writes to `out`
 template <class Weight>
 void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;

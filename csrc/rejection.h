@@ -1,13 +1,13 @@
-// Which drafts came true: the longest prefix that equals what the target chose, and the target's choice behind it.
+// Acceptance of drafts: the longest prefix of drafts that equals the target's choices, then one more choice of the target.
 #pragma once
 
 #include <cstdint>
 
 namespace octavo {
 
-// target, draft_ids [num_logits]: the choice of each row, and the token that was its input, so that a draft stands one row behind the
-// one that it guesses. cu_num_logits [num_requests + 1]. sampled [num_requests, num_steps + 1], num_sampled [num_requests].
-// Returns whether every request has one to num_steps + 1 rows; otherwise nothing is written.
+// target, draft_ids [num_logits]: the choice and the input token of each row; a draft is one row after the choice that it guesses.
+// cu_num_logits [num_requests + 1]. sampled [num_requests, num_steps + 1], num_sampled [num_requests].
+// Returns false, and writes nothing, unless every request has one to num_steps + 1 rows.
 inline bool accept_drafts(const int64_t* target, const int64_t* draft_ids, const int32_t* cu_num_logits, int64_t num_requests,
                           int64_t num_steps, int64_t* sampled, int32_t* num_sampled) {
   for (int64_t request = 0; request < num_requests; ++request) {

@@ -1,5 +1,5 @@
-// Rows rotated by a Walsh-Hadamard transform before they are rounded to bytes, as octavo.kernels.rotation says, in the same
-// order of additions: the same bits everywhere.
+// Rotation of rows by a Walsh-Hadamard transform before they are rounded to bytes: see octavo.kernels.rotation. The order of
+// additions is the same, so the bits are, too.
 #pragma once
 
 #include "vec.h"
@@ -8,10 +8,10 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kMostRotated = 256;
 
-// Of the smallest whole vectors that hold so many values.
+// A number of values rounded up to whole vectors.
 OCTAVO_INLINE int64_t whole_vectors(int64_t values) { return divide_up(values, kLanes) * kLanes; }
 
-// How many k are rotated together: the largest power of two that divides their number, up to the limit.
+// How many k are rotated together: the largest power of two that divides k, up to the limit.
 OCTAVO_INLINE int64_t rotation_block(int64_t k) { return smaller(k & -k, kMostRotated); }
 
 // One step within a vector: lane i is a[i] + a[i + kApart], or a[i - kApart] - a[i]. The product is exact.
@@ -22,7 +22,7 @@ OCTAVO_INLINE Vec add_lanes(Vec a) {
   return fma(a, sign, exchange_lanes<kApart>(a));
 }
 
-// The blocks of one row; `out` has room for whole vectors, and what is behind the last k is zero.
+// Rotates the blocks of one row. `out` must have memory for whole vectors; values after the last k are zero.
 template <int kBlock, class X>
 void rotate_blocks(const X* row, int64_t k, float* out) {
   constexpr int kVecs = kBlock > kLanes ? kBlock / kLanes : 1;
@@ -51,7 +51,7 @@ void rotate_blocks(const X* row, int64_t k, float* out) {
   }
 }
 
-// A row of k values, in blocks of rotation_block(k), as float32.
+// Rotates a row of k values, in blocks of rotation_block(k), to float32.
 template <class X>
 void rotate_row(const X* row, int64_t k, float* out) {
   switch (rotation_block(k)) {

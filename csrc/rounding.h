@@ -1,4 +1,4 @@
-// Weights rounded to integers: the same bits as octavo.kernels.quantization gives in torch, which says what they are.
+// Rounding of weights to integers: the same bits as octavo.kernels.quantization, which defines them, in torch.
 #pragma once
 
 #include <cfloat>
@@ -7,7 +7,7 @@
 
 namespace octavo {
 
-// A weight that is rounded to integers.
+// The arguments of round_weight.
 struct RoundArgs {
   const void* weight;  // [n, k]
   DType dtype;         // float32, bfloat16 or float16
@@ -33,10 +33,10 @@ struct RoundArgs {
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kLeastRounded = 1 << 16;  // values of a piece of work
+constexpr int64_t kLeastRounded = 1 << 16;  // values of a task, at least
 constexpr float kNibbleZero = 8.0f, kMostNibble = 15.0f;
-constexpr float kClippings[] = {1.0, 0.92, 0.84, 0.76};                   // of a group's least and largest value: tried
-constexpr float kScales[] = {-1.0 / 8, -0.92 / 8, -0.84 / 8, -0.76 / 8};  // of a group's extreme: scales to try
+constexpr float kClippings[] = {1.0, 0.92, 0.84, 0.76};                   // factors to try of a group's least and largest value
+constexpr float kScales[] = {-1.0 / 8, -0.92 / 8, -0.84 / 8, -0.76 / 8};  // scales to try, as factors of a group's extreme
 
 OCTAVO_INLINE void store_first_bytes(void* p, IVec values, int64_t count) {
   if (count >= kLanes) return store_bytes(p, values);
@@ -45,11 +45,11 @@ OCTAVO_INLINE void store_first_bytes(void* p, IVec values, int64_t count) {
   std::memcpy(p, buffer, static_cast<size_t>(count));
 }
 
-// `rotated`: room for the row.
+// `rotated`: memory for the row.
 template <class T>
 void round_to_bytes(const T* row, int64_t k, float* rotated, int8_t* out, float* scale) {
   rotate_row(row, k, rotated);
-  const Vec share = splat(1.0f / static_cast<float>(rotation_block(k)));  // rotated twice, a row is so many times itself
+  const Vec share = splat(1.0f / static_cast<float>(rotation_block(k)));  // rotated twice, a row is multiplied by the block
   for (int64_t i = 0; i < k; i += kLanes) store(rotated + i, load(rotated + i) * share);
   const RowScale found = row_scale(static_cast<const float*>(rotated), k);
   *scale = found.scale;
@@ -62,7 +62,7 @@ void round_to_bytes(const T* row, int64_t k, float* rotated, int8_t* out, float*
   }
 }
 
-// Values of a group: what is no number is zero, what is infinite the largest number.
+// Loads values of a group: NaN becomes zero, an infinity the largest finite number of its sign.
 template <class T>
 OCTAVO_INLINE Vec load_finite(const T* p, int64_t count) {
   const Vec value = load_first(p, count);
@@ -72,7 +72,7 @@ OCTAVO_INLINE Vec load_finite(const T* p, int64_t count) {
 
 OCTAVO_INLINE Vec magnitude_of(Vec a) { return as_float(as_int(a) & splat_int(0x7FFFFFFFu)); }
 
-// The first value of the largest magnitude of a group, padded with zeros to whole vectors.
+// The first value of the largest magnitude in a group, which is padded with zeros to whole vectors.
 inline float extreme_of(const float* group, int64_t padded) {
   Vec most = splat(0.0f);
   for (int64_t i = 0; i < padded; i += kLanes) most = max(most, magnitude_of(load(group + i)));
@@ -84,7 +84,7 @@ inline float extreme_of(const float* group, int64_t padded) {
   return 0.0f;  // never
 }
 
-// A group's scale and zero point as they are stored, and what rounds by them.
+// A group's scale and zero point as they are stored, and in float32 for rounding.
 struct NibbleScale {
   bf16 stored;
   f16 stored_zero{0};
@@ -102,7 +102,7 @@ struct NibbleScale {
     inverse = std::fabs(scale) >= kLeastMagnitude ? 1.0f / scale : 0.0f;
   }
 
-  // With a zero point, so that `least`, which is not above 0, becomes 0.
+  // With a zero point that maps `least`, which must not be above 0, to 0.
   NibbleScale(float wanted, float least) : NibbleScale(wanted) {
     f16 lanes[kLanes];
     store(lanes, min(splat(kMostNibble), max(splat(0.0f), splat(-least * inverse))));
@@ -134,7 +134,7 @@ struct NibbleScale {
   }
 };
 
-// The best of what is tried: the first with the least squared error. scale_of(i): the i-th of four.
+// The best of four scales: the first with the least squared error. scale_of(i): the i-th scale.
 template <class ScaleOf>
 NibbleScale best_scale(const float* group, int64_t count, const ScaleOf& scale_of) {
   NibbleScale best = scale_of(0);
@@ -147,13 +147,13 @@ NibbleScale best_scale(const float* group, int64_t count, const ScaleOf& scale_o
   return best;
 }
 
-// From the value of largest magnitude, which becomes 0, eight steps below zero.
+// A scale with which the value of largest magnitude is eight steps below zero, that is, is stored as 0.
 inline NibbleScale scale_to_extreme(const float* group, int64_t count) {
   const float extreme = extreme_of(group, whole_vectors(count));
   return best_scale(group, count, [&](int tried) { return NibbleScale(extreme * kScales[tried]); });
 }
 
-// From the least value of a group, or 0, to the largest, or 0, in 15 steps.
+// A scale and a zero point with 15 steps from the least value of a group, or 0, to the largest, or 0.
 inline NibbleScale scale_between(const float* group, int64_t count) {
   Vec lowest = splat(0.0f), highest = splat(0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -167,7 +167,7 @@ inline NibbleScale scale_between(const float* group, int64_t count) {
   });
 }
 
-// `group`: room for `count` values and whole vectors of them. zero: of the zero point, or null.
+// `group`: memory for `count` values, rounded up to whole vectors. zero: output of the zero point, or null.
 template <class T>
 void round_to_nibbles(const T* values, int64_t count, float* group, uint8_t* out, bf16* scale, f16* zero) {
   for (int64_t i = 0; i < count; i += kLanes) store(group + i, load_finite(values + i, count - i));

@@ -1,4 +1,4 @@
-// One token per row: argmax of the logits, or of logits / temperature + noise over the tokens that the filters leave.
+// One token per row: argmax of the logits, or of logits / temperature + noise over the tokens that the filters keep.
 #pragma once
 
 #include "arguments.h"
@@ -48,9 +48,9 @@ struct TopTokensArgs {
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kPieceTokens = 512 * kNoiseBlock;  // of a row without filters that one thread takes at a time
+constexpr int64_t kPieceTokens = 512 * kNoiseBlock;  // tokens of a row without filters that one thread takes at a time
 
-// The best of some tokens. Nothing but -inf: id is -1. An argmax is exact however its range is split.
+// The best of some tokens; id is -1 if all are -inf. An argmax is exact for any split of its range.
 struct Best {
   float key = -__builtin_inff();
   int64_t id = -1;
@@ -65,13 +65,13 @@ struct Best {
   }
 };
 
-// Best of each lane so far.
+// The best of each lane so far.
 struct LaneBest {
   Vec key = splat(-__builtin_inff());
   IVec id = splat_int(0xFFFFFFFFu);
 
   OCTAVO_INLINE void take(Vec other, IVec other_id) {
-    const Mask better = less(key, other);  // ids ascend within a lane: on a tie the earlier one stays
+    const Mask better = less(key, other);  // ids ascend within a lane, so on a tie the lower id stays
     key = select(better, other, key);
     id = select(better, other_id, id);
   }
@@ -91,7 +91,7 @@ struct LaneBest {
   }
 };
 
-// Up to 16 logits; lanes past the end are -inf.
+// Loads up to 16 logits; lanes past the end are -inf.
 OCTAVO_INLINE Vec load_logits(const float* logits, int64_t count) {
   if (count >= kLanes) return load(logits);
   float values[kLanes];
@@ -113,9 +113,8 @@ inline Best largest_logit(const float* logits, int64_t first, int64_t last) {
   return result;
 }
 
-// argmax(logits / temperature + noise) of tokens first .. last that `cut` keeps. `first` is a multiple of 64; `best` is a
-// token of the range with its key. Blocks that are cut, or could not win with the
-// largest noise, are passed over.
+// argmax(logits / temperature + noise) of tokens first .. last that `cut` keeps. `first` is a multiple of 64; `best` is a token
+// of the range with its key. Blocks are skipped if the cut drops them, or if even the largest noise could not make them win.
 inline Best largest_key(const float* logits, int64_t first, int64_t last, float temperature, const NoiseKey& key,
                         const Cut& cut, const Best& best) {
   const Vec divisor = splat(temperature), nothing = splat(-__builtin_inff());
@@ -172,7 +171,7 @@ inline Best sample_piece(const RowParameters& row, int64_t first, int64_t last, 
   return largest_key(row.logits, first, last, row.temperature, row.key, cut, start);
 }
 
-// Copies a row, divided by the temperature, to where the filters work on it. NaN becomes -inf.
+// Copies a row, divided by the temperature, to the memory of the filters. NaN becomes -inf.
 inline void scale_row(const float* logits, int64_t vocab, float temperature, float* values) {
   for (int64_t i = 0; i < vocab; i += kLanes) {
     const Vec value = load_logits(logits + i, vocab - i) / splat(temperature);
@@ -201,7 +200,7 @@ inline void sample(ThreadPool& pool, const SampleArgs& args) {
     if (!row.filtered()) {
       const int64_t last = smaller(args.vocab, (piece + 1) * kPieceTokens);
       best[task] = sample_piece(row, piece * kPieceTokens, last, kKeepAll);
-    } else {  // filters look at the whole row
+    } else {  // filters need the whole row
       best[task] = piece == 0 ? sample_filtered(row, args.vocab, pool.local(thread)) : Best();
     }
   });

@@ -1,8 +1,8 @@
-// Which tokens remain: min_p, then top_k, then top_p, without sorting a whole vocabulary.
+// The filters min_p, then top_k, then top_p, without sorting a whole vocabulary.
 //
-// Tokens are ordered by value descending, then id ascending. Each filter keeps a prefix of that order, so what remains is
-// told by its last token alone, a Cut. Values are dropped into buckets of descending value; only the bucket in which a
-// prefix ends is looked at token by token.
+// Tokens are ordered by value descending, then id ascending. Each filter keeps a prefix of that order, and the last token of the
+// prefix, a Cut, describes it. Values are counted in buckets of descending value; only the tokens of the bucket in which a prefix
+// ends are sorted.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ struct SelectionMemory {
   }
 };
 
-// One row of scaled values and how it falls into buckets.
+// One row of scaled values and its distribution over the buckets.
 struct Selection {
   SelectionMemory memory;
   int64_t vocab;
@@ -75,10 +75,10 @@ struct Selection {
   OCTAVO_INLINE IVec ids_at(int64_t i) const { return splat_int(static_cast<uint32_t>(i)) + lane_numbers(); }
 };
 
-// e^x for x <= 0 within about an ulp: by plain operations, which the compiler puts into lanes.
+// e^x for x <= 0 within about an ulp, by plain operations, which the compiler vectorizes.
 OCTAVO_INLINE double exp_double(double x) {
   x = x < -700.0 ? -700.0 : (x > 0.0 ? 0.0 : x);
-  const double shifted = x * 1.4426950408889634 + 0x1.8p52;  // the integer stands in the low bits
+  const double shifted = x * 1.4426950408889634 + 0x1.8p52;  // the integer is in the low bits
   const double n = shifted - 0x1.8p52;
   const double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
   double p = 1.0 / 6227020800.0;
@@ -107,7 +107,7 @@ OCTAVO_INLINE void token_weights(const float* values, float maximum, double (&we
   for (int i = 0; i < kLanes; ++i) weights[i] = exp_double(static_cast<double>(values[i]) - static_cast<double>(maximum));
 }
 
-// The tokens of one bucket that a cut keeps, sorted.
+// Sorts the tokens of one bucket that a cut keeps, and returns their number.
 inline int64_t sorted_bucket(const Selection& row, int bucket, const Cut& cut) {
   Token* tokens = row.memory.tokens;
   int64_t count = 0;
@@ -131,7 +131,7 @@ inline int64_t sorted_bucket(const Selection& row, int bucket, const Cut& cut) {
 // Keeps the k first tokens; 0 < k.
 inline Cut top_k_cut(const Selection& row, int64_t k) {
   if (k >= row.vocab) return kKeepAll;
-  int32_t* counts = row.memory.counts;  // four tables, so that a run of one bucket does not wait for itself
+  int32_t* counts = row.memory.counts;  // four tables, so that a run of one bucket's values does not wait for its own increments
   std::memset(counts, 0, 4 * kBuckets * sizeof(int32_t));
   for (int64_t i = 0; i < row.vocab; i += kLanes) {
     int32_t number[kLanes];
@@ -184,7 +184,7 @@ inline Cut top_p_cut(const Selection& row, double top_p, const Cut& cut) {
       before += exp_double(static_cast<double>(row.memory.tokens[i].value) - static_cast<double>(row.maximum));
       if (before >= target) return row.memory.tokens[i];
     }
-    if (count > 0) return row.memory.tokens[count - 1];  // the sum in another order fell short by a rounding
+    if (count > 0) return row.memory.tokens[count - 1];  // by rounding, the sum in sorted order did not reach the target
   }
   return cut;
 }

@@ -32,7 +32,7 @@ void pause_briefly() {
 #endif
 }
 
-// Lets a thread run on one CPU only; where the system refuses, it runs where it did.
+// Pins a thread to one CPU. If the system refuses, nothing changes.
 void pin(std::thread& thread, int cpu) {
 #if defined(__linux__)
   cpu_set_t set;
@@ -45,7 +45,7 @@ void pin(std::thread& thread, int cpu) {
 #endif
 }
 
-// Counts the forks that led to this process: threads and locks made under another count do not exist here.
+// Counts the forks that led to this process. Threads and locks that were made under another count do not exist in it.
 std::atomic<int> fork_generation{0};
 
 void watch_forks() {
@@ -85,7 +85,7 @@ class Buffer {
 struct ThreadPool::State {
   State(int count, const std::vector<int>& cpus) { start_workers(count, cpus); }
 
-  // Starts all threads but the caller's. Throws `std::system_error` if the system gives none; then no worker runs.
+  // Starts all threads except the caller's. Throws `std::system_error` if the system refuses one; then no worker runs.
   void start_workers(int count, const std::vector<int>& cpus) {
     num_threads.store(count);
     local = std::vector<Buffer>(static_cast<size_t>(count));
@@ -117,8 +117,8 @@ struct ThreadPool::State {
 
   void work(int thread, uint64_t seen) {
     while (wait_for_job(seen)) {
-      // Entering and closing are ordered: either `run` sees this worker inside and waits for it, or the worker sees the
-      // job closed and touches nothing of it. So a short job never waits for a sleeper.
+      // Both counters are sequentially consistent: either `run` sees this worker inside and waits for it, or the worker sees
+      // that the job is closed and does not touch it. So a short job never waits for a sleeping worker.
       inside.fetch_add(1);
       if (open.load()) take_indices(thread);
       inside.fetch_sub(1);
@@ -167,7 +167,7 @@ struct ThreadPool::State {
     open.store(true);
     jobs.fetch_add(1);
     if (sleepers.load() > 0) {
-      { std::lock_guard<std::mutex> lock(sleep_mutex); }  // a worker about to sleep has looked, or will see the new job
+      { std::lock_guard<std::mutex> lock(sleep_mutex); }  // a worker that is about to sleep waits already, or sees the new job
       wake.notify_all();
     }
     take_indices(0);
@@ -186,7 +186,7 @@ struct ThreadPool::State {
   std::mutex session_mutex;
   std::vector<std::thread> workers;
 
-  // The job: written only while `open` is false and nobody is inside.
+  // The job: written only while `open` is false and no worker is inside.
   int64_t count = 0;
   Body body = nullptr;
   void* context = nullptr;
@@ -224,7 +224,7 @@ ThreadPool::~ThreadPool() {
   if (state->generation == fork_generation.load()) delete state;  // else its threads live in the parent
 }
 
-// The state of this process. That of a parent is left as it is: its threads do not exist here, its locks may be held.
+// The state of this process. A parent's state is not touched or freed: its threads do not exist here, its locks may be held.
 ThreadPool::State& ThreadPool::current_state() {
   State* state = state_.load();
   while (state->generation != fork_generation.load(std::memory_order_relaxed)) {

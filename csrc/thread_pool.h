@@ -1,8 +1,8 @@
 // A small pool of threads for kernels that last from microseconds to seconds.
 //
-// One kernel runs in a pool at a time. Indices are handed out by an atomic counter, so which thread computes what is not
-// fixed; kernels are written so that this never reaches a result. Waiting workers spin for some tens of microseconds, the
-// gap between two kernels of one step, and then sleep. After fork() a child starts its own workers at first use.
+// One kernel runs in a pool at a time. An atomic counter assigns indices to threads, so the assignment is not fixed; kernels
+// must not let it change a result. Waiting workers spin for some tens of microseconds, the gap between two kernels of one step,
+// and then sleep. After fork() a child starts its own workers at first use.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace octavo {
 
 class ThreadPool {
  public:
-  // cpus: one for each core that may be used. If there are as many threads, all but the caller's are pinned to theirs;
-  // fewer are left to the system, as others may compute beside them.
+  // cpus: one for each usable core. If there are as many threads, all except the caller's are pinned, each to one of them. Fewer
+  // threads are not pinned, because other processes may compute on the same machine.
   explicit ThreadPool(int num_threads, std::vector<int> cpus = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -33,14 +33,15 @@ class ThreadPool {
 
   using Body = void (*)(void* context, int64_t index, int64_t following, int thread);
 
-  // Calls body(context, i, following, thread) for 0 <= i < count; the caller is thread 0 and returns when all are done.
-  // following: with claims_ahead the index that this thread takes next, so that it can ask for its memory; count, where it
-  // does not know that yet, as for the last indices, which go to the thread that is free.
-  // Only while a Session is held.
+  // Calls body(context, i, following, thread) for 0 <= i < count. The caller is thread 0; the call returns when all are done.
+  // following: with claims_ahead the index that this thread computes next, so that the body can prefetch its memory. It is
+  // `count` if the next index is not known yet, as for the last indices, which the first idle thread takes.
+  // May be called only while a Session is held.
   void run(int64_t count, Body body, void* context, bool claims_ahead);
 
-  // Memory for one kernel, 64-byte aligned, undefined content, kept until the next call for the same owner.
-  // Only while a Session is held; `local` memory must be reserved before `run`.
+  // Memory for one kernel, 64-byte aligned, of undefined content: one buffer for all threads (`shared`), and one per thread
+  // (`local`). Each is valid until the next call that reserves the same buffer. May be called only while a Session is held;
+  // `local` memory must be reserved before `run`.
   void* shared(size_t bytes);
   void reserve_local(size_t bytes);
   void* local(int thread);

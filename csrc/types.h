@@ -5,7 +5,7 @@
 
 namespace octavo {
 
-// From kQ8_0 on weights in blocks of GGUF files (block_formats.h).
+// From kQ8_0 to kMXFP4: weights in the blocks of GGUF files (block_formats.h).
 enum class DType : int {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -21,11 +21,11 @@ enum class DType : int {
   kQ5_K = 11,
   kQ6_K = 12,
   kMXFP4 = 13,
-  kInt32 = 14,  // this and the next one: of a Tensor alone
+  kInt32 = 14,  // this and the next: of a Tensor only
   kInt64 = 15,
 };
 
-// Storage only: arithmetic happens in float32 lanes.
+// For storage only: arithmetic is in float32 lanes.
 struct bf16 {
   uint16_t bits;
 };

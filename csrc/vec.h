@@ -1,9 +1,9 @@
-// Sixteen float32 lanes under one name: one zmm register, two ymm registers, or whatever the compiler makes of a generic
-// vector. Kernels are written once against this and compiled in one namespace per instruction set (OCTAVO_ISA), so that no
-// function compiled for a newer processor can be picked by the linker for an older one.
+// Sixteen float32 lanes under one name: one zmm register, two ymm registers, or a generic vector of the compiler. Kernels are
+// written once against this and compiled in one namespace per instruction set (OCTAVO_ISA). So the linker cannot choose a function
+// that was compiled for a newer processor for an older one.
 //
 // Types:  Vec (16 float32), IVec (16 uint32), Mask (16 booleans).
-// Every operation rounds once, as IEEE says; fma(a, b, c) is the only fused one and the compiler fuses nothing on its own
+// Every operation rounds once, as IEEE 754 says. fma(a, b, c) is the only fused operation; the compiler fuses none on its own
 // (-ffp-contract=off). Sums over lanes always run in the order of sum_lanes: i + 8, then + 4, + 2, + 1.
 #pragma once
 
@@ -52,7 +52,7 @@ OCTAVO_INLINE void store_first(T* p, Vec v, int64_t n) {
   std::memcpy(static_cast<void*>(p), buffer, static_cast<size_t>(n) * sizeof(T));
 }
 
-// a, and b behind it.
+// Stores a, then b.
 template <class T>
 OCTAVO_INLINE void store_two(T* p, Vec a, Vec b) {
   store(p, a);
@@ -71,7 +71,7 @@ OCTAVO_INLINE T larger(T a, T b) {
 
 OCTAVO_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Asks for the memory at p in L2: more of it can be on its way there than to L1.
+// Prefetches the memory at p into L2, which takes more outstanding loads than L1.
 OCTAVO_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -33,7 +33,7 @@ OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _
 OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
-// Where either is NaN the result is b, so a NaN in b survives.
+// If either is NaN the result is b, so a NaN in b survives.
 OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 
@@ -47,7 +47,7 @@ OCTAVO_INLINE IVec shift_left(IVec a) {
   return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
 }
 template <int kBits>
-OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+OCTAVO_INLINE IVec shift_right(IVec a) {  // shifts in zeros
   return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
 }
 template <int kBits>
@@ -85,7 +85,7 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
 constexpr bool kSumsNibblesInHalves = true;
 OCTAVO_INLINE __m256i add_nibble_products(__m256i sum, __m256i w, __m256i x) {
   sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
-  asm("" : "+x"(sum));  // or GCC adds up products before it adds them to the sum, and registers are short
+  asm("" : "+x"(sum));  // else GCC adds products before it adds them to the sum, which needs too many registers
   return sum;
 }
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
@@ -98,12 +98,12 @@ OCTAVO_INLINE __m256i add_unsigned_products(__m256i sum, __m256i w, __m256i x) {
 OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) {
   return {add_unsigned_products(sum.lo, w.lo, x.lo), add_unsigned_products(sum.hi, w.hi, x.hi)};
 }
-// The four words in every 128 bits.
+// The four words, repeated in every 128 bits.
 OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const __m128i four = _mm_setr_epi32(static_cast<int>(a), static_cast<int>(b), static_cast<int>(c), static_cast<int>(d));
   return {_mm256_broadcastsi128_si256(four), _mm256_broadcastsi128_si256(four)};
 }
-// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+// Each byte, an index 0 .. 15, is replaced by that byte of its 128 bits of the table.
 OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) {
   return {_mm256_shuffle_epi8(table.lo, bytes.lo), _mm256_shuffle_epi8(table.hi, bytes.hi)};
 }
@@ -111,12 +111,12 @@ OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) {
 OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
   return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
 }
-// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+// Sixteen 16-bit numbers, one per lane; the upper halves are zero.
 OCTAVO_INLINE IVec load_words(const void* p) {
   const auto* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
 }
-// The lowest byte of each lane.
+// Stores the lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   const __m256i lowest = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                           0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
@@ -126,7 +126,7 @@ OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   std::memcpy(p, words, sizeof(words));
 }
 
-// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+// The lanes of four vectors, each -128 .. 127, as bytes in order.
 OCTAVO_INLINE __m256i pack_bytes(IVec a, IVec b) {
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a.lo, a.hi), _mm256_packs_epi32(b.lo, b.hi));
   // packing takes four lanes of each half at a time
@@ -148,7 +148,7 @@ OCTAVO_INLINE void store_int(void* p, IVec a) {
   _mm256_storeu_si256(q + 1, a.hi);
 }
 
-// a * 2^n, rounded once; n reaches beyond the exponents of float32, so in two factors, of which the first is exact.
+// a * 2^n, rounded once. n may exceed the exponents of float32, so there are two factors; the first product is exact.
 OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) {
   const IVec half = shift_right_signed<1>(n), bias = splat_int(127);
   return a * as_float(shift_left<23>(half + bias)) * as_float(shift_left<23>(n - half + bias));
@@ -261,7 +261,7 @@ OCTAVO_INLINE void transpose_8x8(__m256 (&r)[8]) {
   }
 }
 
-// Sixteen rows of sixteen become sixteen columns.
+// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   __m256 a[8], b[8], c[8], d[8];
   for (int i = 0; i < 8; ++i) {

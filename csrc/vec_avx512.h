@@ -1,4 +1,4 @@
-// Vec on AVX-512 F, BW, VL and DQ, with VNNI where OCTAVO_ISA_VNNI is defined, and BF16 where OCTAVO_ISA_BF16 is.
+// Vec on AVX-512 F, BW, VL and DQ, with VNNI if OCTAVO_ISA_VNNI is defined, and BF16 if OCTAVO_ISA_BF16 is.
 #pragma once
 
 #include <immintrin.h>
@@ -26,7 +26,7 @@ OCTAVO_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 OCTAVO_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// Where either is NaN the result is b, so a NaN in b survives.
+// If either is NaN the result is b, so a NaN in b survives.
 OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
@@ -40,7 +40,7 @@ OCTAVO_INLINE IVec shift_left(IVec a) {
   return {_mm512_slli_epi32(a.v, kBits)};
 }
 template <int kBits>
-OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+OCTAVO_INLINE IVec shift_right(IVec a) {  // shifts in zeros
   return {_mm512_srli_epi32(a.v, kBits)};
 }
 template <int kBits>
@@ -82,18 +82,19 @@ OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
 }
 // The same; w is unsigned with VNNI, and 0 .. 127 without.
 OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) { return add_nibble_products(sum, w, x); }
-// The four words in every 128 bits.
+// The four words, repeated in every 128 bits.
 OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return {_mm512_set4_epi32(static_cast<int>(d), static_cast<int>(c), static_cast<int>(b), static_cast<int>(a))};
 }
-// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+// Each byte, an index 0 .. 15, is replaced by that byte of its 128 bits of the table.
 OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) { return {_mm512_shuffle_epi8(table.v, bytes.v)}; }
 #if defined(OCTAVO_ISA_BF16)
 // Each lane: sum + the two products of its bfloat16.
 OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)x.v, (__m512bh)w.v)};
 }
-// Lanes 2 i and 2 i + 1 of low and then of high, rounded to bfloat16, as the halves of lane i; subnormal numbers are zero.
+// The lanes of low, then of high, rounded to bfloat16; lanes 2 i and 2 i + 1 become the halves of lane i. Subnormal numbers
+// become zero.
 OCTAVO_INLINE IVec round_pairs(Vec low, Vec high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
 #endif
 // Each 32-bit lane: sum + the two products of its halves, which are signed.
@@ -104,16 +105,16 @@ OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
 #endif
 }
-// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+// Sixteen 16-bit numbers, one per lane; the upper halves are zero.
 OCTAVO_INLINE IVec load_words(const void* p) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
 }
-// The halves of each lane by themselves, without what does not fit.
+// Operations on the halves of each lane separately, modulo 2^16.
 OCTAVO_INLINE IVec add_words(IVec a, IVec b) { return {_mm512_add_epi16(a.v, b.v)}; }
 OCTAVO_INLINE IVec multiply_words(IVec a, IVec b) { return {_mm512_mullo_epi16(a.v, b.v)}; }
-// The 32 words of a and of b by turns: the first sixteen of each, then the others.
+// Interleaves the 32 words of a with those of b: `first` has the first sixteen of each, `second` the last sixteen.
 OCTAVO_INLINE void interleave_words(IVec a, IVec b, IVec& first, IVec& second) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpacking takes the halves of every 128 bits
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpacking works within every 128 bits
   const __m512i x = _mm512_permutexvar_epi64(order, a.v), y = _mm512_permutexvar_epi64(order, b.v);
   first = {_mm512_unpacklo_epi16(x, y)};
   second = {_mm512_unpackhi_epi16(x, y)};
@@ -122,12 +123,12 @@ OCTAVO_INLINE void interleave_words(IVec a, IVec b, IVec& first, IVec& second) {
 OCTAVO_INLINE IVec select_bits(uint32_t mask, IVec a, IVec b) {
   return {_mm512_ternarylogic_epi32(splat_int(mask).v, a.v, b.v, 0xCA)};
 }
-// The lowest byte of each lane.
+// Stores the lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
 
-// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+// The lanes of four vectors, each -128 .. 127, as bytes in order.
 OCTAVO_INLINE IVec pack_bytes(const IVec (&a)[4]) {
   const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0].v, a[1].v), _mm512_packs_epi32(a[2].v, a[3].v));
   // packing takes four lanes of each vector at a time
@@ -141,16 +142,16 @@ OCTAVO_INLINE IVec to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }    // rou
 OCTAVO_INLINE IVec load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
 OCTAVO_INLINE void store_int(void* p, IVec a) { _mm512_storeu_si512(p, a.v); }
 
-// a * 2^n, rounded once; n reaches beyond the exponents of float32.
+// a * 2^n, rounded once; n may exceed the exponents of float32.
 OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) { return {_mm512_scalef_ps(a.v, _mm512_cvtepi32_ps(n.v))}; }
 
-// a less the nearest whole number; 0 of an infinity.
+// a - the nearest whole number; 0 for an infinity.
 OCTAVO_INLINE Vec fraction(Vec a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for whole numbers n, -inf among them; 0 in the lanes that are not of m, where nothing is computed.
+// a * 2^n for whole numbers n, which may be -inf; 0 in lanes outside of m, where nothing is computed.
 OCTAVO_INLINE Vec times_power_of_two(Mask m, Vec a, Vec n) { return {_mm512_maskz_scalef_ps(m, a.v, n.v)}; }
 
 OCTAVO_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
-OCTAVO_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ); }  // also where one is NaN
+OCTAVO_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ); }  // true if one is NaN
 OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
 OCTAVO_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 OCTAVO_INLINE Mask is_nan(Vec a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
@@ -174,7 +175,7 @@ OCTAVO_INLINE Vec load(const int8_t* p) {
 }
 
 OCTAVO_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-// Each lane as bfloat16 in its upper half: to nearest even; a NaN stays a quiet NaN.
+// Each lane rounded to bfloat16, in its upper half: to nearest even; a NaN stays a quiet NaN.
 OCTAVO_INLINE IVec round_to_bf16(Vec a) {
   const __m512i raw = _mm512_castps_si512(a.v);
   const __m512i more = _mm512_add_epi32(raw, _mm512_set1_epi32(0x7FFF));
@@ -185,7 +186,7 @@ OCTAVO_INLINE IVec round_to_bf16(Vec a) {
 OCTAVO_INLINE void store(bf16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(a).v, 16)));
 }
-// a, and b behind it.
+// Stores a, then b.
 OCTAVO_INLINE void store_two(bf16* p, Vec a, Vec b) {
   const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                                 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -214,7 +215,7 @@ OCTAVO_INLINE float sum_lanes(Vec a) {
 }
 OCTAVO_INLINE float max_lanes(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
-// Sixteen rows of sixteen become sixteen columns.
+// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   __m512 t[16];
   OCTAVO_UNROLL

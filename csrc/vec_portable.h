@@ -1,4 +1,4 @@
-// Vec in the generic vectors of GCC and Clang: SSE2, NEON or plain code, as the target has it.
+// Vec in the generic vectors of GCC and Clang: SSE2, NEON or scalar code, depending on the target.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ OCTAVO_INLINE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 OCTAVO_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 OCTAVO_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
-// Fused where the target does it in one instruction (ARM); elsewhere a product and a sum, each rounded.
+// Fused if the target has one instruction for it (ARM); otherwise a product and a sum, each rounded.
 OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #ifdef __FP_FAST_FMAF
   Vec r;
@@ -39,7 +39,7 @@ OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {a.v * b.v + c.v};
 #endif
 }
-OCTAVO_INLINE Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }  // b where either is NaN
+OCTAVO_INLINE Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }  // b if either is NaN
 OCTAVO_INLINE Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {a.v + b.v}; }
@@ -52,7 +52,7 @@ OCTAVO_INLINE IVec shift_left(IVec a) {
   return {a.v << kBits};
 }
 template <int kBits>
-OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+OCTAVO_INLINE IVec shift_right(IVec a) {  // shifts in zeros
   return {a.v >> kBits};
 }
 template <int kBits>
@@ -90,11 +90,11 @@ constexpr bool kSumsNibblesInHalves = false;
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
 // The same; w is 0 .. 127.
 OCTAVO_INLINE IVec add_unsigned_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
-// The four words in every 128 bits.
+// The four words, repeated in every 128 bits.
 OCTAVO_INLINE IVec repeat_four(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return {uint16lanes{a, b, c, d, a, b, c, d, a, b, c, d, a, b, c, d}};
 }
-// Each byte 0 .. 15 becomes that byte of its 128 bits of the table.
+// Each byte, an index 0 .. 15, is replaced by that byte of its 128 bits of the table.
 OCTAVO_INLINE IVec look_up_bytes(IVec table, IVec bytes) {
   uint8_t from[64], at[64];
   std::memcpy(from, &table.v, sizeof(from));
@@ -114,7 +114,7 @@ OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
   const int16lanes products = signed_word<0>(a) * signed_word<0>(b) + signed_word<1>(a) * signed_word<1>(b);
   return {sum.v + reinterpret_cast<uint16lanes>(products)};
 }
-// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+// Sixteen 16-bit numbers, one per lane; the upper halves are zero.
 OCTAVO_INLINE IVec load_words(const void* p) {
   uint16_t words[16];
   std::memcpy(words, p, sizeof(words));
@@ -122,13 +122,13 @@ OCTAVO_INLINE IVec load_words(const void* p) {
   for (int i = 0; i < 16; ++i) r.v[i] = words[i];
   return r;
 }
-// The lowest byte of each lane.
+// Stores the lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   auto* bytes = static_cast<uint8_t*>(p);
   for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(a.v[i]);
 }
 
-// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+// The lanes of four vectors, each -128 .. 127, as bytes in order.
 OCTAVO_INLINE IVec pack_bytes(const IVec (&a)[4]) {
   uint8_t bytes[4 * 16];
   for (int i = 0; i < 4; ++i) store_bytes(bytes + i * 16, a[i]);
@@ -142,7 +142,7 @@ OCTAVO_INLINE Vec as_float(IVec a) { return {reinterpret_cast<float16lanes>(a.v)
 OCTAVO_INLINE Vec to_float(IVec a) {  // lanes are signed
   return {__builtin_convertvector(reinterpret_cast<int16lanes>(a.v), float16lanes)};
 }
-OCTAVO_INLINE IVec to_int(Vec a) {  // to nearest even; NaN and what no int holds give the smallest int
+OCTAVO_INLINE IVec to_int(Vec a) {  // to nearest even; NaN and numbers beyond int give the smallest int
   IVec r;
   for (int i = 0; i < 16; ++i) {
     const float x = a.v[i];
@@ -157,7 +157,7 @@ OCTAVO_INLINE IVec load_int(const void* p) {
 }
 OCTAVO_INLINE void store_int(void* p, IVec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
 
-// a * 2^n, rounded once; n reaches beyond the exponents of float32, so in two factors, of which the first is exact.
+// a * 2^n, rounded once. n may exceed the exponents of float32, so there are two factors; the first product is exact.
 OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) {
   const IVec half = shift_right_signed<1>(n), bias = splat_int(127);
   return a * as_float(shift_left<23>(half + bias)) * as_float(shift_left<23>(n - half + bias));
@@ -211,7 +211,7 @@ OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a qu
   const IVec result = shift_right<16>(select(is_nan(a), raw | splat_int(0x00400000), rounded));
   for (int i = 0; i < 16; ++i) p[i].bits = static_cast<uint16_t>(result.v[i]);
 }
-// Round to nearest even at float16's last place: subnormal results by adding 0.5, whose last place is 2^-24.
+// Rounds to nearest even at float16's last place; subnormal results by adding 0.5, whose last place in float32 is 2^-24.
 OCTAVO_INLINE void store(f16* p, Vec a) {
   const IVec raw = as_int(a);
   for (int i = 0; i < 16; ++i) {
@@ -254,7 +254,7 @@ OCTAVO_INLINE float max_lanes(Vec a) {
   return r;
 }
 
-// Sixteen rows of sixteen become sixteen columns.
+// Transposes a matrix of 16 x 16.
 OCTAVO_INLINE void transpose(Vec (&r)[16]) {
   for (int i = 0; i < 16; ++i) {
     for (int j = 0; j < i; ++j) {

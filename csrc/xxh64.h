@@ -1,4 +1,4 @@
-// XXH64 of bytes, as the specification of xxHash has it: a checksum at the speed of memory, without a secret.
+// XXH64 of bytes, by the specification of xxHash: a checksum at the speed of memory. It has no secret, so it detects only accidents.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class Xxh64 {
                             kPrime4 = 0x85EBCA77C2B2AE63, kPrime5 = 0x27D4EB2F165667C5;
   static constexpr int64_t kStripe = 32;
 
-  // Takes whole stripes, and leaves `at` behind them.
+  // Hashes whole stripes, and advances `at` past them.
   static uint64_t stripes(const uint8_t*& at, const uint8_t* end, uint64_t seed) {
     uint64_t lanes[4] = {seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1};
     for (; end - at >= kStripe; at += kStripe) {
@@ -41,7 +41,7 @@ class Xxh64 {
   static uint64_t rotate(uint64_t value, int by) { return value << by | value >> (64 - by); }
 
   template <class Word>
-  static Word read(const uint8_t* at) {  // of a little-endian machine, as packed weights are
+  static Word read(const uint8_t* at) {  // assumes a little-endian machine, as packed weights do
     Word word;
     std::memcpy(&word, at, sizeof(word));
     return word;

@@ -1,4 +1,4 @@
-"""Kernels: what operations compute (`interface`), in plain torch (`reference`), for CPUs (`cpu`), GPUs (`triton`)."""
+"""Kernels: the `interface` and its backends: plain torch (`reference`), compiled code (`cpu`), `triton` for GPUs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
-# the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows what they give); int4 with avx512_bf16 is an
-# estimate, in the proportion of avx512_vnni.
+# By instruction set and bits of a weight: time of one attention operation divided by the time of one operation of a
+# matrix product. Measured with the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows their effect).
+# int4 with avx512_bf16 is an estimate, in the proportion of avx512_vnni.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -44,9 +44,10 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return how much slower an operation of attention is than one of a product of weights of so many bits.
+    """Return how many times slower one operation of attention is than one of a matrix product.
 
-    For what was not measured, other instruction sets and whatever None stands for, it is what it is with AVX-512 VNNI.
+    isa: the instruction set; None, or one that was not measured, gives the number of AVX-512 VNNI. bits: the bits of a
+    weight, 16, 8 or 4.
     """
     return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
@@ -79,9 +80,9 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Whether the kernels that `create_kernels` returns for these are known to compute a row alike in any batch.
+    """Return True if the kernels of this device and backend are known to give a row the same bits in any batch.
 
-    Those in Triton are made for it, but nobody has measured it on a GPU.
+    The Triton kernels are designed for it, but it has not been measured on a GPU.
     """
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
@@ -92,14 +93,14 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning where nothing was compiled; on
-    CUDA it is plain torch until those in Triton have been tried on a GPU. "reference" is plain torch; "cpu" and
-    "triton" are these or an error; "fast-inexact" is "triton" with the matrix products of torch's library, whose rows
-    depend on the batch.
-    num_threads is for the compiled kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
-    isa: their instruction set; "auto" is `default_instruction_set()`.
+    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning if they were not compiled. On CUDA
+    "auto" is plain torch until the Triton kernels have been tried on a GPU. "reference" is plain torch. "cpu" and
+    "triton" are these backends or an error. "fast-inexact" is "triton" with the matrix products of torch's library,
+    whose rows depend on the batch.
+    num_threads: threads of the compiled kernels, which have a pool of their own; torch's threads are not used.
+    isa: the instruction set of the compiled kernels; "auto" is `default_instruction_set()`.
 
-    Raises ConfigError for an unknown backend, one that cannot serve, or an instruction set that cannot.
+    Raises ConfigError if the backend is unknown, or if the backend or the instruction set cannot serve this device.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
@@ -146,7 +147,7 @@ def create_kernels(
 
 
 def _refused_tiles() -> str:
-    """Return why this process may not use the processor's AMX, and what to do; "" if it may, or if there is none."""
+    """Return why this process may not use the processor's AMX and how to fix it; "" if it may, or there is no AMX."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

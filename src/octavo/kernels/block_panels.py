@@ -1,4 +1,4 @@
-"""Weights in blocks, packed: columns of one kind after the other, each in panels of its own (csrc/block_formats.h)."""
+"""Packed weights in blocks: the columns of each kind follow one another, in separate panels (csrc/block_formats.h)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _BYTES_AT_ONCE = 32 << 20  # of rows that are packed before they are forgotten
 
 @dataclass(frozen=True, slots=True)
 class BlockPanels:
-    """Parts of a weight [out_features, in_features], each of one kind."""
+    """The parts of a weight [out_features, in_features] along out_features, each of one kind."""
 
     panels: tuple[PanelWeight, ...]
 
     @classmethod
     def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
-        """Pack weights that stand one below the other."""
+        """Pack weights as one, concatenated along out_features. bias: of all of them, [out_features]."""
         panels, first = [], 0
         for group in group_by_kind(weights):
             last = first + sum(weight.shape[0] for weight in group)
@@ -38,19 +38,19 @@ class BlockPanels:
         return cls(tuple(panels))
 
     def parts(self) -> Iterator[tuple[PanelWeight, slice]]:
-        """Yield each part, and which columns of a result are its own."""
+        """Yield each part, and the slice of its columns in a result."""
         first = 0
         for part in self.panels:
             yield part, slice(first, first + part.out_features)
             first += part.out_features
 
     def vocabulary(self) -> PanelWeight:
-        """Return the one part of a weight that is read by row."""
+        """Return the only part of an embedding table, whose rows are read one by one."""
         (part,) = self.panels
         return part
 
     def as_linear(self) -> PackedLinear:
-        """Return what callers of the kernels see of it."""
+        """Return the weight as callers of the kernels use it."""
         linears = [part.as_linear() for part in self.panels]
         out_features = sum(linear.out_features for linear in linears)
         num_bytes = sum(linear.num_bytes for linear in linears)
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each into its own panels
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its own panels
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)
@@ -75,7 +75,7 @@ def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor
             kernels.kernel_set.pack_weight(
                 rows.data_ptr(), number, len(rows), in_features, rows.stride(0), 0, 0, 0, NO_INT4.group_size, place
             )
-            if rows_at_once < weight.shape[0]:  # whoever holds the file lets go of small ones together
+            if rows_at_once < weight.shape[0]:  # the file's owner releases small weights together
                 weight.forget(part)
             place += len(rows) // PANEL_COLUMNS * panel_bytes
     return PanelWeight(data, number, NO_INT4, PanelWeight.pad_bias(bias, out_features), out_features, in_features)

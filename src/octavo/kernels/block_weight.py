@@ -1,6 +1,6 @@
-"""Weights in blocks of small integers, as GGUF files hold them: what they stand for, said once, in torch.
+"""Weights in GGUF's blocks of small integers: their layouts and their values, defined in torch for all backends.
 
-A block holds the integers of 32 or 256 input features of one output feature, with their scales and perhaps minima.
+A block holds the integers of 32 or 256 input features of one output feature, their scales, and in some kinds minima.
 The layouts are those of ggml-common.h of llama.cpp; nothing is rounded again.
 """
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 GROUP_VALUES = 32  # consecutive input features that share a scale of the activations: rows hold whole groups
 SUPER_GROUPS = 8  # of a block of 256
-# Of the float16 numbers of a block, where that is not the first alone.
+# Byte offsets of the float16 numbers in a block; (0,) for kinds that are not listed.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-_FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of its bits are set where it is no finite number
+_FLOAT16_EXPONENT = 0x7C  # in the upper byte: all of these bits are set if the number is not finite
 _E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
 
 class BlockKind(Enum):
-    """Layouts of blocks by the names of GGUF: (values a block, bytes a block, bytes of it in panels).
+    """Layouts of blocks, by their GGUF names: (values of a block, its bytes, its bytes in panels).
 
-    In panels scales and minima of six bits take eight (csrc/block_formats.h).
+    In panels, scales and minima of six bits take eight bits (csrc/block_formats.h).
     """
 
     Q8_0 = "Q8_0", 32, 34, 34
@@ -44,12 +44,12 @@ class BlockKind(Enum):
 
     @property
     def block_values(self) -> int:
-        """Values of a block."""
+        """Number of values in a block."""
         return self.value[1]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes of a block in a file."""
         return self.value[2]
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
@@ -57,7 +57,7 @@ class BlockKind(Enum):
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row in a file. Raises `ValueError` where it is not made of whole blocks."""
+        """Return the bytes of a row in a file. Raises `ValueError` if in_features is not a multiple of a block."""
         if in_features % self.block_values != 0:
             raise ValueError(f"{self.name} has blocks of {self.block_values} values, and rows of {in_features} do not")
         return in_features // self.block_values * self.block_bytes
@@ -66,7 +66,7 @@ class BlockKind(Enum):
 class BlockValues(NamedTuple):
     """Rows as numbers: values * scales + minima, for each group of 32 input features, or of 16 without minima.
 
-    values float32 [rows, groups, size], whole; scales and minima float32 [rows, groups], or no minima.
+    values float32 [rows, groups, size], whole numbers; scales and minima float32 [rows, groups]; minima may be None.
     """
 
     values: Tensor
@@ -80,11 +80,11 @@ class BlockValues(NamedTuple):
 
 
 class StoredScales(NamedTuple):
-    """Scales as blocks hold them: float16; bytes, to be multiplied by a float16 of a block; or exponents.
+    """Scales as blocks hold them: float16, bytes that are multiplied by a float16 of the block, or exponents.
 
-    scales [rows, groups of 32, of Q6_K of 16]: float16; uint8 of 6 bits, or int8 of Q6_K; exponents of MXFP4
-    (`exponent_scales`). minima [rows, groups]: float16, or uint8 to be subtracted. Where those are bytes,
-    scales_of_blocks and minima_of_blocks float16 [rows, blocks of 256].
+    scales [rows, groups], groups of 32 input features, for Q6_K of 16: float16; uint8 of 6 bits (Q4_K, Q5_K) or int8
+    (Q6_K); uint8 exponents of MXFP4 (`exponent_scales`). minima [rows, groups]: float16, or uint8 to be subtracted.
+    If scales or minima are bytes, scales_of_blocks and minima_of_blocks are float16 [rows, blocks of 256].
     """
 
     scales: Tensor
@@ -93,7 +93,7 @@ class StoredScales(NamedTuple):
     minima_of_blocks: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
-        """Return what a function makes of each."""
+        """Return the results of a function for each tensor; None stays None."""
         return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
@@ -101,8 +101,7 @@ class StoredScales(NamedTuple):
 class BlockWeight:
     """A weight in blocks of one kind: rows uint8 [out_features, bytes of a row], which may alias a file.
 
-    forget(rows) takes rows that were packed, and are read no more, out of memory; where they alias no file it does
-    nothing.
+    forget(rows) drops a file's pages from memory after their rows were packed. It does nothing if they alias no file.
     """
 
     kind: BlockKind
@@ -126,11 +125,11 @@ class BlockWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes packed, without padding."""
+        """Bytes of the packed weight, without padding."""
         return self.kind.packed_bytes(*self.shape)
 
     def numbers(self) -> BlockValues:
-        """Return what the blocks hold."""
+        """Return the values, scales and minima of the blocks."""
         blocks = self.rows.reshape(self.rows.numel() // self.kind.block_bytes, self.kind.block_bytes)
         values, scales, minima = _READERS[self.kind](blocks)
         out_features, groups = self.shape[0], self.in_features // self.kind.block_values * scales.shape[1]
@@ -141,7 +140,7 @@ class BlockWeight:
         )
 
     def stored_scales(self) -> StoredScales:
-        """Return scales and minima as they stand in the blocks."""
+        """Return scales and minima as they are stored in the blocks."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             found = StoredScales(blocks[:, :1], None, None, None)
@@ -156,11 +155,11 @@ class BlockWeight:
         return found.map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32: the very numbers of llama.cpp."""
+        """Return the weight in float32: exactly the numbers of llama.cpp."""
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Whether a scale or minimum is infinite or no number. The integers are not read."""
+        """Return True if a scale or minimum is infinite or NaN. The integers are not read."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())
@@ -168,11 +167,11 @@ class BlockWeight:
         return any(bool(((each & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any()) for each in upper_bytes)
 
     def select_rows(self, index: slice | Tensor) -> BlockWeight:
-        """Return some of its rows."""
+        """Return the given rows of the weight."""
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Return it on a device; what is copied is out of this memory."""
+        """Return the weight on a device. If it is copied, `forget` is called for the rows of this one."""
         if self.rows.device == device:
             return self
         moved = BlockWeight(self.kind, self.rows.to(device), self.in_features)
@@ -181,10 +180,10 @@ class BlockWeight:
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:
-    """Return a weight whose integers are any, and whose scales are of usual size."""
+    """Return a weight with random integers, and random scales of usual size."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
-    for place in _SCALE_PLACES.get(kind.name, (0,)):  # what random bytes would make NaN of
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes would be NaN at times
         scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
         blocks[:, place : place + 2] = scales.view(torch.uint8)
     if kind is BlockKind.MXFP4:
@@ -193,20 +192,20 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return the float32 scales of MXFP4's doubled values: half of two to the power of uint8 exponents less 127."""
+    """Return the float32 scales of MXFP4's doubled values: 2^(exponent - 127) / 2 of uint8 exponents."""
     whole = exponents.int()
     tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
 
 
 def mxfp4_codes(weight: BlockWeight) -> Tensor:
-    """Return the four bits of each value of MXFP4: uint8 [out_features, in_features]."""
+    """Return the four bits of each value of an MXFP4 weight: uint8 [out_features, in_features]."""
     blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
     return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Return weights that are to stand one below the other, neighbours of one kind together."""
+    """Group weights that will be fused along out_features: neighbours of the same kind are in one group."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -216,27 +215,27 @@ def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
     return groups
 
 
-_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima of blocks
+_Numbers = tuple["Tensor", "Tensor", "Tensor | None"]  # values, scales, minima
 
 
 def _half(data: Tensor) -> Tensor:
-    """Return float16 [blocks, 1] of two bytes each."""
+    """Reinterpret two bytes of each block as a number: float16 [blocks, 1]."""
     return data.contiguous().view(torch.float16)
 
 
 def _float16(data: Tensor) -> Tensor:
-    """Return float32 [blocks, 1] of two bytes each."""
+    """Widen the float16 number in two bytes of each block: float32 [blocks, 1]."""
     return _half(data).float()
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the lower halves of so many bytes, then their upper ones, and so on: uint8 [blocks, 2 * bytes]."""
+    """Return the low halves of `together` bytes, then their high halves, and so on: uint8 [blocks, 2 * bytes]."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return bit i of four bytes as 16 or 0: uint8 [blocks, 32]."""
+    """Return the fifth bit of value i, bit i of four bytes, as 16 or 0: uint8 [blocks, 32]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 

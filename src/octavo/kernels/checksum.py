@@ -1,4 +1,4 @@
-"""A checksum of memory, for what was damaged by accident: whoever can change the memory can make the checksum fit."""
+"""Checksums of memory, which detect accidental damage only: they are no protection against deliberate changes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PIECE_BYTES = 4 << 20  # of one task
 
 
 def xxh64(data: Tensor, seed: int = 0) -> int:
-    """Return XXH64 of contiguous data on the CPU, at some 10 GB/s; Python's lock is free meanwhile.
+    """Return XXH64 of contiguous data on the CPU, at about 10 GB/s. Releases Python's lock meanwhile.
 
-    Raises `ImportError` where octavo was installed without compiled kernels.
+    Raises `ImportError` if octavo was installed without compiled kernels.
     """
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
@@ -26,9 +26,9 @@ def xxh64(data: Tensor, seed: int = 0) -> int:
 
 
 def digest(tensors: Iterable[Tensor], num_threads: int = 1) -> str:
-    """Return 16 hexadecimal digits for the bytes of contiguous tensors on the CPU, in their order.
+    """Return a digest of 16 hexadecimal digits of the bytes of contiguous tensors on the CPU, in their order.
 
-    num_threads read the memory at the same time; the result does not depend on it.
+    num_threads: threads that read the memory; the result does not depend on it.
     """
     pieces = [piece for tensor in tensors for piece in _cut(tensor)]
     whole = hashlib.blake2b(digest_size=8)

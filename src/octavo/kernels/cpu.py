@@ -1,6 +1,6 @@
-"""The compiled CPU kernels: csrc/ behind the interface.
+"""The interface's backend of compiled CPU kernels, whose source is csrc/.
 
-Activations are contiguous in their last dimension; anything else is a mistake of ours and asserted.
+Activations must be contiguous in their last dimension. This is asserted: anything else is a bug in octavo.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "po
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as csrc/arguments.h has them
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}  # as csrc/types.h has them
 _LINE_BYTES = 64  # of a cache
-_SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and where there are few; csrc/attention_tile.h
-_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # a thread's that are cut, and where; as there and in attention_prefix.h
+_SAME_SETS_BYTES = 2048  # lines at multiples of this distance share two of the 64 sets of a first-level cache
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and if rows are few; csrc/attention_tile.h
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # chunks per thread below which they are cut, and the positions of a part
 
 
 class CpuKernels:
-    """Kernels for one instruction set on a pool of threads of their own.
+    """Compiled kernels for one instruction set, on their own pool of threads.
 
-    isa: "auto" is `octavo.kernels.default_instruction_set()`. num_threads: None takes one for each usable core
-    (`octavo.kernels.machine`).
+    isa: "auto" is `octavo.kernels.default_instruction_set()`. num_threads: None takes
+    `octavo.kernels.machine.default_num_threads`.
 
-    Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
-    threads are left to the system: it may be that others compute on the same machine.
+    If there is a thread for each usable core, all threads except the caller's are pinned, each to its own core. Fewer
+    threads are not pinned, because other processes may compute on the same machine.
     """
 
     name = "cpu"
@@ -78,26 +78,26 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """Backend and instruction set."""
+        """The backend's name and its instruction set."""
         return f"{self.name}:{self.isa}"
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """What this processor can run, best first."""
+        """The instruction sets that this processor can run, the best one first."""
         return tuple(self._module.instruction_sets())
 
     @property
     def num_threads(self) -> int:
-        """Threads that share each operation, the caller's included."""
+        """Number of threads that share each operation, including the caller's."""
         return int(self.kernel_set.num_threads)
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return bytes that attention takes (csrc/attention.h), of whatever type; others take less.
+        """Return the most bytes that attention allocates (csrc/attention.h), for any dtype; other operations take less.
 
-        That is what each thread works in; where rows that share a prefix stand behind it (attention_prefix.h); and the
-        results of partitions, where few long sequences are cut into these for all threads.
+        These are the work space of each thread, the state of rows after their shared prefix (attention_prefix.h), and
+        the results of partitions if few long sequences are cut into partitions for all threads.
         """
         del vocab_size
         padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
@@ -112,18 +112,20 @@ class CpuKernels:
 
     @property
     def layout(self) -> str:
-        """To be counted up when one of these says something else of a weight.
+        """The version of the packed layout, and the family of kernels that read it.
 
-        csrc/arguments.h, csrc/block_formats.h, `rotate`, `Int4Weight.whole_scales`.
-        Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
+        The version must be raised if csrc/arguments.h, csrc/block_formats.h, `rotate` or `Int4Weight.whole_scales`
+        change a packed weight. The family is included because a weight that another machine packed must not decide
+        which kernel computes on this one.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
-        """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second.
+        """Measure the limits of this instruction set on these threads, the best of `rounds`; takes about a second.
 
-        A round measures everything once: a core that is taken away for a moment is missing in a round, not in a rate.
+        num_bytes: the memory that is read. Each round measures every rate once, so that a short loss of a core lowers
+        one round and not all samples of one rate.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -144,13 +146,13 @@ class CpuKernels:
         return Limits(**best)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Change the number of threads; results do not depend on it."""
+        """Change the number of threads. Results do not depend on it."""
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by the compiled kernel of its name, or by its plain version if there is none.
+        """Compute an operation by the compiled kernel of its name, or by its plain version if no such kernel exists.
 
-        Raises `ValueError` if the compiled kernel does not take tensors of such a dtype, shape or stride.
+        Raises `ValueError` if the compiled kernel does not accept a tensor's dtype, shape or stride.
         """
         call = getattr(self._calls, operation.name, None)
         if call is None:
@@ -195,12 +197,12 @@ class CpuKernels:
         return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return the panels: of blocks those of each kind."""
+        """Return the panels; of a weight in blocks one part for each `PanelWeight`."""
         storage: PanelWeight | BlockPanels = packed.storage
         return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return a weight of panels that were kept."""
+        """Return the weight of panels that were kept."""
         panels = tuple(PanelWeight.restore(part) for part in kept)
         if panels and all(part.is_of_blocks and part.in_features == panels[0].in_features for part in panels):
             return BlockPanels(panels).as_linear()
@@ -209,14 +211,14 @@ class CpuKernels:
         return panels[0].as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory aligned to cache lines, on huge pages where the system gives them."""
+        """Return memory aligned to cache lines, on huge pages if the system provides them."""
         data = torch.empty(num_bytes, dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         return data
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return memory of undefined content; at its place of the plan, while a forward pass is recorded."""
+        """Return memory of undefined content; while a forward pass is recorded, the planned memory of this result."""
         return self._empty(*shape, dtype=like.dtype)
 
     def linear(
@@ -235,7 +237,7 @@ class CpuKernels:
         return self._multiply(x, packed.storage, out)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
+        """Return activation(gate) * up of x @ weight.T + bias, by one fused kernel if there is one for these types."""
         storage = packed.storage
         if isinstance(storage, BlockPanels) or not self.kernel_set.fuses_gate(
             DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
@@ -245,18 +247,18 @@ class CpuKernels:
         return self._multiply(x, storage, out, activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack the weight of each group alone."""
+        """Pack the weight of each group separately."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group."""
+        """Return each row times the weight of its group, by one product for each group."""
         return grouped_linear(self, x, packed, group_start)
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a product will read where they stand.
+        """Return memory [rows, columns] for rows that a matrix product will read in place.
 
-        Where the same columns of all rows would share a few sets of the first-level cache, and push each other out,
-        rows are a line further apart.
+        If the same columns of all rows would share a few sets of the first-level cache and evict each other, the row
+        stride is one cache line longer.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
@@ -276,7 +278,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Capture none: steps are recorded, whatever stands in them."""
+        """Return False: this backend records steps of any batch and needs no graphs."""
         del head_dims, dtype
         return False
 
@@ -290,7 +292,7 @@ class CpuKernels:
     ) -> tuple[Tensor, RecordedForward | None]:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`.
 
-        Steps of a model whose positions have several dimensions are not recorded.
+        Returns no recording if positions have several dimensions, or the pass calls something that cannot be recorded.
         """
         del decodes
         if batch.rotary_positions is not None:
@@ -300,7 +302,7 @@ class CpuKernels:
         try:
             self._empty = rehearsal.empty
             with rehearsal.views_only:
-                kept = forward(token_ids, batch)  # while the plan is made, as the result of every step is
+                kept = forward(token_ids, batch)  # alive while the plan is made: each step's result outlives its calls
             offsets, num_bytes = rehearsal.plan()
             del kept
             recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, offsets, self.allocate(num_bytes))
@@ -374,7 +376,7 @@ class CpuKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k and v into their slots."""
+        """Rotate q in place; write rotated k, and v, into their slots."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
@@ -439,7 +441,7 @@ class CpuKernels:
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each request that stand."""
+        """Return the accepted tokens of each request, and their numbers."""
         assert target_sampled.dtype == draft_ids.dtype == torch.int64
         assert cu_num_logits.dtype == torch.int32
         num_requests = cu_num_logits.shape[0] - 1
@@ -465,5 +467,5 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor as csrc/arguments.h wants it."""
+    """Return (address, number of the dtype, shape, strides) of a tensor, as csrc/arguments.h wants it."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

@@ -1,7 +1,7 @@
-"""The one interface behind which every backend computes: plain torch, compiled CPU kernels, Triton.
+"""The interface of every backend: plain torch, compiled CPU kernels, Triton.
 
-The law each backend must keep: the result of a row depends on that row alone. Reductions run in an order fixed by the
-row's own absolute positions, never by how many rows stand beside it or how a prompt was cut into chunks.
+The law for each backend: the result of a row depends on that row alone. The row's own absolute positions fix the order
+of each reduction. The number of other rows in the batch and the chunks of a prompt must not change it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Activation = Literal["silu", "gelu_tanh"]  # gelu_tanh: GELU as tanh approximate
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in the layout that one backend wants; made by `Kernels.pack_linear`, opaque to everyone else."""
+    """A weight in the layout of one backend. `Kernels.pack_linear` makes it; only that backend reads `storage`."""
 
     out_features: int
     in_features: int
@@ -39,7 +39,10 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Weights of equal shape, one for each group of rows; made by `Kernels.pack_groups`, opaque to everyone else."""
+    """Weights of equal shape, one for each group of rows.
+
+    `Kernels.pack_groups` makes it; only that backend reads `storage`.
+    """
 
     num_groups: int
     out_features: int
@@ -50,11 +53,11 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight as it can be kept on disk.
+    """A part of a packed weight in the form that is kept on disk.
 
-    Made by `Kernels.keep_linear`, taken by `Kernels.restore_linear`.
+    `Kernels.keep_linear` makes it and `Kernels.restore_linear` takes it.
 
-    data uint8 [num_bytes]; bias float32 or None; numbers: what else the backend must know, as JSON can hold it.
+    data uint8 [num_bytes]; bias float32 or None; numbers: the backend's other values, in types of JSON.
     """
 
     data: Tensor
@@ -69,16 +72,16 @@ class AttentionBatch:
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV length of each sequence, this step's tokens included
     block_tables int32 [num_seqs, max_blocks_per_seq]   block ids in the first KV group; entries past a sequence's end,
-                                                        or that none of its rows reads, are never used
+                                                        or that none of its rows reads, may hold anything
     positions    int64 [num_tokens]     absolute position of each row
     slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
     outputs      the rows whose hidden states are returned; None for all of them
     more_groups  the same rows with the tables and slots of KV groups 1, 2, ...; empty for a cache of one group
-    rotary_positions int64 [num_dims, num_tokens]   where each row is in a text with images (M-RoPE); None for models
+    rotary_positions int64 [num_dims, num_tokens]   position of each row in a text with images (M-RoPE); None for models
                                                     whose positions have one dimension
 
-    The padding of a graph comes last: sequences of length 0, of one row or none, and if `has_rows_behind` rows of no
-    sequence. Their slots are -1: nothing is read or written for them, and attention returns zeros.
+    The padding of a graph comes last: sequences of length 0 that have one row or none, then, if `has_rows_behind`, rows
+    of no sequence. The slots of padding rows are -1: nothing is read or written for them, and attention returns zeros.
     """
 
     query_start: Tensor
@@ -99,12 +102,12 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step whose hidden states somebody looks at: those that are sampled, mostly.
+    """Rows of a step whose hidden states are needed, mostly those that are sampled.
 
-    The others are done with when the last layer's keys and values are in the cache.
+    For all other rows the step is complete when the last layer's keys and values are in the cache.
 
     rows       int64 [num_outputs]   in ascending order
-    attention  the batch of these rows alone, which come last in each of its sequences
+    attention  the batch of these rows alone; they are the last rows of each sequence
     """
 
     rows: Tensor
@@ -113,10 +116,10 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Steps of few rows a sequence that are worth being captured as graphs: decodes, and drafts that are verified.
+    """Steps of few rows for each sequence, to be captured as graphs: decodes, and drafts that are verified.
 
-    sizes: numbers of sequences, ascending, by how many rows a sequence has in the mean at most, ascending as well.
-    table_width: most blocks of a sequence. num_bytes: what graphs may take.
+    sizes: maps the largest mean number of rows of a sequence to the numbers of sequences; both ascend.
+    table_width: the most blocks of a sequence. num_bytes: memory limit of all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -126,7 +129,7 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of `Kernels.sample`, one entry per row of logits. Tensors on the CPU or beside the logits.
+    """Parameters of `Kernels.sample`, one entry per row of logits. Tensors on the CPU or on the device of the logits.
 
     temperature  float32 [n]  0 means greedy: the other fields of the row are then ignored
     top_k        int32 [n]    0 means all
@@ -146,19 +149,19 @@ class SamplingRows:
     position: Tensor
 
     def take(self, rows: Tensor | slice) -> SamplingRows:
-        """Return the parameters of some of the rows."""
+        """Return the parameters of the given rows."""
         return SamplingRows(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32.
 
-    identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
-    has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
+    identity: names everything that decides the last bits of a result. KV of kernels with another identity is not used.
+    has_own_threads: these kernels do not use torch's threads. The engine keeps torch's threads asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
-    kv_cache_dtypes: what keys and values may be rounded to, as `octavo.config.CacheConfig` names it.
+    kv_cache_dtypes: the types that keys and values may be rounded to, by their names in `octavo.config.CacheConfig`.
     has_fp8_weights: whether a weight may be a `octavo.kernels.quantization.Fp8Weight`.
-    multiplies_fp8: whether weights that a checkpoint stores so are best multiplied as they are, and not expanded once.
+    multiplies_fp8: whether fp8 weights of a checkpoint are better multiplied as they are than expanded once.
     """
 
     name: str
@@ -175,55 +178,58 @@ class Kernels(Protocol):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Upper bound of what attention and sampling allocate for themselves in a step of up to `max_tokens` tokens."""
+        """Return the most bytes that attention and sampling allocate for themselves in a step of max_tokens tokens."""
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place: by the kernel of its name, or by the plain version if there is none."""
+        """Compute an operation in place: by the kernel of its name, or by the plain version if there is no kernel."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight [out_features, in_features] of any floating type to integers of 8 or 4 bits.
 
-        The same bits as `octavo.kernels.quantization.quantize_int8` and `quantize_int4` give, perhaps sooner. Raises
-        `ValueError` for a weight of integers.
+        The bits are those of `octavo.kernels.quantization.quantize_int8` and `quantize_int4`; this may be faster.
+        Raises `ValueError` for a weight of integers.
         """
         ...
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and an optional bias [out_features].
 
-        The weight is float32, bfloat16 or float16, and its dtype may differ from that of the activations it will meet
-        (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come. Parts in
-        blocks may be of several kinds.
+        The weight is float32, bfloat16 or float16, or it is quantized. Its dtype may differ from that of the
+        activations (float16 weights meet float32 activations). A product with a quantized weight quantizes its
+        activations, too, unless the weight is fp8. Parts in blocks may be of several kinds.
         """
         ...
 
     @property
     def layout(self) -> str | None:
-        """The name and version of the layout that weights are packed into, or None: they are not to be kept on disk."""
+        """The name and version of the layout of packed weights; None if they must not be kept on disk."""
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return the parts that `restore_linear` makes the same weight of, aliases; none of what cannot be kept."""
+        """Return the parts from which `restore_linear` makes the same weight; no parts if it cannot be kept.
+
+        The parts alias the weight's memory.
+        """
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the packed weight whose parts were kept, in memory from `allocate`.
+        """Return the packed weight of parts that were kept; their data is in memory from `allocate`.
 
-        Whatever they hold, the kernels then read and write no other memory. Raises `ValueError` where the bytes are not
-        those of such a weight, `KeyError` where a number is missing.
+        Whatever the bytes are, the kernels read and write no memory outside the weight. Raises `ValueError` if the
+        bytes are not those of such a weight, `KeyError` if a number is missing.
         """
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of undefined content, as this backend wants that of packed weights and of KV."""
+        """Return uint8 [num_bytes] of undefined content, aligned as this backend needs for packed weights and KV."""
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Return contiguous memory of undefined content for a result, of the dtype and device of `like`.
 
-        A forward pass allocates its results here and not by torch, so that its steps can be recorded.
+        A forward pass must allocate its results here and not by torch: otherwise its steps cannot be recorded.
         """
         ...
 
@@ -232,10 +238,10 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory of the result, to be written and returned; else it is new.
+        out: contiguous memory for the result, which is written and returned; None allocates it.
 
-        The sum over in_features and the bias are taken in float32 and rounded once; of a weight of integers it is a sum
-        of integers, see `octavo.kernels.quantization`.
+        The sum over in_features and the bias are taken in float32 and rounded once. If the weight is of integers, the
+        sum is one of integers, see `octavo.kernels.quantization`.
         """
         ...
 
@@ -243,7 +249,7 @@ class Kernels(Protocol):
         """Return activation(gate) * up of x @ weight.T + bias: [num_tokens, in] -> [num_tokens, out_features / 2].
 
         The first half of the out_features are the gates. The bits are those of `gate(linear(x, packed), activation)`:
-        gate and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
+        gate and up are rounded to x's dtype. The row stride of the result may be larger than the row.
         """
         ...
 
@@ -252,7 +258,7 @@ class Kernels(Protocol):
         ...
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group: experts, or adapters, by which rows were sorted.
+        """Return each row times the weight of its group. Groups are experts or adapters; rows are sorted by group.
 
         x [num_tokens, in_features] of the weights' dtype; group_start int32 [num_groups + 1]: the first row of each
         group, from 0, then num_tokens; a group may be empty. Returns [num_tokens, out_features] in x's dtype; a row's
@@ -263,18 +269,18 @@ class Kernels(Protocol):
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """Return rows of the unpacked weight times `scale`: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`.
 
-        They are multiplied in float32 and rounded once.
+        The rows are multiplied in float32 and rounded once.
         """
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
+        """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x may have any token stride."""
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Whether `record_forward` makes graphs of decode steps of a model; what stands in the way is logged.
+        """Return True if `record_forward` makes graphs of a model's decode steps; otherwise log the reason.
 
-        head_dims: of its attention. dtype: of its activations.
+        head_dims: the head dimensions of the model's attention. dtype: the dtype of its activations.
         """
         ...
 
@@ -286,26 +292,27 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
+        """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
 
-        The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows. decodes: steps that
-        become graphs; None where none do, as where `captures_graphs` says no.
+        The pass must take its output rows by `take_rows`; here it may be run with all rows of `batch` as outputs.
+        decodes: the steps that become graphs; None for no graphs, as when `captures_graphs` returns False.
 
-        That way returns the same bits, in memory that its next call overwrites. None: there is none.
+        The function returns the same bits, in memory that its next call overwrites. It is None if the backend has no
+        faster way.
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
-        x is contiguous, or [num_tokens, num_heads, head_dim] with a free token stride; the result is contiguous.
+        x is contiguous, or [num_tokens, num_heads, head_dim] with any token stride; the result is contiguous.
         """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """Add x * scale to `residual` in place, return rms_norm(residual). Both [num_tokens, hidden].
 
-        The product and the sum are of float32; the latter is rounded to their dtype.
+        The product and the sum are taken in float32; the sum is rounded to the dtype of both.
         """
         ...
 
@@ -322,17 +329,18 @@ class Kernels(Protocol):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place and k on its way (Su et al. 2021), write k and v into their slots.
+        """Rotate q in place, and write rotated k (Su et al. 2021) and v into their slots. k itself is not changed.
 
         q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
-        contiguous, the token stride is free (they may be views of one fused projection).
+        contiguous, the token stride may be any (they may be views of one fused projection).
         cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. The first
-        rotary_dim dimensions of a head turn, which may be none of them: i with i + rotary_dim / 2, as in GPT-NeoX, or
-        interleaved, 2 i with 2 i + 1, as in GPT-J.
-        query_scale float32 [max_positions]: rounded rotated queries are multiplied by that of their position.
+        rotary_dim dimensions of a head are rotated; rotary_dim may be 0. Dimension i is paired with i + rotary_dim / 2,
+        as in GPT-NeoX, or if interleaved 2 i with 2 i + 1, as in GPT-J.
+        query_scale float32 [max_positions]: queries are rotated and rounded, then multiplied by their position's entry.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
-        dtype is that of q, k and v; or int8 or float8_e4m3fn, rounded as `octavo.kernels.quantization.round_kv_rows`
-        does from that dtype, with scales behind the rows of each block and head (`kv_scales` there).
+        dtype is that of q, k and v, or int8 or float8_e4m3fn. For the last two, rows are rounded first to q's dtype,
+        then by `octavo.kernels.quantization.round_kv_rows`; scales follow the rows of each block and head (`kv_scales`
+        there).
         """
         ...
 
@@ -348,9 +356,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
 
-        Rows of the result may stand further apart than they are long. Row at position p sees positions
-        max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes as in `rope_and_write_kv`. Sums
-        run over tiles that are fixed by absolute position. softcap: the cap of scaled scores
+        The row stride of the result may be larger than the row. A row at position p sees positions
+        max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes are those of
+        `rope_and_write_kv`. Sums run over tiles that are fixed by absolute position. softcap: the cap of scaled scores
         (see `octavo.kernels.operations.soft_cap`), or None.
         """
         ...
@@ -363,7 +371,7 @@ class Kernels(Protocol):
         """Return one token id per row of float32 logits [n, vocab]: int64 [n].
 
         Greedy: the largest logit, ties to the lowest id. Otherwise argmax(logits / temperature + noise) over the ids
-        that min_p, then top_k, then top_p leave, with the noise of `octavo.kernels.noise`. Logits of -inf never win.
+        that min_p, then top_k, then top_p keep, with the noise of `octavo.kernels.noise`. Logits of -inf never win.
         A row with a NaN, or with nothing above -inf, yields -1.
         """
         ...
@@ -371,16 +379,17 @@ class Kernels(Protocol):
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each request that stand: drafts that the target chose as well, and its choice behind.
+        """Return the accepted tokens of each request: the drafts that equal the target's choices, and one more choice.
 
-        target_sampled int64 [num_logits]: the target's choice in each row. draft_ids int64 [num_logits]: the token that
-        was each row's input: a draft stands one row behind the choice that it guesses, and the first of a request's
-        rows holds its newest token. cu_num_logits int32 [num_requests + 1]: the first row of each request, which has
-        one to num_speculative_steps + 1 of them.
+        target_sampled int64 [num_logits]: the target's choice in each row. draft_ids int64 [num_logits]: the input
+        token of each row. The first row of a request holds its newest token, and a draft is one row after the choice
+        that it guesses. cu_num_logits int32 [num_requests + 1]: the first row of each request, which has one to
+        num_speculative_steps + 1 rows, then num_logits.
 
-        Returns sampled int64 [num_requests, num_speculative_steps + 1], filled up with -1, and how many they are, int32
-        [num_requests]: where target and draft differ first, the target's token stands and is the last.
-        Raises `IndexError` for a request without a row, or with more of them.
+        Returns sampled int64 [num_requests, num_speculative_steps + 1], filled up with -1, and the number of tokens,
+        int32 [num_requests]. The last token is the target's choice at the first draft that differs, or after all of
+        them.
+        Raises `IndexError` if a request has no row, or more than num_speculative_steps + 1.
         """
         ...
 

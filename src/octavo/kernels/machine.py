@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its cores, their caches, and the cgroups that limit it."""
+"""The machine as this process may use it: its cores, their caches, and the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return how many threads compute where nobody says: OMP_NUM_THREADS if set, else one for each usable core.
+    """Return the default number of threads: OMP_NUM_THREADS if set, else one for each usable core.
 
-    Where a cgroup grants less time than these would take, no more than it grants: more would be throttled together.
+    If a cgroup grants less CPU time than that, the number is lowered to it: more threads would be throttled together.
     """
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
@@ -31,7 +31,7 @@ def default_num_threads() -> int:
 def usable_cores() -> list[int]:
     """Return one logical CPU of each physical core that this process may run on, the first of its siblings.
 
-    Two threads of one core share its arithmetic: a second one brings nothing.
+    Two threads of one core share its arithmetic units, so a second one makes nothing faster.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
@@ -47,14 +47,14 @@ def processor_name() -> str:
 
 
 def processor_identity() -> list[str]:
-    """Return all that decides which code libraries choose for this processor: its name, its revision, its features."""
+    """Return the properties by which libraries choose code for this processor: its name, its revision, its features."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
 
 
 def _describe_processor() -> dict[str, str]:
-    """Return the lines of the first processor of /proc/cpuinfo; none if the system has no such file."""
+    """Return the fields of the first processor in /proc/cpuinfo; empty if the system has no such file."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")
@@ -65,16 +65,16 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return through how many bytes to cycle so that, as with a model's layers, no cache keeps what comes round again.
+    """Return how many bytes a benchmark must cycle through so that no cache still holds them, as with a model's layers.
 
-    Twice the third-level cache, 192 MiB at least. At most 512 MiB, as memory is not only for measuring: a larger cache
-    is mostly that of a large machine, of which others have their part.
+    Twice the third-level cache, at least 192 MiB. At most 512 MiB, to leave memory for other uses: a larger cache
+    belongs mostly to a large machine, whose cache other processes share.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the size of the third-level caches of the usable cores, each once; 0 where the system tells none."""
+    """Return the total bytes of the usable cores' third-level caches, each counted once; 0 if the size is unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -86,7 +86,7 @@ def third_level_cache_bytes() -> int:
 
 
 def cpu_quota() -> float:
-    """Return how many CPUs' time the cgroups around this process grant it; inf without a limit."""
+    """Return the CPU time per second that this process's cgroups grant, in CPUs; inf without a limit."""
     quota = math.inf
     for folder in cgroup_folders("cpu"):
         limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
@@ -99,7 +99,7 @@ def cpu_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of all around it, of version 2 and of a version 1 controller."""
+    """Yield the folders of this process's cgroup and all its parents, of version 2 and of a version 1 controller."""
     for line in read_lines(_OWN_CGROUPS):
         _, controllers, own = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -113,7 +113,7 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return a file's lines, none where it cannot be read."""
+    """Return a file's lines; empty if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -121,10 +121,11 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Have the system give the pages of some memory; its content stays, also where it is written meanwhile.
+    """Make the system back memory with pages in advance. The content does not change, even if it is written meanwhile.
 
-    The thread that calls takes time that nobody else has use for, until it is done or the byte at `stop` is not zero.
-    Without the compiled extension the pages come when they are first written.
+    address, num_bytes: the memory. stop: the address of a byte; the call ends early when it is not zero.
+    The calling thread takes only idle processor time. Without the compiled extension this does nothing: the system then
+    provides each page at its first write.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -1,6 +1,6 @@
 """Random numbers as a pure function of (seed, position, sample index, stream, token id): "octavo noise v1".
 
-Every backend gives the same bits, so a sampled token is the same on every one that computes the same logits.
+Every backend gives the same bits, so all backends that compute the same logits sample the same token.
 
 Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
 
@@ -8,7 +8,7 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
     word w of t = word number (t >> 4) & 3          (sixteen lanes of one call serve 64 consecutive ids)
 
-The Gumbel noise of a choice has stream 0. From word to noise, in IEEE float32. Every operation below rounds once, to
+The Gumbel noise of a choice has stream 0. A word w becomes noise in IEEE float32. Every operation below rounds once, to
 nearest even; nothing is fused. With x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
 
     u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
@@ -47,10 +47,10 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class Stream(IntEnum):
-    """What random numbers decide. At the same place, those of different streams are independent.
+    """The decision that random numbers are for. Numbers of different streams are independent.
 
-    CHOICE: which token a row of logits gets. The others belong to rejection sampling: which token is drafted, whether
-    it is accepted, and which one stands where it is not.
+    CHOICE: the token of a row of logits. For rejection sampling: DRAFT: the token that is drafted. ACCEPTANCE: whether
+    it is accepted. RESAMPLING: the token that replaces a rejected draft.
     """
 
     CHOICE = 0
@@ -65,7 +65,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 
 
 def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream) -> Tensor:
-    """Return a number of (0, 1) for each place: integer tensors [n] -> float64 [n]."""
+    """Return one number of (0, 1) for each (seed, position, sample index): integer tensors [n] -> float64 [n]."""
     counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
     high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
     return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
@@ -96,7 +96,7 @@ def _philox(
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Upper and lower half of a 64-bit product; int64 wraps around, which leaves its bits right."""
+    """Return the upper and lower half of a 64-bit product. int64 may wrap around; its bits are still right."""
     product = word * multiplier
     return (product >> 32) & _LOW_32, product & _LOW_32
 

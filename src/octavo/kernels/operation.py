@@ -1,4 +1,4 @@
-"""Kernels that write into tensors that they are given: one file for each backend."""
+"""Kernels that write into tensors of the caller: one file for each backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = TypeVarTuple("Arguments")
 class Operation(Generic[*Arguments]):
     """A kernel as a function: `soft_cap(kernels, logits, 30.0)`. Use it as the decorator of the plain version.
 
-    The plain version computes in torch, says what the arguments are, and changes tensors among them in place; it
+    The plain version computes in torch. Its signature defines the arguments; it changes tensors among them in place and
     returns nothing. The law of `octavo.kernels.interface` holds: the result of a row depends on that row alone.
 
     A backend computes an operation by the kernel that has its name: a line of the list in `csrc/kernels.h`, or the
@@ -30,5 +30,5 @@ class Operation(Generic[*Arguments]):
         functools.update_wrapper(self, reference)
 
     def __call__(self, kernels: Kernels, *args: *Arguments) -> None:
-        """Compute it by a backend."""
+        """Compute the operation by a backend."""
         kernels.compute(self, *args)

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
-KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # as there, behind those
+KIND_NUMBERS = {kind: number for number, kind in enumerate(BlockKind, start=5)}  # csrc/types.h, after the dtypes
 PANEL_COLUMNS = 32  # as in csrc/arguments.h
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """Our own layout (csrc/arguments.h): panels of 32 columns, zero padded; the bias in float32, padded likewise.
+    """A weight in panels of 32 columns (csrc/arguments.h), padded with zeros; the bias is float32, padded likewise.
 
-    dtype_number: of `DTYPE_NUMBERS`, or of `KIND_NUMBERS` where it is a part of `octavo.kernels.block_panels`.
-    data: uint8; behind the panels the order of an int4 weight's columns, if it has one: int32 [in_features].
+    dtype_number: of `DTYPE_NUMBERS`, or for a part of a weight in blocks of `KIND_NUMBERS`.
+    data: uint8 of the panels, then the order of an int4 weight's columns, if it has one: int32 [in_features].
     """
 
     data: Tensor
@@ -44,11 +44,11 @@ class PanelWeight:
     def pack(
         cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
     ) -> PanelWeight:
-        """Pack a weight, or the parts of one. Raises `ValueError` where sums of its integers would not fit 32 bits."""
+        """Pack a weight, or the parts of one. Raises `ValueError` if sums of its integers would not fit 32 bits."""
         parts: Sequence[Tensor]
         if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
             raise ValueError(f"{weight.shape[1]} input features of integers: sums would not fit, {MAX_IN_FEATURES} do")
-        if isinstance(weight, Sequence):  # each into its own panels, if it fills them
+        if isinstance(weight, Sequence):  # each part has its own panels if it fills them
             is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
@@ -59,7 +59,7 @@ class PanelWeight:
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
             int4, order = Int4Format.of(weight), weight.order
-            multiples, scales = weight.whole_scales()  # which the kernels call units
+            multiples, scales = weight.whole_scales()  # the kernels call these scales units
             offsets = weight.whole_offsets(multiples)
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         number = DTYPE_NUMBERS[parts[0].dtype]
@@ -79,7 +79,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return what `restore` takes, an alias. The type stands there by its name, whatever its number is later."""
+        """Return the argument of `restore`, an alias of this weight. The type is kept by name: numbers may change."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -92,9 +92,9 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Return what was kept.
+        """Return a weight that was kept.
 
-        Raises `ValueError` for what kernels must not be given, `KeyError` where a number is missing.
+        Raises `ValueError` if the kernels could read outside the weight's memory, `KeyError` if a number is missing.
         """
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
@@ -109,7 +109,7 @@ class PanelWeight:
 
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
-        """Return a bias in float32 for all columns of the panels."""
+        """Return a bias in float32, padded with zeros to all columns of the panels."""
         if bias is None:
             return None
         padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
@@ -117,25 +117,26 @@ class PanelWeight:
         return padded
 
     def as_linear(self) -> PackedLinear:
-        """Return what callers of the kernels see of it."""
+        """Return the weight as callers of the kernels use it."""
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether these are blocks of a kind."""
+        """Whether the weight is in GGUF's blocks."""
         return self.dtype_number in _KINDS
 
     @property
     def order_address(self) -> int:
-        """Where the order of columns stands, of a weight that has one."""
+        """The address of the order of columns; only for a weight that has one."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
-    """How the kernels are told of an int4 weight (csrc/arguments.h).
+    """The format of an int4 weight, as the kernels take it (csrc/arguments.h).
 
-    has_order: its columns meet input features in an order of their own, which the kernels are given beside it.
+    group_size: input features that share a scale; 0 if the weight is not int4. has_zeros: there are zero points.
+    has_order: the columns meet the input features in another order, which the kernels get as a separate argument.
     """
 
     group_size: int
@@ -144,7 +145,7 @@ class Int4Format(NamedTuple):
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
-        """Return that of a weight; a group is no longer than its rows."""
+        """Return the format of a weight. A group is at most a row long."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
         return cls(group_size, weight.zeros is not None, weight.order is not None)
@@ -154,9 +155,9 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it.
+    """Return the bytes of all panels: of each column its values, padded to whole words, its scales, sums and units.
 
-    number: of a dtype or of a kind of blocks, which fill rows.
+    number: of a dtype, or of a kind of blocks; rows consist of whole blocks. An int4 weight's order is included.
     """
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
@@ -173,7 +174,7 @@ def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4For
 
 
 def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], int, Int4Format]:
-    """Return (out_features, in_features), the number of the type, and the format. Raises as `PanelWeight.restore`."""
+    """Return ((out_features, in_features), number of the type, format). Raises the errors of `PanelWeight.restore`."""
     found: list[int] = []
     for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
         value = numbers[name]

@@ -1,14 +1,16 @@
-"""Integers for weights and activations: what the quantized kernels compute, said once, in torch.
+"""Quantized weights, activations and KV, and their products: the definition in torch that all backends follow.
 
-Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
-scale per output feature (W8A8), both rotated before they are rounded (`octavo.kernels.rotation`), or int4 with one
-scale, and perhaps a zero point, per group of input features (W4A8).
-Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself; in one of fp8 (E4M3 of
-Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude is at 448.
-Weights of fp8 are read as floats of the activations' dtype, and these are not rounded: such sums are of floats.
-Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet activations that have a scale per 32 of a row.
-Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
-feature before it is used, so sums over all groups are, too: every backend gives the same bits.
+- Activations are rounded to int8 inside a product, with one scale per row: the largest magnitude becomes 127.
+- int8 weights have one scale per output feature (W8A8). Both they and the activations are rotated before they are
+  rounded (`octavo.kernels.rotation`).
+- int4 weights have one scale, and perhaps a zero point, per group of input features (W4A8).
+- Keys and values in an int8 cache are rounded like activations, each row of head_dim by itself. In an fp8 cache (E4M3
+  of Micikevicius et al. 2022, which reaches 448 and has no infinity) the largest magnitude becomes 448.
+- fp8 weights are read as floats of the activations' dtype. The activations are not rounded; the sums are of floats.
+- Weights in GGUF's blocks (`octavo.kernels.block_weight`) meet int8 activations with one scale per 32 values of a row.
+
+Sums of integers are exact. The scales of an int4 weight's groups are rounded to whole multiples of one unit per output
+feature before use, so sums over all groups are exact, too. Therefore every backend gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # to be counted up when a weight is rounded to other values: weights kept on disk are old then
+ROUNDING_VERSION = 3  # raise it if weights are rounded to other values: it invalidates weights kept on disk
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
-GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
+GROUP_MULTIPLE = 32  # a group's size is a multiple of it, unless one group spans all input features
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
-INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
+INT4_ZERO = 8  # the value that means zero in an int4 weight without zero points
 E4M3_MAX = 448.0
-FP8_GROUP_MULTIPLE = 64  # of columns that share a scale, unless all do: what a kernel reads at a time
+FP8_GROUP_MULTIPLE = 64  # columns that share a scale are a multiple of it, unless all do: a kernel's length of a tile
 ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of caches whose rows have scales
 _INT8_MAX = 127.0
 _INT4_MAX = 15
@@ -42,13 +44,13 @@ _MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two 
 _LANES = 16  # of sums of errors
 _VALUES_AT_ONCE = 1 << 20  # of a weight, in float32 or float64
 _LEAST_MAGNITUDE = 1e-30  # a row whose values are all smaller is zero
-_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's extremes: tried, and the least squared error wins
-_SAMPLED_ROWS = 64  # at least, of a weight: whether minima pay
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # factors of a group's extremes; the least squared error wins
+_SAMPLED_ROWS = 64  # of a weight, at least, to decide whether minima pay
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight of integers, rotated: weight[i] is rotate(values[i]) * scales[i], see `octavo.kernels.rotation`.
+    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], see `octavo.kernels.rotation`.
 
     values int8 [out_features, in_features]; scales float32 [out_features].
     """
@@ -63,30 +65,30 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes packed, without padding."""
+        """Bytes of the packed weight, without padding."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32."""
+        """Return the weight in float32."""
         return rotate(self.values) * self.scales.unsqueeze(1)
 
     def rows(self, index: slice | Tensor) -> Int8Weight:
-        """Return some of its rows."""
+        """Return the given rows of the weight."""
         return Int8Weight(self.values[index], self.scales[index])
 
     def to(self, device: torch.device) -> Int8Weight:
-        """Return it on a device."""
+        """Return the weight on a device."""
         return Int8Weight(self.values.to(device), self.scales.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A weight of integers in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
+    """An int4 weight in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
     values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
-    zeros uint8 or float16 [out_features, groups], each 0 .. 16, whole or not, or None where all are 8; group_size a
-    multiple of 32, or in_features or more; order int32 [in_features]: which input feature column j meets (act-order of
-    GPTQ: those of a group stand apart), or None where column j meets feature j.
+    zeros uint8 or float16 [out_features, groups], each 0 .. 16 and not necessarily whole, or None if all are 8.
+    group_size: a multiple of 32, or in_features or more. order int32 [in_features]: the input feature that column j
+    meets (act-order of GPTQ, in which the features of a group are not adjacent), or None if column j meets feature j.
     """
 
     values: Tensor
@@ -102,24 +104,24 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes packed, without padding: half a byte a value, two a scale or zero point, four a row."""
+        """Bytes of the packed weight, without padding: 1/2 for each value, 2 for a scale or zero point, 4 for a row."""
         groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
         order = 0 if self.order is None else self.order.nbytes
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32, by the scales as they were given: by input features."""
+        """Return the weight in float32, with its own scales and in the order of the input features."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
-        """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales as they are used.
+        """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales that products use.
 
-        A scale is nearly its multiple of the unit of its output feature. The feature's largest one is 4,079 units, or
-        2,039 where there are zero points, so that every weight is a whole number of 16 bits times the unit. What is not
-        finite makes its feature NaN. Raises `ValueError` for a zero point beyond 16.
+        A scale is rounded to a whole multiple of its output feature's unit. The feature's largest scale is 4,079 units,
+        or 2,039 with zero points, so that every weight is a whole number of 16 bits times the unit. A scale that is not
+        finite makes its feature NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}, and values only 15")
@@ -132,16 +134,19 @@ class Int4Weight:
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def whole_offsets(self, multiples: Tensor) -> Tensor | None:
-        """Return int16 [out_features, groups]: what zero points above 8 take from values, in units; or None."""
+        """Return (zero point - 8) * multiple, rounded: int16 [out_features, groups]; None without zero points.
+
+        Products subtract it from (value - 8) * multiple; both are in units.
+        """
         if self.zeros is None:
             return None
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
 
     def whole_values(self) -> tuple[Tensor, Tensor]:
-        """Return (float64 [out_features, in_features], float32 units [out_features]): the weight as it is used.
+        """Return (float64 [out_features, in_features], float32 units [out_features]): the weight that products use.
 
-        Whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and `whole_offsets`; the weight is
-        these times the units. Columns stand as in `values`.
+        The former are whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and
+        `whole_offsets`; times the units they are the weight. Columns are in the order of `values`.
         """
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
@@ -152,12 +157,12 @@ class Int4Weight:
         ) + 0.0, units  # -0.0 is the integers' 0
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
-        """Return some of its rows."""
+        """Return the given rows of the weight."""
         zeros = None if self.zeros is None else self.zeros[index]
         return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size, self.order)
 
     def to(self, device: torch.device) -> Int4Weight:
-        """Return it on a device."""
+        """Return the weight on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         order = None if self.order is None else self.order.to(device)
         return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
@@ -165,7 +170,7 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A weight in fp8: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
+    """An fp8 weight: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
 
     values float8_e4m3fn [out_features, in_features]; scales float32 [out_features, groups]; group_size a multiple of
     64, or in_features or more.
@@ -182,16 +187,16 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32."""
+        """Return the weight in float32."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         return self.values.float() * self.scales[:, group]
 
     def rows(self, index: slice | Tensor) -> Fp8Weight:
-        """Return some of its rows."""
+        """Return the given rows of the weight."""
         values = self.values.view(torch.uint8)[index].view(self.values.dtype)
         return Fp8Weight(values, self.scales[index], self.group_size)
 
@@ -212,7 +217,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
     """Return (int8 values [out_features, in_features], float32 scales [out_features]) of a weight, rotated or not."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is so many times itself
+    share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is multiplied by the block
     for part in _parts(weight.shape):
         rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
@@ -220,7 +225,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round a weight [out_features, in_features] of any floating type to fp8, a scale for each output feature."""
+    """Round a weight [out_features, in_features] of any floating type to fp8, with one scale per output feature."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -230,12 +235,12 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
-    """Round a weight [out_features, in_features] of any floating type to int4, a bfloat16 scale per group.
+    """Round a weight [out_features, in_features] of any floating type to int4, with one bfloat16 scale per group.
 
-    Without minima a group's (first) value of largest magnitude m is to become -8. With them its least value (or 0) is
-    to become 0 and its largest (or 0) 15, by a zero point in float16. None is with them where `minima_pay`. Either way
-    a few smaller ranges, which clip these, are tried as well, and the first with the least squared error is taken.
-    Values that are no numbers become zero.
+    Without minima, the scale maps a group's value of largest magnitude (the first of them) to 8 steps below zero. With
+    minima, a scale and a float16 zero point map the group's least value (or 0) to 0 and its largest (or 0) to 15.
+    minima=None decides by `minima_pay`. In both cases a few smaller ranges, which clip the extremes, are tried as well;
+    the first one with the least squared error is taken. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -259,9 +264,10 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return whether minima halve the squared error of some rows: they take half a bit of a weight in groups of 32.
+    """Return True if minima halve the squared error of a sample of rows.
 
-    round_rows(rows, minima) rounds them either way. So much a bit brings, at best, to whatever is rounded.
+    round_rows(rows, minima) rounds rows with or without minima. In groups of 32, minima cost half a bit per weight.
+    Half a bit more in each value halves the squared error at best, so minima must do as well.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -269,7 +275,10 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (values 0 .. 15, bfloat16 scales, float16 zero points) of groups padded with zeros; is_there: 1, or 0."""
+    """Return (values 0 .. 15, bfloat16 scales, float16 zero points) of groups [rows, groups, size] padded with zeros.
+
+    is_there: 1 for a value of the weight, 0 for padding, whose error does not count.
+    """
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -294,7 +303,7 @@ def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Te
 
 
 def _sum_in_lanes(values: Tensor) -> Tensor:
-    """Sum over the last dimension in the order of the compiled kernels: each of 16 lanes, then halves onto halves."""
+    """Sum over the last dimension in the order of the compiled kernels: within 16 lanes, then halves of the lanes."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % _LANES))
     lanes = padded.view(*values.shape[:-1], -1, _LANES)
     total: Tensor = lanes[..., 0, :]
@@ -308,7 +317,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Put weights of one kind, width and order of columns below one another."""
+    """Concatenate weights of one kind, width and order of columns along out_features."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]
@@ -331,7 +340,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether weights meet input features in the same order: others cannot be fused."""
+    """Return True if all int4 weights meet input features in the same order; only then can they be fused."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -340,18 +349,18 @@ def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (float32 whole numbers of -127 .. 127 [rows, width], float32 scales [rows]).
 
-    A row with a NaN or an infinity is zeros with the scale NaN: what is computed from it is NaN. So is what is computed
-    from a row and a column whose scales have a product beyond float32.
+    A row with a NaN or an infinity becomes zeros with the scale NaN, so its products are NaN. A product of a row and a
+    column is NaN, too, if the product of their scales exceeds float32.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
 
 
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Return rows over their scales, so that the largest magnitude is `most`, and the scales, both in float32."""
+    """Return rows divided by their scales, so that the largest magnitude is `most`, and the scales, both in float32."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
-    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # by a number, torch may multiply
+    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -359,14 +368,14 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
-    """Return float32 `x` as float8_e4m3fn: to nearest even, what is beyond 448 to 448; NaN stays NaN."""
+    """Return float32 `x` as float8_e4m3fn: rounded to nearest even, clamped to -448 .. 448; NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (values [rows, head_dim] of int8 or float8_e4m3fn, float32 scales [rows]) of keys or values.
 
-    Values times scales are what they stand for. A row with a NaN or an infinity is zeros with the scale NaN.
+    A row is its values times its scale. A row with a NaN or an infinity becomes zeros with the scale NaN.
     """
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
@@ -378,9 +387,8 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def kv_scales(cache: Tensor) -> Tensor:
     """Return the scales of rounded keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
 
-    cache int8 or float8_e4m3fn [num_blocks, num_kv_heads, block_size, head_dim], as
-    `octavo.worker.kv_cache.PagedKVCache.layer` gives: behind the rows of a block and head stand their scales, in the
-    same memory.
+    cache: int8 or float8_e4m3fn [num_blocks, num_kv_heads, block_size, head_dim], from
+    `octavo.worker.kv_cache.PagedKVCache.layer`. In its memory, the scales follow the rows of each block and head.
     """
     num_blocks, num_heads, block_size, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * head_dim
@@ -389,15 +397,15 @@ def kv_scales(cache: Tensor) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias of rotated and quantized rows.
+    """Return x @ weight.T + bias, with the rows of x rotated and quantized.
 
-    That is float(integer sum) * (row's scale * column's scale) + bias.
+    Each result is float(integer sum) * (row's scale * column's scale) + bias.
     """
     values, scales = quantize_rows(rotate(x))
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Whole numbers below 2^53 are exact; a sum of nothing but -0.0 becomes the integers' 0.
+        # Whole numbers below 2^53 are exact. Adding 0.0 makes a sum of -0.0 terms the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -405,9 +413,10 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias of quantized rows: float(integer sum) * (row's scale * column's unit) + bias.
+    """Return x @ weight.T + bias, with the rows of x quantized.
 
-    The integers of the weight are those of `Int4Weight.whole_values`.
+    Each result is float(integer sum) * (row's scale * column's unit) + bias. The integers of the weight are those of
+    `Int4Weight.whole_values`.
     """
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
@@ -420,7 +429,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, the weight read as floats of x's dtype; sums and the bias in float32."""
+    """Return x @ weight.T + bias; the weight is rounded to x's dtype, sums and the bias are taken in float32."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
@@ -430,10 +439,10 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: tor
 
 
 def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
-    """Return x @ weight.T of rows that are rounded to int8 in groups of 32: float32 [rows, out_features].
+    """Return x @ weight.T, with the rows of x rounded to int8 in groups of 32: float32 [rows, out_features].
 
-    That is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group), each operation rounded once. Where a weight has two scales in 32, these are two terms.
+    Each result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) *
+    minimum) * (scale of x's group), each operation rounded once. A weight with two scales in 32 values has two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)
@@ -443,7 +452,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
         num_groups, size = numbers.values.shape[1:]
         whole = rounded.view(x.shape[0], num_groups, size)
         for group in range(num_groups):
-            # Whole numbers below 2^24 are exact; a sum of nothing but -0.0 becomes the integers' 0.
+            # Whole numbers below 2^24 are exact. Adding 0.0 makes a sum of -0.0 terms the integers' 0.
             term = (whole[:, group] @ numbers.values[:, group].T + 0.0) * numbers.scales[:, group]
             if numbers.minima is not None:
                 term = term + (whole[:, group].sum(dim=1, keepdim=True) + 0.0) * numbers.minima[:, group]
@@ -452,7 +461,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
 
 
 def _parts(shape: torch.Size) -> Iterator[slice]:
-    """Yield slices of a weight's rows that hold so few values that they can be widened."""
+    """Yield slices of a weight's rows of at most `_VALUES_AT_ONCE` values, to bound the memory of their wide copies."""
     rows = max(1, _VALUES_AT_ONCE // max(shape[1], 1))
     for first in range(0, shape[0], rows):
         yield slice(first, first + rows)

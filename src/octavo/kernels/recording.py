@@ -1,8 +1,9 @@
-"""A forward pass of the compiled CPU kernels, recorded once and run again for other tokens without Python in between.
+"""Recorded forward passes of the compiled CPU kernels: run again for other tokens without Python between the kernels.
 
-The model's own code runs once; every kernel call that it makes is noted with its addresses (csrc/program.h), as a CUDA
-graph notes kernel launches. Results between the calls have room for the largest step, and those that never live at the
-same time share memory. From then on a step is one call: between two kernels Python takes longer than a small kernel.
+The model's own code runs, and every kernel call is recorded with its addresses (csrc/program.h), as a CUDA graph
+records kernel launches. Results of the calls have room for the largest step; results that never live at the same time
+share memory. Afterwards a step is one call. This pays because Python takes longer between two kernels than a small
+kernel does.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 64  # bytes: a cache line
-# What a forward pass may ask of a tensor while it is recorded: views, and what a tensor is like.
+# The methods of tensors that a forward pass may call while it is recorded: those that make views or read properties.
 _VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
 _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
 
 class NotRecordableError(Exception):
-    """The forward pass computes something with torch, or by a kernel whose calls a recording cannot hold."""
+    """The forward pass computes with torch, or calls a kernel that cannot be recorded."""
 
 
 class Rehearsal:
-    """Watches how long each result of a forward pass lives, so that those that never meet share memory.
+    """Measures the lifetime of each result of a forward pass; results with disjoint lifetimes can then share memory.
 
-    empty: what the kernels allocate their results with meanwhile.
+    num_tokens: rows of this pass. max_tokens: rows of the largest step.
     """
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._sizes: list[int] = []  # of each result, with room for the rows of the largest step
-        self._ends: dict[int, int] = {}  # which result is the first that is made after this one is let go
+        self._ends: dict[int, int] = {}  # index of the first result that is allocated after this one is freed
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of undefined content."""
+        """Allocate a result of a kernel, of undefined content, and watch its lifetime."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # The array lives as long as any view of the tensor does.
+        # The array lives as long as any view of the tensor.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -58,7 +59,10 @@ class Rehearsal:
         self._ends[index] = len(self._sizes)
 
     def plan(self) -> tuple[list[int], int]:
-        """Return where each result begins in one piece of memory, and its bytes: the largest are placed first."""
+        """Return the offset of each result in one piece of memory, and the bytes of that memory.
+
+        Results are placed greedily, the largest first.
+        """
         never = len(self._sizes)
         offsets: dict[int, int] = {}
         for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
@@ -79,9 +83,9 @@ class Rehearsal:
 
 
 class Recorder:
-    """Stands in for the compiled module's `KernelSet` while a forward pass runs: makes each call and notes it.
+    """Replaces the compiled module's `KernelSet` while a forward pass runs: makes each call and records it.
 
-    offsets: of a `Rehearsal` of the same pass, into memory.
+    offsets: of each result in `memory`, from a `Rehearsal` of the same pass.
     """
 
     def __init__(
@@ -102,9 +106,9 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return the kernel of that name, which is noted when it is called.
+        """Return a function that calls and records the kernel of that name.
 
-        Raises `NotRecordableError` if its calls cannot be part of a recorded step.
+        Raises `NotRecordableError` if calls of the kernel cannot be part of a recorded step.
         """
         call = getattr(self._set, name)
         add = getattr(self._program, name, None)
@@ -119,12 +123,12 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of undefined content at its place."""
+        """Return a result's tensor, of undefined content, at its planned offset."""
         offset = next(self._offsets)
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
-        """Return what was recorded; hidden: the result of the forward pass."""
+        """Return the recorded pass. hidden: the result of the forward pass."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
         result = rows.view(hidden.dtype).view(self._max_tokens, -1)
@@ -134,15 +138,15 @@ class Recorder:
 class RecordedForward:
     """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states of its outputs.
 
-    The result is overwritten by the next call. num_tokens may be anything up to max_tokens.
-    calls: the kernels in the order in which a step runs them.
+    num_tokens may be any number up to max_tokens. The next call overwrites the result.
+    calls: the names of the kernels, in the order in which a step runs them.
     """
 
     def __init__(self, kernel_set: Any, program: Any, calls: tuple[str, ...], result: Tensor) -> None:
         self.calls = calls
         self._set = kernel_set
         self._program = program
-        self._result = result  # and with it all memory that the program has addresses of
+        self._result = result  # a view: it keeps all memory alive that the program has addresses of
         self._all_rows = torch.arange(result.shape[0])
         self._takes_rows = "take_rows" in calls
         self._nanoseconds: Tensor | None = None
@@ -153,7 +157,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls], to which every later step adds the nanoseconds that each of its calls takes."""
+        """Return int64 [calls], to which every later step adds the nanoseconds of each of its calls."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -171,7 +175,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all of its rows as outputs. The batch of the outputs has arrays of its own."""
+    """Return the batch with all of its rows as outputs. The batch of the outputs has copies of the arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -195,7 +199,7 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
 
 
 def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
-    """Return the arrays of each KV group."""
+    """Return the arguments of each KV group."""
     return [_arrays(batch), *map(_arrays, batch.more_groups)]
 
 
@@ -212,7 +216,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Lets torch make views and nothing else: what it computed would be missing from the recording."""
+    """Allows torch to make views only: anything that torch computes would be missing from the recording."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -223,6 +227,6 @@ class _ViewsOnly(TorchFunctionMode):
 
 
 def _is_plain(index: Any) -> bool:
-    """Whether an index makes a view: whole numbers and slices."""
+    """Return True if an index makes a view: it consists of integers and slices."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, int | slice) for part in parts)

@@ -1,7 +1,7 @@
-"""Every operation in plain torch: what the others are tested against, and what serves where nothing is compiled.
+"""Every operation in plain torch: the reference in tests of the other backends, and the fallback without them.
 
-It runs on any device. It rounds like the interface says, but torch's matrix products and reductions choose their order
-by shape, so a row's last bits may depend on its neighbours: the law of exactness is kept by the compiled backends.
+It runs on any device and rounds as the interface says. But torch's matrix products and reductions choose their order by
+shape, so a row's last bits may depend on other rows. Only the compiled backends keep the law of exactness.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
 _SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
-_QUERY_CHUNK = 256  # query rows whose scores over the whole KV stand in memory at a time
+_QUERY_CHUNK = 256  # query rows whose scores over the whole KV are in memory at a time
 _WEIGHT_CHUNK = 16384  # output features that are widened to float32 at a time
 
 
@@ -69,7 +69,7 @@ class ReferenceKernels:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep `weight` as it is, parts in blocks, too, and a copy of other parts."""
+        """Keep one weight, or parts in blocks, without a copy; other parts are concatenated into a copy."""
         if isinstance(weight, Sequence):
             parts = [part for part in weight if isinstance(part, BlockWeight)]
             if parts:
@@ -82,7 +82,7 @@ class ReferenceKernels:
     layout = None
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Keep nothing: weights are used as the checkpoint has them."""
+        """Return no parts: the weights are those of the checkpoint, so there is nothing to keep."""
         del packed
         return ()
 
@@ -123,11 +123,11 @@ class ReferenceKernels:
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Pack the weight of each group alone."""
+        """Pack the weight of each group separately."""
         return pack_groups(self, weights)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group."""
+        """Return each row times the weight of its group, by one product for each group."""
         return grouped_linear(self, x, packed, group_start)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
@@ -151,7 +151,7 @@ class ReferenceKernels:
         return x[rows]
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Capture none."""
+        """Return False: this backend has no graphs."""
         del head_dims, dtype
         return False
 
@@ -163,7 +163,7 @@ class ReferenceKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Record nothing: torch computes, call by call."""
+        """Run the pass and record nothing."""
         del max_tokens, decodes
         return forward(token_ids, batch), None
 
@@ -191,7 +191,7 @@ class ReferenceKernels:
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k and v into their slots."""
+        """Rotate q in place; write rotated k, and v, into their slots."""
         turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
         q.copy_(_rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
@@ -223,7 +223,7 @@ class ReferenceKernels:
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
             start = 0 if window is None else max(0, int(batch.positions[query_start[i]]) - window + 1)
             num_behind = start // batch.block_size
-            blocks[:num_behind] = blocks[num_behind]  # there may be no blocks any more where these stood
+            blocks[:num_behind] = blocks[num_behind]  # blocks before the window may have been released
             keys, values = (
                 _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
                 for cache in (k_cache, v_cache)
@@ -244,7 +244,7 @@ class ReferenceKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return bytes of one sequence's KV in float32 and a chunk's scores, or of the rows sampled at once."""
+        """Return the bytes of one sequence's float32 KV and a chunk's scores, or of `_SAMPLE_ROWS` sampled rows."""
         del max_tokens
         attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
         return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
@@ -257,7 +257,7 @@ class ReferenceKernels:
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each request that stand."""
+        """Return the accepted tokens of each request, and their numbers."""
         first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
         if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
             raise IndexError(f"a request has no row of logits, or more than {num_speculative_steps} drafts")
@@ -275,7 +275,7 @@ class ReferenceKernels:
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row; -1 where there is none to choose."""
+    """Choose one token per row; -1 for a row with a NaN, or with nothing above -inf."""
     temperature, seed, position, sample_index = (
         column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
     )
@@ -302,7 +302,7 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return float32 [num_blocks, num_kv_heads, block_size, head_dim] of some blocks."""
+    """Return the keys or values of the given blocks: float32 [num_blocks, num_kv_heads, block_size, head_dim]."""
     if cache.dtype not in ROUNDED_KV_DTYPES:
         return cache[blocks].float()
     values = cache.view(torch.int8)[blocks].view(cache.dtype)  # bytes: torch does not index fp8 on every device
@@ -318,7 +318,10 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Float32 attention of rows [n, num_heads, head_dim] of one sequence over its KV: [n, num_heads * head_dim]."""
+    """Return float32 attention of rows [n, num_heads, head_dim] of one sequence over its KV: [n, num_heads * head_dim].
+
+    keys, values float32 [seq_len, num_kv_heads, head_dim]; positions [n].
+    """
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
@@ -333,10 +336,10 @@ def _attend(
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Return which tokens min_p, then top_k, then top_p leave: logits / temperature [n, vocab] -> bool [n, vocab].
+    """Return which tokens min_p, then top_k, then top_p keep: logits / temperature [n, vocab] -> bool [n, vocab].
 
-    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending);
-    top_p the shortest whose probability, a float64 sum in that order, reaches it.
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
+    top_p keeps the shortest prefix whose probability, a float64 sum in that order, reaches it.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
@@ -355,14 +358,17 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def pack_groups(kernels: Kernels, weights: Tensor) -> PackedGroups:
-    """Do `Kernels.pack_groups` by packing one group after the other."""
-    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list is copied
+    """Implement `Kernels.pack_groups` by packing one group after the other."""
+    packed = [kernels.pack_linear([weight]) for weight in weights]  # a list, because its weights are copied
     num_groups, out_features, in_features = weights.shape
     return PackedGroups(num_groups, out_features, in_features, packed, sum(each.num_bytes for each in packed))
 
 
 def grouped_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-    """Compute `Kernels.grouped_linear` by products of one group after the other. Of `pack_groups` above."""
+    """Implement `Kernels.grouped_linear` by one product for each group. `packed` is the result of `pack_groups` above.
+
+    group_start is read on the host.
+    """
     bounds = pairwise(group_start.tolist())
     parts = [
         kernels.linear(x[first:end], weight)

@@ -20,8 +20,8 @@ def start_vector_math() -> None:
     MKL makes the choice at its first call, without a lock: `mkl_vml_serv_cpu_detect` stores the number of the
     processor and then replaces it with an index into its table of kernels. A second thread that reads the number
     between the two stores takes another kernel, on AVX-512 one for AVX2 that has half of the bits (errors up to
-    1.5e-4). If torch makes that first call from several threads, a part of a rotary table can come out wrong, in one
-    process of some thousands, and stay wrong until the process ends. After this call nothing is stored any more.
+    1.5e-4). If torch makes that first call from several threads, a part of a rotary table can be wrong, in about one
+    process of several thousand, until the process ends. After this call the choice is fixed.
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: torch computes it on the calling thread

@@ -1,4 +1,4 @@
-"""Quotients of logits."""
+"""Division of logits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for GPUs: one file an operation, bound to the interface in `backend`."""
+"""Triton kernels for GPUs: one file for each operation; `backend` implements the interface with them."""

@@ -1,4 +1,4 @@
-"""Sums with the residual on a GPU. Every step rounds once."""
+"""Addition to the residual stream on a GPU. Every step rounds once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels behind the interface; plain torch computes what they do not cover."""
+"""The interface's backend of Triton kernels; plain torch computes operations that have no Triton kernel."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _OPERATIONS = (
 
 
 class TritonKernels(ReferenceKernels):
-    """Kernels in Triton for a GPU, or in Triton's interpreter for the CPU.
+    """Triton kernels for a GPU, or for Triton's interpreter on the CPU.
 
-    An operation that is not defined here is that of plain torch, and a warning names it when the kernels are made.
-    graph_pool: makes what captures graphs on a device. The interpreter has none: who tries graphs there sets another.
+    Operations that are not defined here are computed by plain torch; a warning names them when the kernels are made.
+    graph_pool: makes the `GraphPool` of a device. The interpreter cannot capture graphs, so tests set another pool.
     """
 
     name = "triton"
@@ -77,11 +77,11 @@ class TritonKernels(ReferenceKernels):
                 stacklevel=3,
             )
         self._warned_of: set[str] = set()
-        self._product_bytes_per_row = 0  # of partial sums: the most that a weight packed so far takes
+        self._product_bytes_per_row = 0  # most bytes of partial sums of any weight packed so far
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by the function of its name in the module of its name, or by plain torch."""
+        """Compute an operation by the function and module of its name, or by plain torch if there is no such module."""
         kernel = kernel_of(operation.name)
         if kernel is None:
             self._leave_to_torch(operation.name)
@@ -90,7 +90,7 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Keep a weight of floats, int8 or fp8 as it is, pack one of int4 or in blocks."""
+        """Keep a float, int8 or fp8 weight unchanged; pack an int4 weight or a weight in blocks."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -106,9 +106,9 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return bytes of partial sums: of attention, or of the packed weight's products that take most.
+        """Return the most bytes of partial sums, of attention or of a product with any weight packed so far.
 
-        Of heads so wide that their dtype decides who computes attention, what plain torch takes is counted, too.
+        If heads are so wide that the Triton kernel does not cover every dtype, plain torch's bytes count, too.
         """
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
@@ -142,18 +142,18 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Tensor) -> PackedGroups:
-        """Keep `weights` as they are on a GPU, and a copy of those in this process's memory, which may be a file's."""
+        """Keep `weights` on a GPU unchanged; copy `weights` in the host's memory, because they may alias a file."""
         kept = weights.contiguous() if weights.is_cuda else weights.clone(memory_format=torch.contiguous_format)
         num_groups, out_features, in_features = weights.shape
         return PackedGroups(num_groups, out_features, in_features, kept, kept.nbytes)
 
     def grouped_linear(self, x: Tensor, packed: PackedGroups, group_start: Tensor) -> Tensor:
-        """Return each row times the weight of its group."""
+        """Return each row times the weight of its group, by one launch."""
         out = torch.empty(x.shape[0], packed.out_features, dtype=x.dtype, device=x.device)
         return grouped_matmul(x, packed.storage, group_start, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`; of quantized ones, by plain torch, whose rows are exact."""
+        """Return rows of the weight times `scale`. Plain torch reads rows of quantized weights, exactly."""
         if isinstance(packed.storage, torch.Tensor):
             return embedding.embedding(token_ids, packed.storage, dtype, scale)
         storage = packed.storage.vocabulary() if isinstance(packed.storage, BlockParts) else packed.storage
@@ -167,7 +167,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Whether there are graphs, and plain torch computes no part of a model, which may look at the batch."""
+        """Return True if graphs exist and plain torch, which may read the batch on the host, computes no part."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: the interpreter has none")
             return False
@@ -184,7 +184,7 @@ class TritonKernels(ReferenceKernels):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass, and capture it for the decode steps of a plan: `octavo.kernels.triton.decode_graphs`."""
+        """Run a forward pass, and capture it for a plan's decode steps (`octavo.kernels.triton.decode_graphs`)."""
         del max_tokens
         hidden = forward(token_ids, batch)
         if decodes is None:
@@ -210,7 +210,7 @@ class TritonKernels(ReferenceKernels):
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each request that stand; of choices that came to the host already, plain torch does."""
+        """Return the accepted tokens of each request; by plain torch if the choices are already on the host."""
         if target_sampled.device.type == "cpu" and not is_interpreted():
             return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
         return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
@@ -232,7 +232,7 @@ class TritonKernels(ReferenceKernels):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place; write rotated k and v into their slots."""
+        """Rotate q in place; write rotated k, and v, into their slots."""
         rope_kv.rope_and_write_kv(
             q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
         )
@@ -254,7 +254,7 @@ class TritonKernels(ReferenceKernels):
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def _leave_to_torch(self, what: str) -> None:
-        """Warn, once, of what plain torch computes for want of a kernel."""
+        """Warn, once for each `what`, that plain torch computes it because there is no Triton kernel."""
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
@@ -267,7 +267,7 @@ class TritonKernels(ReferenceKernels):
 
 @functools.cache
 def kernel_of(name: str) -> Callable[..., None] | None:
-    """Return the function that computes an operation; None if it has no module."""
+    """Return the Triton function that computes an operation; None if there is no module of its name."""
     path = f"octavo.kernels.triton.{name}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -289,12 +289,12 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before it was imported), on the CPU."""
+    """Return True if kernels run in Triton's interpreter on the CPU (TRITON_INTERPRET=1 when Triton was imported)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def _target() -> str:
-    """What kernels are compiled for."""
+    """Return the name of the target that kernels are compiled for."""
     if is_interpreted():
         return "interpreter"
     target = driver.active.get_current_target()

@@ -1,11 +1,13 @@
-"""Decode steps as graphs: the forward pass is captured for numbers of sequences, and launched with one call.
+"""Decode steps as graphs: the forward pass is captured for several numbers of sequences, and launched with one call.
 
-A graph has room for so many sequences with so many rows each in the mean: one where they decode, one more for each
-draft where drafts are verified. A step takes the graph of the next number. Its inputs are copied to memory that stays,
-and what is behind them does nothing: rows of token 0, whose keys and values have no slot, one to a sequence of no
-length as far as there are any, the others to none. Every launch follows from the graph's shape: the numbers of rows and
-sequences, and block tables as wide as the longest sequence may need. Kernels compute a row alike whatever is launched
-around it, so a token is the same by a graph, by a larger one and without.
+A graph has room for a number of sequences, and a mean number of rows per sequence: one for decodes, one more for each
+draft that is verified. A step takes the next larger graph. Its inputs are copied to memory that is never freed. The
+rest of that memory is padding: rows of token 0 whose keys and values have no slot. Each unused sequence of the graph
+has length 0 and one padding row while rows last; further padding rows belong to no sequence.
+
+All launches depend on the graph's shape only: the numbers of rows and sequences, and block tables wide enough for the
+longest sequence. Kernels give a row the same bits for any launch, so a token is the same with a graph, with a larger
+one and without.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ _PROGRESS_S = 5.0  # between lines of the log
 
 
 class DecodeGraphs:
-    """The forward pass of one model over one KV cache; steps of few rows a sequence by graphs.
+    """The forward pass of one model over one KV cache; steps of few rows per sequence run as graphs.
 
-    forward: the pass, launched kernel by kernel. sizes: numbers of sequences that were captured, as in the plan; none
-    where the memory is too small for one. num_bytes: what they take, inputs and results included.
+    forward: the pass, launched kernel by kernel. sizes: the captured sizes, in the form of the plan's; empty lists if
+    the memory is too small. num_bytes: memory of the graphs, including inputs and results.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -62,9 +64,9 @@ class DecodeGraphs:
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture from the most rows to the fewest, so that these find room in what those have taken.
+        """Capture from the most rows to the fewest, so that smaller graphs reuse the memory of larger ones.
 
-        A graph with which the memory that was planned would be exceeded is dropped, and so is all that is smaller.
+        The first graph that exceeds the planned memory is dropped, and no smaller graph is captured.
         """
         start = told = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
@@ -95,8 +97,8 @@ class DecodeGraphs:
 
     def _capture_size(self, size: Size) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
-        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # with padding, and compiles it
-        hidden = self.forward(token_ids, batch)  # compiles what no step has compiled: rows of padding alone
+        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # padding only; this also compiles the kernel
+        hidden = self.forward(token_ids, batch)  # on padding rows; compiles the kernels that no step has compiled yet
         if not len(self._result):
             self._result = torch.empty_like(hidden)
         result = self._result[: len(hidden)]
@@ -117,9 +119,9 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return the size whose graph computes a batch; None for one of more rows, or of more sequences.
+        """Return the size of the graph that computes a batch; None if it has too many rows, sequences or blocks.
 
-        Which of its sequences have how many of the rows is nothing that a graph knows.
+        Only the totals count: a graph does not depend on the number of rows of each sequence.
         """
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
@@ -132,7 +134,7 @@ class DecodeGraphs:
 
 
 class DecodeInputs:
-    """Inputs of the largest steps, of which smaller ones take the first rows and sequences. They begin as padding."""
+    """Inputs of the largest graphs; smaller graphs use the first rows and sequences. Initially all are padding."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
         most_seqs = max(sizes[-1] for sizes in plan.sizes.values())
@@ -157,7 +159,7 @@ class DecodeInputs:
 
     @property
     def num_bytes(self) -> int:
-        """What they take."""
+        """Bytes of all inputs."""
         own = self._batch
         tensors = [self._token_ids, own.query_start, own.seq_lens, own.positions]
         for group in (own, *own.more_groups):
@@ -171,12 +173,12 @@ class DecodeInputs:
         return self._token_ids[: num_rows * num_seqs], batch
 
     def fill(self, size: Size, token_ids: Tensor, batch: AttentionBatch) -> None:
-        """Copy a step, and pad it up to a size."""
+        """Copy the inputs of a step, and pad them up to a size."""
         num_rows, num_seqs = size
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, own in groups:  # the other arrays are copied once more for each: that costs less than its launch
+        for given, own in groups:  # copies the other arrays again for each group: that costs less than its launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
@@ -208,7 +210,7 @@ def _fill_inputs(
     own_token_ids_ptr, own_positions_ptr, own_slots_ptr, own_query_start_ptr, own_seq_lens_ptr, own_tables_ptr,
     num_rows, num_seqs, own_num_rows, own_num_seqs, width, own_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the row of the program's number, and the sequence of that number; write padding if there is none."""
+    """Copy the row and the sequence of the program's number; write padding if the step has none of that number."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:

@@ -1,4 +1,4 @@
-"""Quotients of logits on a GPU."""
+"""Division of logits on a GPU."""
 
 from __future__ import annotations
 

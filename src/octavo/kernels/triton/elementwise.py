@@ -1,6 +1,6 @@
 """Gates of MLPs, value by value.
 
-Nothing is fused and every step rounds once, so that a value is the same whatever else a program holds.
+No operations are fused and every step rounds once, so a value does not depend on the other values of a program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def activated(x, IS_SILU: tl.constexpr):
-    """Return silu(x), or GELU as tanh approximates it: x (1 + tanh(u)) / 2 is x / (1 + e^-2u)."""
+    """Return silu(x), or GELU by its tanh approximation: x (1 + tanh(u)) / 2 is x / (1 + e^-2u)."""
     exponent = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 sqrt(2 / pi)
     return tl.div_rn(x, 1.0 + exponential(-exponent))
 

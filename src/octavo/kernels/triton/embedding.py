@@ -1,4 +1,4 @@
-"""Rows of a table of weights, by token id."""
+"""Rows of an embedding table, by token id."""
 
 from __future__ import annotations
 

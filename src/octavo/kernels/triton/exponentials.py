@@ -1,7 +1,7 @@
 """e^x by additions and multiplications alone: the same bits on every GPU and in the interpreter.
 
-What hardware offers differs from one to the next, and errs by more the larger x is. To be compiled with
-`enable_fp_fusion=False`.
+The instructions of GPUs differ between models, and their errors grow with x. Kernels that use these functions must be
+compiled with `enable_fp_fusion=False`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LN2_HIGH = tl.constexpr(0.693145751953125)  # its last 9 bits are zero: a produ
 _LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 _LN2_HIGH_64 = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW_64 = tl.constexpr(1.90821492927058770002e-10)
-_ROUNDING_64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: what is added to it becomes an integer, in its low bits
+_ROUNDING_64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: a sum with it holds a rounded integer in its low bits
 
 
 @triton.jit
@@ -32,14 +32,14 @@ def _powers(x):
 
 @triton.jit
 def exponential(x):
-    """Return e^x of float32; above 88 infinity, below -87 what it is there."""
+    """Return e^x of float32; infinity above 88, e^-87 below -87."""
     power, rest = _powers(tl.minimum(tl.maximum(x, -87.0), 88.0))
     return tl.where(x > 88.0, float("inf"), power + power * rest)
 
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """Return tanh(x) of float32 as m / (m + 2) with m = e^2|x| - 1, which is exact for small x, too."""
+    """Return tanh(x) of float32 as m / (m + 2) with m = e^2|x| - 1, which is precise for small x, too."""
     magnitude = tl.abs(x)
     power, rest = _powers(tl.minimum(magnitude + magnitude, 40.0))
     minus_one = (power - 1.0) + power * rest
@@ -50,7 +50,7 @@ def hyperbolic_tangent(x):
 
 @triton.jit
 def exponential_64(x):
-    """Return e^x of float64 x <= 0; below -700 what it is there. The steps are those of csrc/selection.h."""
+    """Return e^x of float64 x <= 0; e^-700 below -700. The steps are those of csrc/selection.h."""
     x = tl.minimum(tl.maximum(x, -700.0), 0.0)
     shifted = x * _LOG2_E + _ROUNDING_64
     n = shifted - _ROUNDING_64

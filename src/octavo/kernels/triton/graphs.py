@@ -1,7 +1,7 @@
 """CUDA graphs: the launches of a forward pass, captured once, and run again with one call.
 
-A graph keeps addresses and what was launched. So what it reads stands in memory that stays, and nothing that is
-launched may follow from what stands there: `octavo.kernels.triton.decode_graphs` sees to both.
+A graph records launches and addresses. So its inputs must be in memory that is not freed, and no launch may depend on
+the content of the inputs. `octavo.kernels.triton.decode_graphs` ensures both.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class CaptureError(RuntimeError):
-    """The driver captured no graph, or could not launch it."""
+    """The driver could not capture or launch a graph."""
 
 
 class GraphPool(Protocol):
-    """Captures graphs that share the memory of what they compute in between: one of them runs at a time."""
+    """Captures graphs that share the memory of their intermediate results: only one of them may run at a time."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Note what `run` launches, which has run once before; return what launches it again.
+        """Capture the launches of `run`, which must have run once before; return a function that launches them again.
 
-        Whether it is computed now is open. Raises `RuntimeError` for what no graph can hold: a value of the device
-        that is read on the host, say; on a GPU it is a `CaptureError`, as is whatever else the driver refuses.
+        Capturing may or may not compute the launches. Raises `RuntimeError` if a graph cannot hold them, for example if
+        the host reads a value of the device. On a GPU this and every other refusal of the driver is a `CaptureError`.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the graphs captured so far take: what they compute in between, and their launches."""
+        """Memory of the graphs captured so far: their intermediate results and their launches."""
         ...
 
 
@@ -45,11 +45,11 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)  # one for all captures: else they would not share memory
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture, launch once so that the driver takes what it needs, and measure what both took."""
+        """Capture, launch once so that the driver allocates its memory, and measure the memory that both took."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that move KV may allocate meanwhile: what they do is none of this graph's.
+            # Threads that move KV may allocate meanwhile; their calls are not part of this graph.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
             graph.replay()
@@ -60,7 +60,7 @@ class CudaGraphPool:
         return graph.replay
 
     def _memory(self) -> tuple[int, int]:
-        """Return bytes that torch's allocator holds, and those that are free on the device."""
+        """Return the bytes that torch's allocator holds, and the free bytes of the device."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what is cached of other work would be given back during the capture
+        torch.cuda.empty_cache()  # otherwise the capture would release cached memory, and the difference be wrong
         return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]

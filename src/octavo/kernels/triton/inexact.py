@@ -1,7 +1,7 @@
-"""Products by torch's library, cuBLAS or hipBLAS, beside the kernels in Triton: NOT exact.
+"""Triton kernels, but with the matrix products of torch's library, cuBLAS or hipBLAS: NOT exact.
 
-A library picks tiles, and splits of the sum, by the number of rows: so the last bits of a row, and now and then a
-token, depend on who else is in the batch. To be asked for by name, where speed is worth that.
+The library chooses tiles and splits of the sum by the number of rows. So the last bits of a row, and sometimes a token,
+depend on the other requests in the batch. Users must choose this backend by name; it is for those who prefer speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class InexactKernels(TritonKernels):
-    """The kernels in Triton, but products with weights of floats are the library's; those of integers stay exact."""
+    """Triton kernels with the library's products for float weights. Products with quantized weights stay exact."""
 
     name = "fast-inexact"
 

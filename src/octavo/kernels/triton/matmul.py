@@ -1,24 +1,25 @@
-"""Products with weights, x @ weight.T: a row's bits hang on its own values alone, however many rows there are.
+"""Products with weights, x @ weight.T: a row's bits depend on its own values alone, for any number of rows.
 
-The sum over K is cut into partitions of a fixed length, by position. Within one, tiles of one shape (64 rows, 128
-columns, one length of K) follow one another into one accumulator, that starts at zero; partitions are then added up in
-their order. Many rows, or a wide weight: each program computes a tile of the result, all partitions of it (persistent:
-as many programs as the device has processors take tiles in turn). Few rows: each program computes one partition of a
-tile, so that a narrow weight is read by all processors, and a second kernel adds up. Both do the same operations on the
-same tiles, so which one is taken, by the number of rows, leaves no trace.
+The sum over K is cut into partitions of a fixed length, by position. Within a partition, tiles of one shape (64 rows,
+128 columns, one length of K) are added in order to one accumulator that starts at zero. Then the partitions are added
+in their order. With many rows or a wide weight, each program computes all partitions of a tile of the result. (The
+kernel is persistent: there are as many programs as the device has processors, and they take tiles in turn.) With few
+rows, each program computes one partition of a tile, so that all processors read a narrow weight, and a second kernel
+adds the partitions. Both ways do the same operations on the same tiles, so the choice by the number of rows does not
+change a bit.
 
              K: | partition 0 | partition 1 | ...        rows > 64, or columns for all processors:
     x row  -->    t t t t       t t t t                     one program:  acc 0 -> total, + acc 1, ...
                     |             |                       else:
                   acc 0         acc 1                       a program each, acc p -> memory; then 0 + 1 + ... in order
 
-What an interpreter cannot show, and tools/gpu_check.py has to on each kind of device: that a row of one tile's product
-(wgmma, mma, mfma) does not depend on the other rows of the tile, nor on where in it the row stands.
+One property cannot be tested in the interpreter, so tools/gpu_check.py tests it on each kind of device: a row of a
+tile's product (wgmma, mma, mfma) does not depend on the other rows of the tile, or on its place in the tile.
 
-Integers: rows of int8 and a weight of int8 have sums that are exact, in any order.
+Integers: sums of int8 rows and an int8 weight are exact in any order.
 
-A weight of fp8 becomes one of x's type in registers, times its scales and rounded as where it is expanded before: the
-same tiles, the same order, the same bits.
+An fp8 weight is multiplied by its scales and rounded to x's type in registers, exactly as if it had been expanded
+before the product: the same tiles, the same order, the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 BLOCK_M, BLOCK_N = 64, 128
 PARTITION = 512  # of K; a multiple of every length of a tile
-_GROUP = 8  # tiles of rows that are computed together, column by column: what they read stays in the cache
+_GROUP = 8  # tiles of rows that are computed together, column by column, so that their inputs stay in the cache
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -54,10 +55,14 @@ def matmul(
 ) -> Tensor:
     """Write x @ weight.T + bias into `out` [num_tokens, out_features], contiguous, and return it.
 
-    x [num_tokens, in_features], weight [out_features, in_features]: of one floating type, or of two, which meet as
-    float32; or both int8, and then the sum is multiplied by (scales[0] of the row * scales[1] of the column) in
-    float32; or the weight is bytes of E4M3, and groups = (scales float32 [out_features, groups], values in a group), as
-    `octavo.kernels.quantization.Fp8Weight` has them. The bias is added in float32; the result is rounded once.
+    x [num_tokens, in_features], weight [out_features, in_features]: one of three cases.
+
+    - Floating types: if they differ, both are converted to float32.
+    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column) in float32.
+    - The weight is bytes of E4M3, and groups = (scales float32 [out_features, groups], values in a group), as in
+      `octavo.kernels.quantization.Fp8Weight`.
+
+    The bias is added in float32; the result is rounded once.
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
@@ -93,7 +98,7 @@ def matmul(
 
 
 def partial_bytes_per_row(weight: Tensor) -> int:
-    """Return what partial sums of a product with this weight take for each of at most BLOCK_M rows, 0: it has none."""
+    """Return the bytes of partial sums per row, for products with this weight of at most BLOCK_M rows; 0 if none."""
     num_columns, width = weight.shape
     num_partitions = triton.cdiv(width, PARTITION)
     is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
@@ -101,7 +106,7 @@ def partial_bytes_per_row(weight: Tensor) -> int:
 
 
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return the shape of tiles and how they are computed: it hangs on dtypes alone, never on the number of rows."""
+    """Return the shape of tiles and the compile options. They depend on dtypes alone, never on the number of rows."""
     is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
     return {
         "IS_WIDE": is_wide,
@@ -116,7 +121,10 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def _is_amd() -> bool:
-    """Whether kernels are compiled for AMD, whose devices have less shared memory; torch may be built for another."""
+    """Return True if kernels are compiled for AMD, whose devices have less shared memory.
+
+    Triton's target decides it: torch may be built for another device.
+    """
     return not INTERPRETED and _backend_of(driver.active.get_current_device()) == "hip"
 
 
@@ -126,7 +134,7 @@ def _backend_of(_device: int) -> str:
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs a device runs at once, at least; in the interpreter a few, so that they take turns."""
+    """Return how many programs a device runs at the same time, at least; in the interpreter few, so that they loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -152,7 +160,7 @@ def partition_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return one partition's part of a tile [BLOCK_M, BLOCK_N]: float32, or int32. Values beyond K are zeros."""
+    """Return the sum of one partition for a tile [BLOCK_M, BLOCK_N]: float32 or int32. Values past K are zeros."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]
@@ -182,7 +190,7 @@ def _finished(
     total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
     HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 of a sum [rows, columns]: scaled, with the bias."""
+    """Return a sum [rows, columns] in float32, multiplied by the scales of integers, plus the bias."""
     if IS_INTEGER:
         row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
         column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)

@@ -4,10 +4,9 @@
     weight  --> | 32 values, a scale (or two), perhaps a minimum | 32 values, ...
                   total += (float(dot) * scale + sum * minimum) * scale of x          group after group
 
-A product of 32 values is a sum of integers, which is exact; what is added of it to the total, and in which order, is
-said by `linear_blocks`, each operation rounded once. So tiles may have any shape: few rows get narrow ones, that more
-processors read a weight at once. Values are made in registers of planes of bits, as
-`octavo.kernels.triton.packed_blocks` has them.
+A product of 32 values is a sum of integers, which is exact. `linear_blocks` defines the terms of the total and their
+order; each operation rounds once. So tiles may have any shape: for few rows they are narrow, so that more processors
+read the weight. Values are unpacked in registers from the planes of `octavo.kernels.triton.packed_blocks`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _FEW_ROWS = 16
 def matmul_blocks(
     rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], whose rows may stand apart, and return it.
+    """Write rows @ weight.T + bias into `out` [num_tokens, out_features], with any row stride, and return it.
 
-    rows: as `octavo.kernels.triton.quantized_rows.quantize_groups` makes them. The bias is added in float32.
+    rows: the result of `octavo.kernels.triton.quantized_rows.quantize_groups`. The bias is added in float32.
     """
     values, scales, sums = rows
     num_rows, num_columns = out.shape
@@ -80,7 +79,10 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return the bits of 64 values of columns, int32 [BLOCK_N, GROUP]: two of four bits, above them the high ones."""
+    """Return the bits of 64 values of each column, int32 [BLOCK_N, GROUP].
+
+    Each holds the low four bits of two values, and above them their high bits.
+    """
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS
@@ -104,7 +106,7 @@ def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4:
 
 @triton.jit
 def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return float32 scales of a group of some columns."""
+    """Return the float32 scales of one group, for each column."""
     stored = tl.load(place, mask=is_given, other=0)
     if IS_MXFP4:
         exponent = stored.to(tl.int32)
@@ -119,7 +121,7 @@ def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALE
 
 @triton.jit
 def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return float32 minima of a group of some columns."""
+    """Return the float32 minima of one group, for each column."""
     minimum = tl.load(place, mask=is_given, other=0).to(tl.float32)
     if HAS_BLOCK_SCALES:
         minimum = (0.0 - minimum) * tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)

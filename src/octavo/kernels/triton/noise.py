@@ -1,6 +1,6 @@
 """Octavo noise v1 (`octavo.kernels.noise`) on a GPU: the same bits.
 
-To be compiled with `enable_fp_fusion=False`: every operation rounds once.
+Kernels that use these functions must be compiled with `enable_fp_fusion=False`: every operation rounds once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LN2_LOW = tl.constexpr(9.0580006145e-06)
 def noise_words(counter, seed, position, sample_index):
     """Return the four random words of each counter: int32 [n], and integers -> uint32 [n] each.
 
-    `tl.philox` gives the same, but in the interpreter its products take most of the time of a test.
+    `tl.philox` gives the same words, but in the interpreter its products take most of the time of a test.
     """
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -37,7 +37,7 @@ def noise_words(counter, seed, position, sample_index):
 
 @triton.jit
 def word_to_gumbel(word):
-    """Return the noise that words stand for: uint32 -> float32."""
+    """Return the Gumbel noise of random words: uint32 -> float32."""
     signed = word.to(tl.int32, bitcast=True)
     is_upper = signed < 0
     distance = tl.where(is_upper, ~signed, signed)  # 2^32 - 1 - word is its complement

@@ -1,6 +1,6 @@
-"""Root mean square norms, of rows and of the heads in them, with or without a residual.
+"""Root mean square norms of rows, or of the heads of rows, with or without a residual.
 
-Squares are summed lane by lane, then in halves (`reductions`): one order for a width, whatever stands around the row.
+Squares are summed within lanes, then the lanes in halves (`reductions`). So the width alone decides the order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_LANES = 1024
-_VALUES = 1024  # of a program at a time: several narrow rows
+_VALUES = 1024  # of a program at a time, which may be several narrow rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension.
 
-    x is contiguous, or [num_tokens, num_heads, head_dim] with a free token stride; the result is contiguous.
+    x is contiguous, or [num_tokens, num_heads, head_dim] with any token stride; the result is contiguous.
     """
     width = x.shape[-1]
     if x.is_contiguous():
@@ -111,7 +111,7 @@ def _rms_norm(
     mean = tl.div_rn(sum_in_halves(squares, ROWS, LEVELS), WIDTH + 0.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     if HAS_RESIDUAL:
-        tl.debug_barrier()  # what other threads of this program have stored is read
+        tl.debug_barrier()  # values that other threads of this program have stored are read below
         source = residual_ptr + place
     for first in range(0, WIDTH, LANES):
         column = (first + tl.arange(0, LANES))[None, :]

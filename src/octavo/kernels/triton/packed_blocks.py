@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks as a GPU reads them: values in planes of bits, scales as they are, nothing rounded again."""
+"""Weights in GGUF's blocks, packed for GPUs: values in planes of bits, scales unchanged, nothing rounded again."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_PAIR = 2 * GROUP_VALUES  # values whose lower halves stand in the same bytes
-_VALUES_AT_ONCE = 1 << 20  # that are widened to be packed
+_PAIR = 2 * GROUP_VALUES  # values whose low four bits share 32 bytes
+_VALUES_AT_ONCE = 1 << 20  # most values that are widened at a time for packing
 
 
 class BlockLayout(NamedTuple):
-    """How values stand: bits in the first plane and in the second, and what is subtracted from them.
+    """The layout of values: their bits in the first and in the second plane, and the center that is subtracted.
 
-    subgroups: scales of 32 values.
+    subgroups: number of scales of 32 values.
     """
 
     low_bits: int
@@ -54,13 +54,15 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A weight in blocks of one kind.
+    """A weight in blocks of one kind, packed.
 
-    low: int8 [out_features, in_features]; or uint8 [out_features, padded / 2], padded the next multiple of 64 of
-    in_features, byte 32 i + j having column 64 i + j in its low four bits and column 64 i + 32 + j in its high ones.
-    high: further bits of values, uint8 [out_features, bytes]: of each 8 groups of 32 columns (of two bits: of each 4)
-    32 bytes, byte j having those of column j of each group, the first group's lowest.
-    scales: see `StoredScales`. What is padded is zeros.
+    low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2]; padded is
+    in_features rounded up to a multiple of 64. Byte 32 i + j holds column 64 i + j in its low four bits and column
+    64 i + 32 + j in its high four bits.
+    high: further bits of values, uint8 [out_features, bytes]; None if there are none. Each 8 groups of 32 columns (each
+    4 groups if the plane has two bits) take 32 bytes. Byte j holds the bits of column j of each group, the first
+    group's in its lowest bits.
+    scales: see `StoredScales`. Padding is zeros.
     """
 
     kind: BlockKind
@@ -71,7 +73,10 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack weights of one kind that stand one below the other, some rows at a time, and let their files go."""
+        """Pack weights of one kind, concatenated along out_features, and release the memory of their files.
+
+        A limited number of rows is packed at a time.
+        """
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))
@@ -96,18 +101,18 @@ class PackedBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the packed weight."""
         return sum(part.nbytes for part in (self.low, self.high, *self.scales) if part is not None)
 
     @property
     def layout(self) -> BlockLayout:
-        """How values stand."""
+        """The layout of values."""
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return some rows of the weight, float32 [n, in_features], as `BlockWeight.dequantize` does.
+        """Return the given rows of the weight, float32 [n, in_features], as `BlockWeight.dequantize` does.
 
-        A graph may hold it: nothing comes from the host.
+        A graph can capture this: nothing is copied from the host.
         """
         stored = self.scales.map(lambda part: part[index])
         if self.kind is BlockKind.MXFP4:
@@ -123,7 +128,7 @@ class PackedBlocks:
         return BlockValues(values, scales, minima).dequantize()
 
     def _values(self, index: Tensor) -> Tensor:
-        """Return float32 [n, in_features] of whole numbers."""
+        """Return the values of the given rows, whole numbers in float32 [n, in_features]."""
         low_bits, high_bits, center, _ = self.layout
         low = self.low[index]
         if low_bits == 4:
@@ -135,7 +140,7 @@ class PackedBlocks:
             high = self.high[index].view(len(index), self.high.shape[1] // GROUP_VALUES, 1, GROUP_VALUES)
             high = (high >> places & (1 << high_bits) - 1).flatten(1)
             values |= high[:, : self.in_features].int() << low_bits
-        if self.kind is BlockKind.MXFP4:  # by arithmetic, as the kernel does: a table would come from the host
+        if self.kind is BlockKind.MXFP4:  # by arithmetic, as the kernel does: a table would be copied from the host
             size = values & 7
             size = torch.where(size < 2, size, 2 + (size & 1) << ((size >> 1).clamp(min=1) - 1))
             values = torch.where(values < 8, size, -size)
@@ -144,35 +149,35 @@ class PackedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """A weight in blocks: parts that stand one below the other, neighbours of another kind each."""
+    """A weight in blocks: its parts along out_features; neighbouring parts are of different kinds."""
 
     parts: tuple[PackedBlocks, ...]
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> BlockParts:
-        """Pack weights that stand one below the other."""
+        """Pack weights as one, concatenated along out_features."""
         return cls(tuple(PackedBlocks.pack(group) for group in group_by_kind(weights)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the packed weight."""
         return sum(part.nbytes for part in self.parts)
 
     def columns(self) -> Iterator[tuple[PackedBlocks, slice]]:
-        """Yield each part, and which columns of a result are its own."""
+        """Yield each part, and the slice of its columns in a result."""
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.out_features)
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return the one part of a weight that is read by row."""
+        """Return the only part of an embedding table, whose rows are read one by one."""
         (part,) = self.parts
         return part
 
 
 def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
-    """Return low and high bits of a weight's values, and its scales: see `PackedBlocks`."""
+    """Return the low plane, the high plane, and the scales of a weight: see `PackedBlocks`."""
     low_bits, high_bits, center, _ = LAYOUTS[weight.kind]
     if weight.kind is BlockKind.MXFP4:
         values = mxfp4_codes(weight).int()
@@ -187,7 +192,7 @@ def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
 
 
 def _high_plane(values: Tensor, bits: int) -> Tensor | None:
-    """Return the second plane of values [rows, in_features] of so many bits."""
+    """Return the second plane of values [rows, in_features]; None if it has 0 bits."""
     if bits == 0:
         return None
     groups = 8 // bits
@@ -198,6 +203,6 @@ def _high_plane(values: Tensor, bits: int) -> Tensor | None:
 
 
 def _times_blocks(of_blocks: Tensor, whole: Tensor) -> Tensor:
-    """Return whole numbers [rows, groups] times the float16 of their blocks [rows, blocks]."""
+    """Return whole numbers [rows, groups] times the float16 number of their block, of_blocks [rows, blocks]."""
     per_block = whole.shape[1] // of_blocks.shape[1]
     return of_blocks.float().repeat_interleave(per_block, dim=1) * whole

@@ -1,7 +1,7 @@
-"""Rows of activations as int8 with a scale each, rotated before or not: `octavo.kernels.quantization.quantize_rows`.
+"""Rows of activations as int8 with scales, with or without rotation: `octavo.kernels.quantization.quantize_rows`.
 
-A program takes a row: the rotation adds values that are 1, 2, 4, ... apart, in that order; the largest magnitude has no
-order. So the integers and scales are those of the other backends, bit for bit.
+A program computes a row. The rotation adds values at distances 1, 2, 4, ..., in that order, and a maximum does not
+depend on an order. So the integers and scales are those of the other backends, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1024
-_GROUPS = 32  # of a row that a program takes
+_GROUPS = 32  # of a row that a program computes
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x [num_tokens, in_features].
 
-    Columns beyond in_features are zeros. order int32 [in_features]: which feature a column takes, or None.
+    Columns past in_features are zeros. order int32 [in_features]: the feature of each column; None for the same order.
     """
     num_rows, width = x.shape
     values = torch.empty(num_rows, padded, dtype=torch.int8, device=x.device)
@@ -50,9 +50,10 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x [num_tokens, in_features] as int8 with a scale for each 32 columns, in_features a multiple of 32.
+    """Round x [num_tokens, in_features] to int8 with one scale per 32 columns; in_features is a multiple of 32.
 
-    (int8 [num_tokens, in_features], float32 scales [groups, num_tokens], float32 [groups, num_tokens] of their sums).
+    Returns (int8 values [num_tokens, in_features], float32 scales [groups, num_tokens], float32 sums of a group's
+    values [groups, num_tokens]).
     """
     num_rows, width = x.shape
     num_groups = width // GROUP_VALUES
@@ -85,7 +86,7 @@ def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _scale_and_inverse(magnitude):
-    """Return (scale, what values are multiplied by) of the largest magnitude; a scale of NaN beside an inverse of 0."""
+    """Return (scale, factor of the values) for the largest magnitude; (NaN, 0) if it is not finite."""
     is_finite = magnitude < float("inf")
     has_inverse = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     inverse = tl.where(has_inverse, tl.div_rn(127.0, tl.where(has_inverse, magnitude, 1.0)), 0.0)
@@ -94,7 +95,7 @@ def _scale_and_inverse(magnitude):
 
 @triton.jit
 def _rounded(x, inverse):
-    """Return float32 whole numbers of values; zeros of what has no inverse, which may be no numbers."""
+    """Return values rounded to whole numbers in float32; zeros if the inverse is 0, because values may then be NaN."""
     return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
 
 

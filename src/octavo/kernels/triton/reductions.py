@@ -1,7 +1,7 @@
-"""Sums whose order is fixed by the code, not by the layout that a compiler gives a tile.
+"""Sums whose order is fixed by the code, not by the layout that the compiler chooses for a tile.
 
-A `tl.sum` over many lanes adds in the order in which threads hold them, and that follows from alignment and strides as
-well: the same row could be summed in another order where it starts at another address. Halves onto halves is one order.
+`tl.sum` over many lanes adds them in the order in which threads hold them. That order depends on alignment and strides,
+too: a row could be summed in another order if it starts at another address. Adding halves to halves has one order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys (Su et al. 2021), and keys and values into their slots.
+"""Rotary embedding of queries and keys (Su et al. 2021), and the write of keys and values into their slots.
 
-One program some heads of a token: of q, which it rotates in place, or of k and v. Nothing is fused, so that what is
-rounded to int8 or fp8 is what plain torch rounds.
+A program computes up to 16 heads of a token: of q, which it rotates in place, or of k and v. No operations are fused,
+so that the numbers that are rounded to int8 or fp8 are those of plain torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rope_and_write_kv(
     interleaved: bool,
     query_scale: Tensor | None,
 ) -> None:
-    """Rotate q in place and k on its way, write k and v into their slots."""
+    """Rotate q in place, and write rotated k, and v, into their slots."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
@@ -60,7 +60,7 @@ def rope_and_write_kv(
 
 @triton.jit
 def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Return (first, second, mask, offsets of either): halves of turning dimensions, turned, in the type of the head.
+    """Return (first, second, mask, offsets of first, offsets of second): the rotated halves, in the head's dtype.
 
     place: pointers to heads [heads, 1].
     """
@@ -79,9 +79,9 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _scale_and_inverse(magnitude, stored: tl.constexpr):
-    """Return the scale of rows, and what their values are multiplied by, as `round_kv_rows` has them.
+    """Return the scale of rows, and the factor of their values, as in `round_kv_rows`.
 
-    stored: int8, or uint8 of E4M3.
+    magnitude: the largest of each row. stored: int8, or uint8 for E4M3.
     """
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
@@ -92,14 +92,14 @@ def _scale_and_inverse(magnitude, stored: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    """Return the largest magnitude of rows, infinite where there is a NaN."""
+    """Return the largest magnitude of each row; infinity for a row with a NaN."""
     x = x.to(tl.float32)
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
 
 
 @triton.jit
 def _rounded(x, inverse, stored: tl.constexpr):
-    x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # what is no number is times 0 none
+    x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # NaN and infinity times 0 would be NaN
     return round_to_whole(x * inverse).to(tl.int8) if stored == tl.int8 else to_e4m3(x * inverse)
 
 

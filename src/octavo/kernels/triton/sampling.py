@@ -1,8 +1,9 @@
-"""One token per row: argmax of the logits, or of logits / temperature + noise over what the filters leave.
+"""Sampling of one token per row: argmax of the logits, or of logits / temperature + noise over the filtered tokens.
 
-Three kernels: one program a row finds where the filters cut it (`selection`); programs over pieces of rows find the
-best token of each, with the noise of `noise`; one program a row takes the best of these. An argmax is exact however its
-range is split, and everything before it rounds as the reference does: the token is the CPU's, bit for bit.
+There are three kernels. One program per row finds the cut of the filters (`selection`). Programs over pieces of rows
+find the best token of each piece, with the noise of `noise`. One program per row takes the best of the pieces. An
+argmax is exact for any split of its range, and everything before it rounds as the reference does, so the token is
+always the CPU's.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import SamplingRows
 
 _CUT_BLOCK = 2048
-_COUNTERS = 256  # of the noise that are drawn at a time; each serves four tokens
-_PIECE = 8 * 4 * _COUNTERS  # tokens of a row that one program takes
+_COUNTERS = 256  # counters of the noise that are drawn at a time; each serves four tokens
+_PIECE = 8 * 4 * _COUNTERS  # tokens of a row that one program computes
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -91,7 +92,7 @@ def _find_cut(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write the cut of a row; one that keeps everything where it has no filter, is greedy or names no token."""
+    """Write the cut of a row. The cut keeps all tokens if the row has no filter, is greedy, or yields no token."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -135,7 +136,7 @@ def _best_of_piece(
     PIECE: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
-    """Write the best value of a piece, and its lowest id: -1 for nothing above -inf, NaN where a logit is NaN."""
+    """Write the best value of a piece and the lowest id that has it; the value is NaN if a logit is NaN."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0

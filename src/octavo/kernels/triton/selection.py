@@ -1,8 +1,8 @@
-"""Which tokens remain, exactly and without sorting: min_p, then top_k, then top_p.
+"""The filters min_p, then top_k, then top_p, exactly and without sorting.
 
-Tokens are ordered by value descending, then id ascending. Each filter keeps a prefix of that order, so what remains is
-told by its last token alone, a cut: its value as a key, and its id. Keys are integers that order like the values. A cut
-is found digit by digit, or bit by bit of its key; ties with it are counted in order of their ids.
+Tokens are ordered by value descending, then id ascending. Each filter keeps a prefix of that order. The last token of
+the prefix, the cut, describes it: its value as a key, and its id. Keys are integers in the order of the values. A cut
+is found digit by digit or bit by bit of its key; tokens with the same key are counted in the order of their ids.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import triton.language as tl
 from octavo.kernels.triton.exponentials import exponential_64
 from octavo.kernels.triton.loops import loop_bound
 
-LAST_ID = tl.constexpr(2147483647)  # a cut that ends no tie
+LAST_ID = tl.constexpr(2147483647)  # the id of a cut that keeps all tokens with its key
 LEAST_KEY = tl.constexpr(-2139095041)  # of -inf
 _DIGITS = tl.constexpr(256)
 
 
 @triton.jit
 def order_key(value):
-    """Return an int32 that orders like float32: -0.0 is 0.0."""
+    """Return int32 keys in the order of the float32 values; -0.0 has the key of 0.0."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_value(key):
-    """Return the float32 whose key it is."""
+    """Return the float32 value of a key: the inverse of `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def is_kept(key, ids, cut_key, cut_id):
-    """Whether tokens stand before a cut, or are its last."""
+    """Return whether tokens are before a cut, or are the cut."""
     return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
 
 
 @triton.jit
 def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
-    """Return (keys of logits / temperature, ids, which are there) of a block of a row; NaN counts as -inf."""
+    """Return (keys of logits / temperature, ids, whether ids < vocab) of a block of a row; NaN counts as -inf."""
     ids = first + tl.arange(0, BLOCK)
     is_there = ids < vocab
     value = tl.div_rn(tl.load(logits_ptr + ids, mask=is_there, other=float("-inf")), temperature)
@@ -49,7 +49,7 @@ def scaled_keys(logits_ptr, first, vocab, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
-    """Return the key of the k-th token, and how many of those with this key are among the first k; 0 < k <= vocab."""
+    """Return the key of the k-th token, and how many tokens with this key are among the first k; 0 < k <= vocab."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -74,7 +74,7 @@ def top_k_cut(logits_ptr, vocab, temperature, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
-    """Return the id of the token that is number `count`, from 1, of those with a key."""
+    """Return the id of token number `count`, from 1, of the tokens with key `cut_key`; -1 if they are fewer."""
     seen = tl.full([], 0, tl.int32)
     found = tl.full([], -1, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -92,8 +92,9 @@ def tie_id(logits_ptr, vocab, temperature, cut_key, count, BLOCK: tl.constexpr):
 def _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, least_key, BLOCK: tl.constexpr):
     """Return the float64 sum of e^(value - largest) of tokens that a cut keeps and whose key is least_key or more.
 
-    It does not fall where least_key does: its order is fixed, and rounding keeps order. That holds, and it is one order
-    for all batches, as long as one layout serves: kernels that call this are not specialized on alignment.
+    The sum never decreases if least_key decreases: the order of additions is fixed, and rounding is monotonic. The
+    order is the same for all batches only if the kernel has one layout. So kernels that call this must not be
+    specialized on alignment.
     """
     lanes = tl.zeros([BLOCK], tl.float64)
     for first in range(0, loop_bound(vocab), BLOCK):
@@ -112,9 +113,9 @@ def _weights(key, largest):
 
 @triton.jit
 def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_id, BLOCK: tl.constexpr):
-    """Return the cut of the shortest prefix, of what a cut keeps, whose probability reaches top_p < 1.
+    """Return the cut of the shortest prefix whose probability reaches top_p < 1; at least one token remains.
 
-    At least one token remains.
+    The prefix and its probability are of the tokens that the cut (cut_key, cut_id) keeps.
     """
     largest = key_value(largest_key).to(tl.float64)
     target = _mass(logits_ptr, vocab, temperature, largest, cut_key, cut_id, LEAST_KEY, BLOCK) * top_p.to(tl.float64)
@@ -131,5 +132,5 @@ def top_p_cut(logits_ptr, vocab, temperature, largest_key, top_p, cut_key, cut_i
     ties = tl.ceil((target - above) / _weights(key, largest))
     count = tl.minimum(tl.maximum(ties, 1.0), vocab.to(tl.float64)).to(tl.int32)
     last = tie_id(logits_ptr, vocab, temperature, key, count, BLOCK)
-    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # rounding asked for one tie more than there are
+    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # by rounding, count is one more than there are ties
     return key, tl.where(is_short, tl.where(key == cut_key, cut_id, LAST_ID), last)

@@ -1,7 +1,7 @@
 """The k largest values of rows and their ids, ties to the lowest id.
 
-Two kernels: one program a row finds the k-th token (`selection`) and writes down those before it, in order of id;
-programs over these count for each how many stand before it, which is its place.
+There are two kernels. In the first, one program per row finds the k-th token (`selection`) and writes the ids of the
+first k tokens in the order of ids. In the second, programs count for each of them the tokens that precede it: its rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
     for first in range(0, loop_bound(k), RANKED):
         other_index = first + tl.arange(0, RANKED)
         _, other = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, other_index, k)
-        # Those chosen stand in order of id.
+        # The chosen tokens are in order of id, so the lower index has the lower id.
         is_before = (other[None, :] > value[:, None]) | (
             (other[None, :] == value[:, None]) & (other_index[None, :] < index[:, None])
         )
@@ -75,7 +75,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
 
 @triton.jit
 def _chosen(row_ptr, chosen_ptr, index, k):
-    """Return some of the chosen ids and their values."""
+    """Return the chosen ids at the given indices, and their values; NaN counts as -inf."""
     ids = tl.load(chosen_ptr + index, mask=index < k, other=0)
     value = tl.load(row_ptr + ids, mask=index < k, other=float("-inf"))
     return ids, tl.where(value == value, value, float("-inf"))  # noqa: PLR0124
