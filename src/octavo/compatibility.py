@@ -1,7 +1,7 @@
 """Arguments of vLLM that octavo lacks, and their values that change nothing here.
 
 A script for vLLM's offline API runs after its import is changed. An argument with such a value is accepted with one
-warning. Any other value is refused, so that no request is silently ignored.
+warning. Any other value is refused, so that no argument is silently ignored.
 """
 
 from __future__ import annotations

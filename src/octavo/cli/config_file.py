@@ -71,7 +71,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Return one line with the served names, and with type and size of the weights and the KV cache."""
+    """Return one line with the served names, the number formats of weights and KV cache, and the cache's size."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"

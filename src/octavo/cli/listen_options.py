@@ -88,8 +88,8 @@ class ListenOptions:
     def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
         """Return the Host names that are accepted; None for any.
 
-        asked: the names that the user allowed. The names of loopback are added to them, and are the default on a
-        loopback address.
+        asked: the names that the user allowed. The names of loopback are added to them. On a loopback address these
+        names and the address itself are always accepted, and without `asked` nothing else is.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
-# Fields of a chat completion's message, over all roles.
+# Fields that messages of chat completions may have, in any role.
 MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
 )

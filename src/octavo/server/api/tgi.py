@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# At the top level `options` is not Ollama's field. It is that of Hugging Face's own service: about caches and waiting.
+# Next to `inputs`, `options` is not Ollama's field, but that of Hugging Face's own service (caches and waiting).
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _SPELLED = {

@@ -245,7 +245,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return the API's reason of the end: after a call that the client forced by name, the engine's own reason."""
+        """Return the finish reason: "tool_calls" if a call ended the answer, unless the client forced it by name."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 
