@@ -1,4 +1,4 @@
-"""`python -m octavo` is `octavo`."""
+"""`python -m octavo` runs the command `octavo`."""
 
 from octavo.cli import main
 

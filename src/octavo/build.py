@@ -1,4 +1,4 @@
-"""The one place that joins engine and worker: from configurations to an engine that answers."""
+"""Builds an engine from configurations. Only this module imports both engine and worker."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def build_engine(
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return an engine that is ready.
 
-    progress(done, total) is told of packed bytes of weights. kv_store: as in `build_core`. Raises `ConfigError` and
-    `ModelError`.
+    sink: receives the event stream. progress(done, total): called with the number of packed bytes of weights.
+    kv_store: as in `build_core`. Raises `ConfigError` and `ModelError`.
     """
     served = ServedModel.find(config.model)
     input_processor, output_processor = make_processors(config.model, served)
@@ -93,11 +93,12 @@ def build_core(
     reads_ahead: bool = False,
     kv_store: StoreFactory | None = None,
 ) -> EngineCore:
-    """Return what an engine is without its text side: a scheduler, and a worker with the weights in place.
+    """Build an engine without its text side: a scheduler, and a worker with loaded weights.
 
-    reads_ahead: all that requests may ask for is read now, so that none waits for what another one asks for first.
-    kv_store(block_bytes) makes a store of KV that is asked before those of the configuration: a `MemoryStore`, say,
-    over a pool that several engines of this process share.
+    served: the model, if the caller has found it already. sink, progress: as in `build_engine`.
+    reads_ahead: read the vocabulary for grammars now; otherwise the first grammar reads it, and all requests wait.
+    kv_store(block_bytes): makes a store of KV that is asked before the configured stores, such as a `MemoryStore` over
+    a pool that several engines of this process share. Raises `ConfigError` and `ModelError`.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -159,7 +160,7 @@ def _make_worker(
     *,
     has_store: bool,
 ) -> Worker:
-    """Return the worker of this engine, which has loaded nothing yet."""
+    """Return the worker of this engine, before it loads anything."""
     model_config = config.model
     return Worker(
         served.checkpoint.weights,
@@ -203,7 +204,7 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
-    """Return an engine's figures, with each of its tiers from the beginning, so that a rate sees the first one."""
+    """Return an engine's figures, with all tiers from the start, so that a rate includes a tier's first event."""
     stats = EngineStats()
     if store is not None:
         stats.kv_stores = store.figures
@@ -212,7 +213,7 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
-    """Return the bytes of host memory that stores take: their own, and buffers of transfers in flight."""
+    """Return the bytes of host memory for stores: their own memory, and buffers of transfers in flight."""
     return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
@@ -249,7 +250,7 @@ def _capacity(
     keys: tuple[str, ...],
     fingerprint: EngineFingerprint,
 ) -> EngineCapacity:
-    """Return what there is room for, and log it."""
+    """Return the engine's capacity, and log it."""
     capacity = EngineCapacity.of(
         scheduler_config,
         config.cache,
@@ -272,7 +273,7 @@ def _capacity(
 
 
 def _log_capacity(info: WorkerInfo, capacity: EngineCapacity) -> None:
-    """Log the size of the KV cache, and how tokens are drafted."""
+    """Log the size of the KV cache and the method of speculation."""
     logger.info("KV cache: %s, %d bytes; %s", info.kv_cache_summary, info.kv_cache_bytes, capacity.summary)
     method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
     logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
@@ -287,7 +288,7 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Wrap the scheduler in one that writes a journal, if one was requested."""
+    """Wrap the scheduler in one that writes a journal to `path`, unless that is None. Raises `ConfigError`."""
     if path is None:
         return scheduler
     try:
@@ -300,10 +301,10 @@ def _recorded(
 def resolve_scheduler(
     config: SchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> SchedulerConfig:
-    """Choose what is left open of how prompts share steps: what these may take, and what a token counts.
+    """Set attention_cost_tokens and mixed_step_ms if the configuration does not.
 
-    A token attends to all before it, which is slower an operation than the matrix products are; how much, depends on
-    the instruction set and on the weights.
+    A token attends to all tokens before it, and an operation of attention is slower than one of the matrix products.
+    The factor depends on the instruction set and on the weights.
     """
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
@@ -311,7 +312,7 @@ def resolve_scheduler(
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # whatever their kind, products of blocks are about as fast as int4's
+            bits = 4  # products of blocks of any kind are about as fast as those of int4
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
@@ -319,7 +320,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
-    """Lower TGI's limits to what the engine has, and log it. num_kv_tokens: tokens that the KV cache holds."""
+    """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: tokens that fit into the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache holds no more"),
         "max_batch_prefill_tokens": (config.max_num_batched_tokens, "a step takes no more (max_num_batched_tokens)"),
@@ -334,14 +335,14 @@ def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerCon
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """Return the instruction set that multiplies bfloat16, or None if plain torch, a GPU or float32 lanes do."""
+    """Return the instruction set of products in bfloat16, or None if plain torch, a GPU or float32 computes them."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:
-    """Return the device options. With OCTAVO_REQUIRE_KERNELS, "auto" on a CPU means the compiled kernels only."""
+    """Return the device options. With OCTAVO_REQUIRE_KERNELS, "auto" on a CPU requires the compiled kernels."""
     on_cpu = resolve_device(config.device.device).type == "cpu"
     if on_cpu and kernels_required() and config.device.kernels == "auto":
         return replace(config.device, kernels="cpu")

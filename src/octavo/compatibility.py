@@ -1,7 +1,7 @@
-"""vLLM's arguments that octavo does not have, and the values at which they change nothing here.
+"""Arguments of vLLM that octavo lacks, and their values that change nothing here.
 
-A script written for vLLM's offline API runs with the import changed: such an argument is accepted with one warning, and
-refused at any other value, so that nothing asked for is silently left out.
+A script for vLLM's offline API runs after its import is changed. An argument with such a value is accepted with one
+warning. Any other value is refused, so that no argument is silently ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Values of an argument that change nothing here (None: every value does) and why."""
+    """Values of an argument that change nothing here, and the reason. values: None accepts every value."""
 
     values: tuple[Any, ...] | None
     reason: str
@@ -48,7 +48,10 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments that change nothing here; raise `ConfigError` for the first that would."""
+    """Warn once about arguments that change nothing here.
+
+    Raises `ConfigError` for the first argument that is unknown or has a value that would change something.
+    """
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

@@ -1,21 +1,21 @@
-"""Errors that octavo raises on purpose. `octavo.http.errors` has further ones, of servers only.
+"""Errors that octavo raises on purpose. `octavo.http.errors` has further errors, for servers only.
 
     OctavoError
-    ├── ConfigError      an option, or two together, that cannot be served; raised before anything is allocated
-    ├── ModelError       a checkpoint that cannot be used: missing, broken, or of an unknown kind
-    ├── RequestError     one request that cannot be served as asked; names the parameter; the engine goes on
-    │   ├── PromptTooLongError   its prompt exceeds the model's length or could never fit the KV cache
-    │   ├── QueueFullError       too many requests are open or wait; the same one may be served later
-    │   └── SlowReaderError      nobody read what was generated for it
-    └── EngineError      the engine could not do its work
+    ├── ConfigError      an invalid option or combination of options; raised before anything is allocated
+    ├── ModelError       an unusable checkpoint: missing, broken, or of an unknown kind
+    ├── RequestError     one request cannot be served; names the parameter; the engine continues
+    │   ├── PromptTooLongError   the prompt exceeds the model's length or could never fit the KV cache
+    │   ├── QueueFullError       too many requests are open or waiting; a retry later may succeed
+    │   └── SlowReaderError      the client did not read its output in time
+    └── EngineError      the engine failed
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
-        ├── RequestFailedError   what was done for one request alone failed: it ends, and names itself; the others go on
-        ├── FingerprintError   the engine computes other numbers than an earlier start of the same one
-        ├── DeadlineError    the request's time was over before it was done
-        └── EngineDeadError  the engine has stopped; nothing can be added any more
-            └── EngineRestartingError    its process ended, and another one is being started
+        ├── RequestFailedError   work for a single request failed: only that request ends; names its id
+        ├── FingerprintError   the engine computes other numbers than an earlier start of the same engine
+        ├── DeadlineError    the request's deadline passed before it finished
+        └── EngineDeadError  the engine has stopped and accepts no requests
+            └── EngineRestartingError    the engine's process has ended and is being restarted
 
-`assert` guards octavo's own bugs only; what a user can cause is one of these or of `octavo.http.errors`.
+`assert` is for octavo's own bugs only. An error that a user can cause is one of these or of `octavo.http.errors`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class OctavoError(Exception):
 
 
 class ConfigError(OctavoError):
-    """An option cannot be served; says the option, its value, the limit and what to do."""
+    """An option is invalid. The message names the option, its value, the limit and what to do."""
 
 
 class ModelError(OctavoError):
-    """A checkpoint cannot be used; says the file and what is wrong with it."""
+    """A checkpoint cannot be used. The message names the file and its problem."""
 
 
 class RequestError(OctavoError):
-    """One request cannot be served as asked. `parameter` is the field to blame, by its public name."""
+    """One request cannot be served as it was sent. parameter: public name of the invalid field."""
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -44,15 +44,16 @@ class RequestError(OctavoError):
 class PromptTooLongError(RequestError):
     """The prompt exceeds the model's length, or could never fit the KV cache.
 
-    Clients look for words: "prompt is too long: N tokens > M maximum" (Anthropic's) and "this model's maximum context
-    length is" (OpenAI's).
+    Clients search the message for "prompt is too long: N tokens > M maximum" (Anthropic's) and "this model's maximum
+    context length is" (OpenAI's).
     """
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise it for a prompt that leaves no room for the output.
+        """Raise the error if a prompt is so long that the output does not fit.
 
-        is_all: whether these are all of its tokens. least_output_tokens: as in `SamplingParams`.
+        num_tokens: tokens counted so far; is_all: these are all tokens of the prompt. least_output_tokens: as in
+        `SamplingParams`.
         """
         most = max_model_len - least_output_tokens
         if num_tokens > most:
@@ -65,7 +66,7 @@ class PromptTooLongError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too much is open or waits already; the same request may be served in about `retry_after_s` seconds."""
+    """Too many requests are open or waiting. The client may retry in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, parameter: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, parameter=parameter)
@@ -73,11 +74,11 @@ class QueueFullError(RequestError):
 
 
 class SlowReaderError(RequestError):
-    """What was generated for a request was not read; it has been ended."""
+    """The request was aborted because its output was not read in time."""
 
 
 class EngineError(OctavoError):
-    """The engine could not do its work."""
+    """The engine failed."""
 
 
 class ExecutionError(EngineError):
@@ -85,19 +86,19 @@ class ExecutionError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Something failed that was done for one request alone, by a fault of octavo's or of a library's; names its id."""
+    """Work for a single request failed, because of a bug in octavo or in a library. The message names its id."""
 
 
 class FingerprintError(EngineError):
-    """A start computed a table otherwise the second time, or other numbers than an earlier start of the same engine."""
+    """The engine computed a table differently the second time, or other numbers than at an earlier start."""
 
 
 class DeadlineError(EngineError):
-    """The request's time was over before it was done."""
+    """The request's deadline passed before it finished."""
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped; if it comes back, it will be in about `retry_after_s` seconds."""
+    """The engine has stopped. If it is restarted, it is ready in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -105,4 +106,4 @@ class EngineDeadError(EngineError):
 
 
 class EngineRestartingError(EngineDeadError):
-    """The engine's process ended with all its requests; it is being started again."""
+    """The engine's process has ended, with all its requests, and is being restarted."""

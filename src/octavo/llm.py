@@ -1,4 +1,4 @@
-"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` to drive the steps.
+"""The public classes: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` to run step by step.
 
 Signatures are vLLM's.
 """
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(Engine):
-    """An engine built from configurations, to be stepped by the caller.
+    """An engine built from configurations; the caller runs its steps.
 
-    device: "cpu", "cuda", or None for the best there is; the same as `DeviceConfig(device=...)`.
-    sink reads the event stream (`octavo.data.events`). kv_store: as in `octavo.build.build_core`.
+    device: "cpu", "cuda", or None for the best available one; the same as `DeviceConfig(device=...)`.
+    sink: receives the event stream (`octavo.data.events`). kv_store: as in `octavo.build.build_core`.
+    progress(done, total): called with the number of packed bytes of weights. Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(
@@ -86,20 +87,20 @@ class LLMEngine(Engine):
 
 
 class AsyncLLM(_AsyncLLM):
-    """Answers many requests at once on an event loop, each as a stream; the engine computes in a process of its own.
+    """Answers many concurrent requests on an event loop, each as a stream. The engine runs in a separate process.
 
         async with await AsyncLLM.launch(EngineConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"))) as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "first"):
                 print(output.outputs[0].text)
 
-    An engine process that dies ends its requests with `EngineRestartingError` and is started again.
+    If the engine's process dies, its requests end with `EngineRestartingError`, and the process is restarted.
     """
 
     @classmethod
     async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
-        """Start an engine and return when it has loaded its model. The packages of octavo[server] are needed.
+        """Start an engine, and return once it has loaded its model. Needs the packages of octavo[server].
 
-        max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
+        max_unread_outputs: maximum number of unread outputs of a request; one more ends the request. None: no limit.
         Raises `ConfigError` and `ModelError`.
         """
         loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
@@ -111,16 +112,16 @@ class AsyncLLM(_AsyncLLM):
         return cls(engine, max_unread_outputs=max_unread_outputs)
 
     async def __aenter__(self) -> Self:
-        """It runs already."""
+        """Return the engine, which is running already."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Shut down, beside the event loop; open streams end with `EngineDeadError`."""
+        """Shut down on a thread instead of the event loop. Open streams end with `EngineDeadError`."""
         await asyncio.to_thread(self.shutdown)
 
 
 def _shut_down(loading: asyncio.Future[Engine]) -> None:
-    """End an engine that nobody waits for any more."""
+    """Shut down an engine that finished loading after its caller was cancelled."""
     if not loading.cancelled() and loading.exception() is None:
         threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()
 
@@ -128,10 +129,10 @@ def _shut_down(loading: asyncio.Future[Engine]) -> None:
 class LLM:
     """Answers batches of prompts.
 
-    model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
-    and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by their names (admission="reservation",
-    ...); nobody reads along with a batch, so a step takes 1,024 tokens, and prompts may fill it (mixed_step_ms=0). What
-    octavo has no use for is listed in `octavo.compatibility`.
+    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model. The further
+    arguments are vLLM's, and the other fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by their names
+    (admission="reservation", ...). No user waits for the tokens of a batch, so by default a step has 1,024 tokens, and
+    prompts may fill it (mixed_step_ms=0). `octavo.compatibility` lists arguments of vLLM that have no effect.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
@@ -237,11 +238,11 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters used when none are given: the checkpoint's own defaults, else vLLM's."""
+        """Return the parameters that are used if none are given: the checkpoint's defaults, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the checkpoint's tokenizer. Raises `RequestError` after skip_tokenizer_init."""
+        """Return the checkpoint's tokenizer. Raises `RequestError` if the engine was made with skip_tokenizer_init."""
         return cast("Tokenizer", self.llm_engine.input_processor.tokenizer)
 
     def generate(
@@ -252,11 +253,12 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts; outputs come in their order.
+        """Answer prompts; return the outputs in the order of the prompts.
 
-        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all,
-        or a list with one for each. use_tqdm shows progress on terminals. Raises `RequestError`; none is answered then.
-        What fails later for one prompt alone is its output's `error`; the others are answered.
+        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many. sampling_params: one for
+        all prompts, or a list with one for each. use_tqdm: show progress on terminals. priority: a list with one for
+        each prompt. Raises `RequestError` for an invalid prompt, and then answers none. If one request fails later, its
+        output has an `error`, and the other prompts are answered.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
@@ -278,7 +280,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered by the checkpoint's chat template.
 
-        Without sampling_params an answer may take the remaining context.
+        Without sampling_params an answer may fill the rest of the context, unless the checkpoint limits it. The other
+        arguments and errors: see `generate`. add_generation_prompt: begin an answer. continue_final_message: continue
+        the last message. chat_template_kwargs: further variables of the template.
         """
         one = bool(messages) and hasattr(messages[0], "keys")
         conversations = cast("list[Sequence[Mapping[str, Any]]]", [messages] if one else list(messages))
@@ -307,10 +311,10 @@ class LLM:
         pooling: str | None = None,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Turn prompts into vectors; they come in the prompts' order, in `outputs.embedding`.
+        """Turn prompts into vectors; return them in the order of the prompts, in `outputs.embedding`.
 
-        pooling: "last" or "mean" of the hidden states behind the final norm; None for what the checkpoint asks for.
-        normalize: to length 1.
+        pooling: "last" or "mean" of the hidden states after the final norm; None for the checkpoint's pooling.
+        normalize: scale the vectors to length 1. Raises `RequestError`.
         """
         kind = self.llm_engine.input_processor.model_info.choose_pooling(pooling)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=kind, detokenize=False)
@@ -325,7 +329,7 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV after saves into stores have ended. Returns False while requests or saves are open."""
+        """Drop all cached KV, after waiting for saves to stores. Returns False if requests or saves are still open."""
         self.llm_engine.finish_transfers()
         return self.llm_engine.core.scheduler.reset_prefix_cache()
 
@@ -338,7 +342,7 @@ class LLM:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Ask for the finished output alone: nobody reads the ones before it."""
+    """Return a copy that requests only the finished output, because a batch has no reader of earlier outputs."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 

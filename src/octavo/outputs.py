@@ -1,4 +1,4 @@
-"""What a user gets back. Names and meaning as in vLLM."""
+"""Outputs of requests. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """Why a request ended with an error. The core and the worker write codes; users read texts, servers codes."""
+    """The reason why a request ended with an error. Core and worker set codes; servers read codes, users read texts."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Return the code and the text of an `EngineCoreOutput.error`; the text of a failed step is its own."""
+        """Return the code and the text of an `EngineCoreOutput.error`. Any other text is that of a failed step."""
         try:
             code = cls(error)
         except ValueError:
@@ -35,7 +35,7 @@ class ErrorCode(StrEnum):
 
     @property
     def text(self) -> str:
-        """The error in words."""
+        """The message for users."""
         return _TEXTS[self]
 
 
@@ -48,9 +48,9 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each alternative
+@dataclass(slots=True)  # not frozen, which would double the time to make it: there is one for each alternative
 class Logprob:
-    """Log probability of one token at one position, from the model's own logits (before temperature and filters)."""
+    """Log probability of a token at a position, from the model's raw logits (before temperature and filters)."""
 
     logprob: float
     rank: int | None = None
@@ -58,7 +58,10 @@ class Logprob:
 
 
 def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> dict[int, Logprob]:
-    """Return the token itself first, then the best ones in order of rank."""
+    """Return token id -> `Logprob`: the token itself first, then the best tokens in order of rank.
+
+    texts: token id -> text.
+    """
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     result: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -70,8 +73,8 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
 
-    A dict is made when it is asked for, since a prompt may have 40,000 alternatives. Copied or pickled it is a list.
-    entries: what the worker gave, of all tokens but the first. texts: of tokens by their ids.
+    A dict is made only when it is read, because a prompt may have 40,000 alternatives. A copy, pickled or not, is a
+    list. entries: the worker's results for all tokens except the first. texts: token id -> text.
     """
 
     __slots__ = ("entries", "texts")
@@ -108,9 +111,9 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
 class CompletionOutput:
     """One of the n outputs of a request.
 
-    finish_reason: "stop", "length", "abort", "error", or None while it lives.
-    stop_reason: the stop string or token id that ended it; None for EOS and other reasons.
-    logprobs: one dict of token id -> Logprob per output token, when asked for.
+    finish_reason: "stop", "length", "abort", "error", or None while the output is not finished.
+    stop_reason: the stop string or token id that ended the output; None for EOS and other reasons.
+    logprobs: one dict of token id -> Logprob per output token, if requested.
     """
 
     index: int
@@ -123,20 +126,18 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request in seconds of the engine's clock, and its token counts.
+    """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
 
-    first_scheduled_time: when it left the queue for the first time.
-    num_computed_tokens: positions that the model computed for it, over all n outputs. num_recomputed_tokens: of them
-    those that a preemption had lost, and drafts in vain. num_wasted_tokens: generated, but behind a stop string and cut
-    off.
-    num_draft_tokens: guessed and verified, over all n outputs. num_accepted_tokens: of them those that are part of the
-    answer.
+    first_scheduled_time: time at which the request was first taken from the queue.
+    num_computed_tokens: positions that the model computed. num_recomputed_tokens: those of them that a preemption had
+    lost, and rejected drafts. num_wasted_tokens: tokens generated after a stop string, which are cut off.
+    num_draft_tokens: verified drafts. num_accepted_tokens: those of them that are part of the answer.
     """
 
     arrival_time: float
@@ -152,10 +153,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request after a step; the last one of a request has `finished` set.
+    """State of one request after a step. The last output of a request has `finished` set.
 
-    pooled: float32 vector of a request that asked for one (`SamplingParams.pooling`).
-    error_code: says of which kind `error` is; None without one.
+    pooled: bytes of the float32 vector, if the request asked for one (`SamplingParams.pooling`).
+    error_code: the kind of `error`; None without an error.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What a user may ask of one request, checked on arrival with the field's name in the error."""
+"""Parameters of one request. They are checked on arrival; errors name the field."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_GRAMMAR_CHARS = 1 << 16  # so much is compiled within seconds, and within a thread's stack
+MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds, and within a thread's stack
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
-MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
-MAX_DRAFTS = 32  # of a request in a step
-MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
+MAX_LOGPROBS = 20  # vLLM's default: each costs time and memory at every position
+MAX_DRAFTS = 32  # drafts of a request in a step
+MAX_COUNT = 2**31 - 1  # the maximum of the worker's tensors
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
-_LEAST_TOP_P = 1e-9  # less than the most probable of any vocabulary has: it stays alone
+_LEAST_TOP_P = 1e-9  # below the probability of the most probable token of any vocabulary: keeps that token alone
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
 @dataclass(slots=True, kw_only=True, weakref_slot=True)
 class StructuredOutputsParams:
-    """What form an answer must have: exactly one of these. Names are vLLM's.
+    """The structure that an answer must have: exactly one of the first five fields. Names are vLLM's.
 
-    json: a JSON schema, as text or as the object itself. json_object: any JSON object. regex: a regular expression for
-    the whole answer. choice: one of these texts. grammar: a grammar in Lark's or GBNF's notation.
-    starts_after: what comes up to and with this text is free ("</think>"), the structure stands behind it. free_from:
-    only an answer that begins with this text ("<think>") has such a free part.
-    Raises `RequestError` for none or several of them, or one of another type.
+    json: a JSON schema, as text or as an object. json_object: any JSON object. regex: a regular expression for the
+    whole answer. choice: the allowed answers. grammar: a grammar in Lark's or GBNF's notation.
+    starts_after: the answer is free up to the end of this text ("</think>"), and has the structure after it.
+    free_from: only an answer that begins with this text ("<think>") has such a free part.
+    Raises `RequestError` if none or several of the five are given, or a value is invalid.
     """
 
     json: str | dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """The name of the field that is given."""
         return next(name for name in _STRUCTURES if getattr(self, name))
 
     @staticmethod
@@ -91,7 +91,7 @@ def _refuse_structure(name: str, allowed: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The least and the most of a number. is_open: the least itself is too little."""
+    """The range of a number, from low to high. is_open: low itself is excluded. is_whole: only integers are allowed."""
 
     low: float
     high: float
@@ -100,11 +100,11 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Whether a number is within; a NaN is in no range."""
+        """Return True if a number is in the range. A NaN is in no range."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
-LIMITS: dict[str, Limits] = {  # of the numbers that a request may have
+LIMITS: dict[str, Limits] = {  # of the numbers in `SamplingParams`
     "n": Limits(1, MAX_N),
     "max_tokens": Limits(1, MAX_COUNT, may_be_none=True),
     "min_tokens": Limits(0, MAX_COUNT),
@@ -124,7 +124,7 @@ LIMITS: dict[str, Limits] = {  # of the numbers that a request may have
 
 
 class RequestOutputKind(Enum):
-    """How much of the text each output of a request carries."""
+    """Text of each output of a request: all text so far, only the new text, or a single output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -135,18 +135,18 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
 
-    n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None, or -1).
-    temperature 0 is greedy, and top_p 0 the most probable token alone. top_k 0 or -1, top_p 1, min_p 0 and typical_p 1
-    mean "all"; typical_p is TGI's: locally typical sampling (`octavo.worker.typical`).
-    max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
-    the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
-    form the answer must have; it ends where that does. shown_special_token_ids: special tokens that are text all the
-    same where skip_special_tokens leaves out the others. pooling: "last" or "mean" asks for the hidden states of the
-    prompt as one vector, beside the one token that max_tokens must allow. num_speculative_tokens: at most so many are
-    guessed in a step, 0 for none; None for as many as the engine would. No token depends on it.
+    n: output sequences per prompt. seed: makes sampling reproducible; the engine draws one if it is None or -1.
+    temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
+    1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`).
+    max_tokens: None means up to the model's limit. logprobs, prompt_logprobs: number of most probable tokens that are
+    reported in addition to the token itself; None for no log probabilities. logit_bias: token id -> number added to its
+    logit. structured_outputs: the structure of the answer, which ends with it. shown_special_token_ids: special tokens
+    that are part of the text even with skip_special_tokens. pooling: "last" or "mean" asks for the hidden states of the
+    prompt as one vector; n and max_tokens must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0
+    for none, None for the engine's number; no token depends on it.
 
-    Numbers may be numpy's. Raises `RequestError` for a value out of range. Fields may be changed until the request is
-    sent: the engine checks them anew and keeps a copy.
+    Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent:
+    the engine checks them again and keeps a copy.
     """
 
     n: int = 1
@@ -249,18 +249,18 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as the list it was turned into."""
+        """`stop` as a list."""
         assert isinstance(self.stop, list)
         return self.stop
 
     @property
     def least_output_tokens(self) -> int:
-        """Tokens of output that must fit after a prompt: one, or none if the prompt is pooled into a vector."""
+        """Number of output tokens that must fit after a prompt: 1, or 0 if the prompt is pooled into a vector."""
         return 0 if self.pooling is not None else 1
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is always chosen."""
         return self.temperature == 0.0
 
     def replace(self, **values: Any) -> SamplingParams:
@@ -273,7 +273,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Make a number of another library one of Python's, which alone can be sent to another process."""
+    """Convert a number of another library to Python's, because only those can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):
@@ -282,8 +282,8 @@ def plain_number(value: Any) -> Any:
 
 
 def _plain_flag(value: Any) -> Any:
-    """Make 0, 1 and truth values of another library Python's."""
-    is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are no numbers
+    """Convert 0, 1 and truth values of another library to Python's."""
+    is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are not Integral
     return bool(value) if is_flag and value in (0, 1) else value
 
 
@@ -301,7 +301,7 @@ def _plain_bias(bias: Any) -> dict[Any, Any]:
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:
-    """Return a list of what can be gone through, empty for None."""
+    """Return an iterable as a list; an empty list for None."""
     try:
         return [] if values is None else list(values)
     except TypeError:

@@ -1,4 +1,4 @@
-"""`octavo bench`: how fast it is here."""
+"""`octavo bench`: measures octavo's speed on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Workload(StrEnum):
-    """The workloads by their letters."""
+    """The workloads, named by letters; see `octavo.cli.workloads`."""
 
     A = "A"
     B = "B"
@@ -94,7 +94,7 @@ _COLUMNS = {
 def throughput(
     engine: EngineOptions, workload: File = None, only: Only = None, repeat: Repeat = 3, json_: Json = False
 ) -> None:
-    """Measure many requests at once, long prompts, and shared prefixes (B, C and D)."""
+    """Measure many simultaneous requests, long prompts, and shared prefixes (workloads B, C and D)."""
     _bench(engine, workload, only or [Workload.B, Workload.C, Workload.D], repeat, as_json=json_)
 
 
@@ -102,7 +102,7 @@ def throughput(
 def latency(
     engine: EngineOptions, workload: File = None, only: Only = None, repeat: Repeat = 3, json_: Json = False
 ) -> None:
-    """Measure what a single user sees: one stream, and the first token behind a long prompt (A and C)."""
+    """Measure latency for a single user: one stream, and the first token after a long prompt (workloads A and C)."""
     _bench(engine, workload, only or [Workload.A, Workload.C], repeat, as_json=json_)
 
 
@@ -124,7 +124,7 @@ def serve(
     repeat: Repeat = 1,
     json_: Json = False,
 ) -> None:
-    """Measure a running server: workload B as streams, all at once or over time (workload E)."""
+    """Measure a running server: workload B as streams, all sent at the same time or over time (workload E)."""
     try:
         from octavo.cli import load_test
     except ImportError as error:
@@ -158,7 +158,7 @@ def serve(
 
 
 def _show_runs(columns: list[dict[str, Any]]) -> None:
-    """Show a run in each column; of several the medians in the last one."""
+    """Print runs as columns. The last of several columns has the medians."""
     heads = ["", *(str(number + 1) for number in range(len(columns)))]
     if len(columns) > 1:
         heads[-1] = "median"
@@ -175,7 +175,7 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
     from octavo.cli.workloads import Item, make_workloads, measure, read_workloads, run
 
     workloads = None if file is None else read_workloads(file)
-    if options.mixed_step_ms is None:  # nobody reads along, so prompts may fill a step, as with LLM
+    if options.mixed_step_ms is None:  # no user waits for tokens, so prompts may fill a step, as with `LLM`
         options = replace(options, mixed_step_ms=0.0)
     if options.max_num_batched_tokens is None:
         tokens = default_max_num_batched_tokens(options.max_num_seqs, is_offline=True)

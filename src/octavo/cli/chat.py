@@ -1,4 +1,4 @@
-"""`octavo chat`: a conversation in the terminal, or line by line through a pipe."""
+"""`octavo chat`: a conversation in the terminal, or through a pipe with one turn per line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ System = Annotated[
 ]
 
 
-# Where a checkpoint names none of these: a small model's answers go astray where every token may come.
+# Used if a checkpoint sets none of these: answers of small models become incoherent if any token can be sampled.
 GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
@@ -43,9 +43,10 @@ REAL_MODELS = (
 def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None) -> None:
     """Chat with a model in the terminal.
 
-    A model whose files say nothing of sampling has --temperature 0.8, --top-k 40, --top-p 0.95 and --min-p 0.05 here.
+    If the model's files set none of these options, this command uses --temperature 0.8, --top-k 40, --top-p 0.95 and
+    --min-p 0.05.
     """
-    from octavo.sampling_params import RequestOutputKind  # only what runs a model
+    from octavo.sampling_params import RequestOutputKind  # imported only if the command runs
 
     built = engine.build()
     if not built.input_processor.has_chat_template:
@@ -109,7 +110,7 @@ def _read_line(*, interactive: bool) -> str | None:
 
 
 class Conversation:
-    """What was said so far. A turn that failed leaves no trace; a stopped answer is kept as far as it came."""
+    """The messages of a conversation. A failed turn is dropped; of a stopped answer the beginning is kept."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine = engine
@@ -118,14 +119,14 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Forget all but the system's instructions."""
+        """Forget all messages except the system's instructions."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
-        """Write the answer to one turn.
+        """Print the answer to one turn, and add both to the messages.
 
-        Raises `RequestError`, for a conversation longer than the context, say, and `ExecutionError` where the model
-        failed.
+        Raises `RequestError`, for example if the conversation exceeds the context, and `ExecutionError` if the model
+        fails.
         """
         from octavo.cli.streaming import stream_answer
 
@@ -136,7 +137,7 @@ class Conversation:
                 self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
             )
         except ExecutionError:
-            typer.echo()  # ends the line of what came before the failure
+            typer.echo()  # ends the line of the text before the failure
             raise
         typer.echo()
         if finish_reason == "length":

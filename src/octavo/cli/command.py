@@ -1,4 +1,4 @@
-"""How a command is made: groups of options are declared once as dataclasses, and errors become one red line."""
+"""Makes commands: groups of options are declared once as dataclasses, and errors are printed as one red line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """Shows its options under the headings they were declared with, its own before those that commands share."""
+    """A command whose help shows options under their declared headings: its own options before the shared ones."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write one section for each heading."""
@@ -40,22 +40,25 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command before it is imported: its name, the module that has it under that name, its help's first sentence."""
+    """A command that is not imported yet.
+
+    name: the command's name, and that of the object in `module`. summary: the first paragraph of the command's help.
+    """
 
     name: str
     module: str
     summary: str
 
     def load(self) -> Any:
-        """Import it and make it a command for typer to run."""
+        """Import the command and return it in the form that typer runs."""
         found: Command | typer.Typer = getattr(import_module(self.module), self.name)
         return typer.main.get_command(found if isinstance(found, typer.Typer) else found.add_to(make_app()))
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command when it is run or asked for its help; the group's own help needs none of them.
+    """A group that imports a command only to run it or to show its help; the group's own help imports none.
 
-    Turning every option of every command into typer's own objects took half of the time of `octavo --help`.
+    Converting every option of every command to typer's objects took half of the time of `octavo --help`.
     """
 
     lazy_commands: ClassVar[tuple[LazyCommand, ...]]
@@ -65,9 +68,9 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. If the locale is not UTF-8, an argument that is not text in it is refused.
+        """Parse the command line. If the locale is not UTF-8, refuse arguments that the locale cannot decode.
 
-        It may be a path, a prompt or a name; in UTF-8 the reader of each argument checks it.
+        Such an argument may be a path, a prompt or a name. In a UTF-8 locale the reader of each argument checks it.
         """
         for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):
@@ -75,17 +78,17 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, _ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        """Return the names in the order of the help."""
+        """Return the names of the commands in the order of the help."""
         return list(self.commands)
 
     def format_commands(self, _ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write the names and summaries, as they stand in the table."""
+        """Write the names and summaries of the commands."""
         with formatter.section("Commands"):
             formatter.write_dl([(command.name, command.summary) for command in self.lazy_commands])
 
 
 class _Loaded(Mapping[str, Any]):
-    """Commands by name, each imported when it is looked up for the first time."""
+    """Commands by name. A command is imported at its first lookup."""
 
     def __init__(self, commands: tuple[LazyCommand, ...]) -> None:
         self._lazy = {command.name: command for command in commands}
@@ -102,34 +105,34 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Lay examples out below a help text, one a line."""
+    """Format examples for the end of a help text, one per line."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Make a typer application that shows its help as all of octavo's do."""
+    """Make a typer application with the help format of all octavo commands. settings: further arguments of typer."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A function for typer to run, and the examples below its help."""
+    """A function that typer runs. epilog: the examples below its help."""
 
     run: Callable[..., None]
     epilog: str
 
     def add_to(self, app: typer.Typer, name: str | None = None) -> typer.Typer:
-        """Make it a command of `app`, by default under the function's name, and return `app`."""
+        """Add the command to `app`, by default under the function's name, and return `app`."""
         app.command(name, cls=GroupedCommand, epilog=self.epilog)(self.run)
         return app
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
-    """Make a command of a function.
+    """Return a decorator that makes a function a command. examples: shown below its help.
 
-    A parameter whose type is a dataclass becomes one option for each field and is passed as an instance of it. Every
-    command has `--debug`. An `OctavoError` ends it with one red line and exit code 1.
+    A parameter whose type is a dataclass becomes one option for each field and is passed as an instance. Every command
+    has `--debug`. An `OctavoError` ends the command with one red line and exit status 1.
     """
     epilog = show_examples(*examples)
 
@@ -187,7 +190,7 @@ def _reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
 def _with_parameters(
     wrapper: Callable[..., None], wrapped: Callable[..., None], parameters: list[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Give a wrapper the signature that typer reads the options from."""
+    """Give a wrapper the name, the docstring and the signature from which typer reads the help and the options."""
     wrapper.__name__, wrapper.__doc__ = wrapped.__name__, wrapped.__doc__
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

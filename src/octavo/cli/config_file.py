@@ -1,6 +1,6 @@
-"""Options from a TOML file, and what became of all of them.
+"""Reads options from a TOML file, and describes the resulting configuration.
 
-The command line counts most, then the environment, then the file, then the defaults.
+The command line takes precedence over the environment, the environment over the file, and the file over the defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SECRET = {"api_key"}
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
-_FILES = {"model", "tokenizer", "chat_template"}  # which may be ids or texts as well
+_FILES = {"model", "tokenizer", "chat_template"}  # may also be ids or texts
 _NO_SETTINGS = {"config", "help", "debug"}
 _SOURCES = {
     "COMMANDLINE": "command line",
@@ -32,10 +32,10 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Make a file's values the defaults of a command's options; for the option that names the file, read first.
+    """Use a TOML file's values as the defaults of a command's options, and return its path.
 
-    Keys are the options' names, with dashes or underscores. Raises `typer.BadParameter` for a file that cannot be
-    used, and for a key that is no option.
+    This is the callback of the option that names the file, which must be read first. Keys are names of options, with
+    dashes or underscores. Raises `typer.BadParameter` for an invalid file and for a key that is not an option.
     """
     if path is None:
         return None
@@ -58,7 +58,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def describe_settings(context: typer.Context) -> list[str]:
-    """Say each option that is not at its default, and where it was set. Secrets are named, not shown."""
+    """Return a line for each option that was set, with its value and source. Values of secrets are not shown."""
     lines = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -71,7 +71,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Say in a line which model is served under which names, and how its weights and its KV cache are kept."""
+    """Return one line with the served names, the number formats of weights and KV cache, and the cache's size."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
@@ -84,7 +84,7 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return every value that a server runs with, by part of the configuration; secrets are named, not shown."""
+    """Return all configuration values of a server, by part of the configuration. Values of secrets are not shown."""
     return {name: _told(part) for name, part in _parts(server, engine).items()}
 
 
@@ -93,7 +93,7 @@ def _told(part: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value as JSON has it. Of a file its name is told, not where it lies."""
+    """Convert a value to one that JSON can represent. A file is shown by its name, without its directory."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple):
@@ -106,19 +106,19 @@ def _plain(name: str, value: Any) -> Any:
 def _is_path(text: str) -> bool:
     try:
         return Path(text).exists()
-    except (OSError, ValueError):  # a template, longer than a name may be
+    except (OSError, ValueError):  # a template: it is longer than a path may be
         return False
 
 
 def _without_secrets(name: str, text: str) -> str:
-    """Return a value as it may be shown: without keys, and addresses without who asks."""
+    """Return a value without secrets: keys are replaced, and addresses lose their user and password."""
     return "..." if name in _SECRET else _CREDENTIALS.sub("//...@", text)
 
 
 def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
-    """Say every value that a server runs with, a line for each part of the configuration.
+    """Return all configuration values of a server, one line for each part of the configuration.
 
-    None is what has no limit, is not asked for, or is found when the model is loaded. Secrets are named, not shown.
+    None means no limit, not requested, or determined when the model is loaded. Values of secrets are not shown.
     """
     return [f"{name}: " + ", ".join(_values(part)) for name, part in _parts(server, engine).items()]
 

@@ -1,4 +1,4 @@
-"""Options of commands made from the fields of configurations: `octavo.config.Option` says what their help says."""
+"""Makes options of commands from the fields of configurations; `octavo.config.Option` has their help texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SIZES = {"SIZE", "TOKENS"}  # units of what may be written as 4G or 32K
+_SIZES = {"SIZE", "TOKENS"}  # units of values that may be written as 4G or 32K
 
 
 def parse_size(text: str | int) -> int:
@@ -31,10 +31,10 @@ def parse_size(text: str | int) -> int:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
-    """Make a group of options (`octavo.cli.command`): those of the class itself, and of configurations' fields.
+    """Make a group of options (`octavo.cli.command`) from the class's own options and the fields of configurations.
 
-    parts: the configurations, and the heading of each one's options. A name that the class declares without a value is
-    one of these options, which the class uses itself.
+    parts: configuration -> heading of its options. A name that the class declares without a value is an option of a
+    configuration that the class's own code reads.
     """
 
     def decorate(group: type[T]) -> type[T]:
@@ -43,7 +43,7 @@ def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
             for name, option in options_of(part).items():
                 default = None if option.is_open or defaults[name] == () else defaults[name]
                 own = option.name or name
-                group.__annotations__.pop(own, None)  # the order is the configuration's
+                group.__annotations__.pop(own, None)  # keeps the configuration's order
                 group.__annotations__[own] = _annotation(option, name, hints[name], default, panel)
                 setattr(group, own, default)
         return dataclass(frozen=True, slots=True, kw_only=True)(group)
@@ -52,7 +52,7 @@ def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
 
 
 def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str) -> Any:
-    """Return the type and the option that typer reads."""
+    """Return the annotated type from which typer makes the option."""
     if kind in {tuple[str, ...], tuple[str, ...] | None}:
         kind = list[str]
     is_size = option.unit in _SIZES and kind in {int, int | None}
@@ -76,9 +76,9 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 
 
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
-    """Make one of the configurations from a group of options; what was not given has the configuration's own default.
+    """Make a configuration from a group of options. Options that were not given have the configuration's defaults.
 
-    resolved: fields that are no options, and those that follow from others. Raises `ConfigError`.
+    resolved: values of fields that are not options, or that the caller derives. Raises `ConfigError`.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

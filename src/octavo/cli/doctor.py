@@ -1,4 +1,4 @@
-"""`octavo doctor`: what this machine gives, how much of it the kernels reach, and whether they are exact here."""
+"""`octavo doctor`: measures this machine's limits, the kernels' share of them, and whether the kernels are exact."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def doctor(
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
-    from octavo.assets import BUILT_IN_MODEL  # what a command needs, when it runs
+    from octavo.assets import BUILT_IN_MODEL  # imported only if the command runs
     from octavo.models.gguf_config import BLOCK_KINDS
     from octavo.startup.checkpoint import open_checkpoint
     from octavo.worker.machine_report import examine
@@ -94,13 +94,13 @@ def doctor(
 
 
 def _show_progress(text: str) -> None:
-    """Write over the line before, on a terminal only."""
+    """Replace the current line of the terminal; does nothing if standard error is not a terminal."""
     if sys.stderr.isatty():
         typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def show(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report as text."""
     others = [each for each in report.instruction_sets if each != report.isa]
     typer.echo(
         f"processor  {report.processor}, {report.num_cores} usable cores, {report.free_bytes / 2**30:.1f} GiB free"
@@ -149,7 +149,7 @@ def show(report: Report) -> None:
 
 
 def describe(limits: Limits) -> str:
-    """Say rates in one line."""
+    """Return the rates in one line."""
     return (
         f"{limits.flops / 1e9:.0f} GFLOP/s float32, {limits.bfloat16_flops / 1e9:.0f} bfloat16, "
         f"{limits.byte_ops / 1e9:.0f} GOP/s int8, "

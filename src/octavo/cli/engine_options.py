@@ -1,4 +1,4 @@
-"""Options of every command that runs a model; named as those of `vllm serve` where they mean the same."""
+"""Options of every command that runs a model. They have the names of `vllm serve` if they mean the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PANELS = {
 
 
 def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
-    """Read a speculative configuration."""
+    """Read a speculative configuration from JSON. Raises `typer.BadParameter`."""
     if isinstance(text, SpeculativeConfig):
         return text
     try:
@@ -50,7 +50,7 @@ def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
-    """Let MODEL on the command line count more than a model of the environment or of a file."""
+    """Ignore --model from the environment or a file if MODEL is given on the command line."""
     source = context.get_parameter_source("model")
     is_weaker = source is not None and source.name != "COMMANDLINE"
     return None if is_weaker and context.params.get("model_argument") is not None else model
@@ -58,7 +58,7 @@ def _unless_named_before(context: typer.Context, model: str | None) -> str | Non
 
 @with_options_of(_PANELS)
 class EngineOptions:
-    """What `EngineConfig` is made of."""
+    """Options that make an `EngineConfig`."""
 
     model_argument: Annotated[
         str | None,
@@ -90,7 +90,7 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
-    # Of the configurations' own, what is read here and in commands:
+    # Options of the configurations that this class and the commands read:
     max_num_seqs: int
     max_num_batched_tokens: int | None
     mixed_step_ms: float | None
@@ -105,14 +105,17 @@ class EngineOptions:
 
     @property
     def chosen_model(self) -> str | None:
-        """The model, whichever way it was named; None for the built-in one. Raises `typer.BadParameter` for two."""
+        """The model, from MODEL or --model; None for the built-in one.
+
+        Raises `typer.BadParameter` if both are given and differ.
+        """
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
             raise typer.BadParameter(f"two models are named: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model
 
     @property
     def served_name(self) -> str:
-        """How the model is called where its path is nobody's business."""
+        """The public name of the model, without its directory."""
         model = self.chosen_model
         if model is None:
             return BUILT_IN_MODEL
@@ -148,7 +151,10 @@ class EngineOptions:
         return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:
-        """Load the model in a process of its own, and do something meanwhile. Raises `ConfigError` and `ModelError`."""
+        """Load the model in a separate process. meanwhile: called while it loads.
+
+        Raises `ConfigError` and `ModelError`.
+        """
         from octavo.runtime.progress import LoadingProgress
         from octavo.startup.launch import launch_engine
 
@@ -157,8 +163,8 @@ class EngineOptions:
             return launch_engine(config, progress=progress, meanwhile=meanwhile)
 
     def build(self) -> Engine:
-        """Load the model, with a progress bar where somebody watches. Raises `ConfigError` and `ModelError`."""
-        config = self.config()  # wrong options are told before torch is imported
+        """Load the model in this process, with a progress bar on a terminal. Raises `ConfigError` and `ModelError`."""
+        config = self.config()  # reports wrong options before torch is imported
         from octavo.build import build_engine  # imports torch
         from octavo.runtime.progress import LoadingProgress
 

@@ -1,4 +1,4 @@
-"""`octavo generate`: answer prompts and leave."""
+"""`octavo generate`: answers prompts and exits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def generate(
     json_: Json = False,
 ) -> None:
     """Answer one prompt, or many prompts in one batch."""
-    from octavo.sampling_params import RequestOutputKind  # only what runs a model
+    from octavo.sampling_params import RequestOutputKind  # imported only if the command runs
 
     texts = _read_prompts(prompt, prompts_file)
     built = engine.build()
@@ -96,7 +96,7 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _as_chat(engine: Engine, text: str, system: str | None) -> Any:
-    """Wrap a prompt into the model's chat template; a model without one continues it."""
+    """Render a prompt with the model's chat template. A model without a template will continue the prompt."""
     if not engine.input_processor.has_chat_template:
         return text if system is None else f"{system}\n{text}"
     messages = [] if system is None else [{"role": "system", "content": system}]

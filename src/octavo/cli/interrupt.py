@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is written: noticed between two steps of the engine, so that none is cut in two."""
+"""Ctrl-C during an answer: handled between two steps of the engine, so that no step is interrupted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """While entered, `pressed` says whether Ctrl-C was; a second one raises KeyboardInterrupt."""
+    """A context that handles Ctrl-C: the first one sets `pressed`, a second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.pressed = False

@@ -1,4 +1,4 @@
-"""`octavo keys`: the file of API keys that `octavo serve --api-keys` reads."""
+"""`octavo keys`: edits the file of API keys that `octavo serve --api-keys` reads."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def add(
     share_prefix_cache: Share = False,
     read_metrics: Metrics = False,
 ) -> None:
-    """Create a key and print it. The file stores its digest alone, so the key is shown only now.
+    """Create a key and print it. The file stores only its digest, so the key cannot be shown again.
 
-    A running server reads the file anew on SIGHUP.
+    A running server reloads the file on SIGHUP.
     """
     tenant = Tenant(
         name=name,
@@ -81,7 +81,10 @@ def list_(file: File) -> None:
 
 @command("octavo keys remove keys.toml alice")
 def remove(file: File, name: Name) -> None:
-    """Remove the keys of an owner. A running server reads the file anew on SIGHUP, and aborts their open requests."""
+    """Remove the keys of an owner.
+
+    A running server reloads the file on SIGHUP, and then aborts the owner's open requests.
+    """
     remove_key(file, name)
 
 

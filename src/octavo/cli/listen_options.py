@@ -1,4 +1,4 @@
-"""Options of every command that listens: where, and what it logs."""
+"""Options of the commands that listen on an address: configuration file, address and logs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")  # only servers need them
+PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")  # needed by servers only
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read what stands in a file; it is the first of all options, so others find the environment as it is left here."""
+    """Read the configuration file.
+
+    This option is eager, so it is read first. That is why it also removes Kubernetes' link from the environment: later
+    options do not see it.
+    """
     if link := forget_service_link():
         typer.secho(f"{PORT_VARIABLE}={link} is how Kubernetes describes a Service, and no port", err=True)
     return read_defaults(context, path)
@@ -36,7 +40,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Where a command listens, and how it logs."""
+    """Options for the configuration file, the address to listen on, and logs."""
 
     config: Annotated[
         Path | None,
@@ -77,12 +81,16 @@ class ListenOptions:
     ] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` for what is no option's value."""
+        """Raise `ConfigError` for an invalid log format."""
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the names to answer to: on loopback its own as well; None for any."""
+        """Return the Host names that are accepted; None for any.
+
+        asked: the names that the user allowed. The names of loopback are added to them. On a loopback address these
+        names and the address itself are always accepted, and without `asked` nothing else is.
+        """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
         hosts = tuple(asked or ())
@@ -93,19 +101,22 @@ class ListenOptions:
         return hosts or None
 
     def begin_logging(self, level: str) -> Callable[[str], object]:
-        """Begin to log; return what says a line to who has started the command."""
+        """Configure logging; return a function that shows a line to the user of the command."""
         logs.configure(level.upper(), self.log_format, audit_file=self.audit_log)
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
     def address(self, sock: socket.socket, config: AccessConfig) -> str:
-        """Return the address at which a socket is reached."""
+        """Return the URL of a listening socket."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "http" if config.ssl_certfile is None else "https"
         return f"{scheme}://{host}:{sock.getsockname()[1]}"
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError`, which says how to get what a server needs and is missing; imports nothing."""
+    """Raise `ConfigError` if a package that a server needs is missing. The message says how to install it.
+
+    Imports none of the packages.
+    """
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

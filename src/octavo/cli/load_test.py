@@ -1,4 +1,4 @@
-"""Requests to a server that speaks OpenAI's API, at a rate, and what their senders saw: `octavo bench serve`."""
+"""Sends requests to a server of OpenAI's API at a given rate and measures the answers: for `octavo bench serve`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """One request as its sender saw it. Times in seconds of one clock.
+    """The measurements of one request. Times are in seconds of one clock.
 
-    token_times: of its events, but for one that tells nothing but the end. error: why it did not end well, if so.
+    token_times: arrival times of its events, except one that has only the finish reason. error: why the request failed.
     """
 
     sent: float
@@ -41,7 +41,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server, by the address under which `/v1` stands, and the model asked for."""
+    """A server and the requested model. url: address without `/v1`."""
 
     url: str
     model: str
@@ -49,12 +49,12 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 async def find_model(url: str, api_key: str | None) -> str:
-    """Return the first model that a server names. Raises `ConfigError` where none can be had."""
+    """Return the first model that a server lists. Raises `ConfigError` if it lists none or does not answer."""
     headers = Target(url=url, model="", api_key=api_key).headers
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models", headers=headers) as response:
@@ -66,7 +66,7 @@ async def find_model(url: str, api_key: str | None) -> str:
 
 
 def shuffled(items: Sequence[Item]) -> list[Item]:
-    """Return requests of the same sizes that no server has seen: their tokens in another order."""
+    """Shuffle the tokens of each prompt, so that no server has the prompts in its prefix cache."""
     rng = random.SystemRandom()
     return [
         replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
@@ -74,9 +74,10 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
-    """Return when each request is sent, in seconds from the start: a Poisson process of `rate` requests a second.
+    """Return the send time of each request in seconds from the start: a Poisson process of `rate` requests per second.
 
-    gaps: unit-rate gaps to use, as far as they go; others are drawn from the seed. No rate: all at once.
+    gaps: the first gaps to use, for a rate of 1 per second; further gaps are drawn from the seed. rate: None sends all
+    requests at the start.
     """
     rng = random.Random(seed)  # noqa: S311 - numbers to compute with, not secrets
     if rate is None:
@@ -97,9 +98,10 @@ async def load(
     timeout_s: float = 600.0,
     on_end: Callable[[Seen], None] = lambda _seen: None,
 ) -> list[Seen]:
-    """Send each request at its time and read its stream to the end; greedy, each to its exact length.
+    """Send each request at its time and read its stream to the end. Requests are greedy and have exact lengths.
 
-    max_concurrency: more than so many wait at the sender, and their time begins when they are sent.
+    times: seconds from the start. max_concurrency: maximum number of open requests; further ones wait here, and are
+    measured from the time when they are sent. timeout_s: of one request. on_end: called with each measurement.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -143,7 +145,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, item: Item) -> S
 
 
 async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
-    """Note when events come; those that arrive together are read together, as a user would see them."""
+    """Record the arrival times of events. Events that arrive together get the same time, as a user would see them."""
     rest = b""
     async for chunk in response.content.iter_any():
         now = time.perf_counter()
@@ -163,10 +165,10 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
 
 
 def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return the figures of a run. Times in milliseconds, but for the wall time in seconds.
+    """Return the figures of a run. Times are in milliseconds, except the wall time in seconds.
 
-    ttft: from sending to the first event. itl: between two events of a stream. tpot: a stream's time behind its first
-    event, for each token. e2e: from sending to the end. Each with its median and 99th percentile.
+    ttft: from sending to the first event. itl: between two events of a stream. tpot: time per token after the first
+    event of a stream. e2e: from sending to the end. Each has its median and its 99th percentile.
     """
     good = [each for each in seen if each.error is None and each.token_times]
     row: dict[str, Any] = {"requests": len(seen), "failed": len(seen) - len(good)}
@@ -206,7 +208,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile with linear interpolation, as numpy's default has it."""
+    """Return a percentile with linear interpolation, as numpy does by default. share: 0 to 100."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)

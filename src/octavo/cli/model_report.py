@@ -1,4 +1,4 @@
-"""Whether a checkpoint runs, and as what: read from what describes it, and from its files of weights how they begin."""
+"""Reports whether and how a checkpoint runs, from its configuration files and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDetails:
-    """What a checkpoint computes, what that takes, and what stands beside the weights.
+    """Architecture and memory of a checkpoint, and its files for text.
 
-    memory_bytes: of weights, by the precision that they are loaded in. window: how many tokens those layers see that do
-    not see all; behind it a token keeps fewer bytes. text: what was found, by what it is for.
+    memory_bytes: bytes of the weights, by the precision in which they are loaded. window: number of tokens that the
+    layers of a sliding window see; older tokens keep only `kv_bytes_behind_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
@@ -42,10 +42,11 @@ class ModelDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """A checkpoint. `architecture` is what its configuration says; `size_bytes` counts its files of weights.
+    """A report on a checkpoint.
 
-    is_known: whether octavo has the architecture. problem: why it is refused all the same; empty where it is not.
-    left_out: what of it is not served. details: None where nobody looked closer, or it is refused.
+    architecture: the name in its configuration. is_known: octavo has this architecture. problem: the reason why the
+    checkpoint is refused; empty if it is not. left_out: parts that are not served. size_bytes: of its weight files.
+    details: None if they were not requested or the checkpoint is refused.
     """
 
     name: str
@@ -59,16 +60,16 @@ class ModelReport:
 
     @property
     def verdict(self) -> Literal["runs", "runs in part", "refused"]:
-        """Whether it runs."""
+        """Return whether the checkpoint runs."""
         return "refused" if self.problem else "runs in part" if self.left_out else "runs"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the report as a JSON object."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 class _Described(Protocol):
-    """As much of an `octavo.startup.checkpoint.Checkpoint` as a report needs."""
+    """The part of `octavo.startup.checkpoint.Checkpoint` that a report needs."""
 
     @property
     def weights(self) -> WeightSource: ...
@@ -77,7 +78,7 @@ class _Described(Protocol):
 
 
 class _Folder:
-    """One whose config.json is read without what reads tokenizers and templates."""
+    """A folder whose config.json is read without importing code for tokenizers and templates."""
 
     def __init__(self, path: Path) -> None:
         from octavo.models.weight_source import FolderWeights
@@ -86,7 +87,7 @@ class _Folder:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        from octavo.models.config_file import ConfigFile  # when a command asks for it
+        from octavo.models.config_file import ConfigFile  # imported only if a command needs it
 
         return ConfigFile.read(self.path / "config.json").values
 
@@ -97,7 +98,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Read what describes the checkpoint in a directory or a file, but not its tokenizer and template."""
+    """Report on the checkpoint in a directory or a file, without its tokenizer and template."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)
@@ -106,9 +107,9 @@ def report_on(path: Path, name: str) -> ModelReport:
 
 
 def look_closer(model: str) -> ModelReport:
-    """Read all that describes a checkpoint, given by its path or hub id. Raises `ModelError` where there is none."""
+    """Report on a checkpoint with details. model: its path or hub id. Raises `ModelError` if there is none."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    is_here = path.exists()  # of a model in the hub some files may be here, and the others come when it is loaded
+    is_here = path.exists()  # the weights of a model in the hub may be missing here: they are downloaded on load
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))
@@ -116,7 +117,7 @@ def look_closer(model: str) -> ModelReport:
 
 
 def _problem_of_weights(checkpoint: Checkpoint) -> str:
-    """Say what the files of weights lack, or hold in another shape or type than the configuration asks for."""
+    """Describe the first tensor that is missing or has a wrong shape or type; "" if all match the configuration."""
     try:
         checkpoint.weights.open().check(checkpoint.read_architecture().stored_tensors())
     except ModelError as error:
@@ -139,7 +140,7 @@ def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelRep
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     try:
         described = opened()
-        if path.is_file():  # or the first of several
+        if path.is_file():  # possibly the first of several files
             files = described.weights.weight_files()
         names = described.read_config().get("architectures")
         left_out = _left_out(described.read_architecture())
@@ -186,7 +187,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
 
 
 def _look_at_text(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Say what there is that makes text of tokens, and prompts of conversations."""
+    """Describe the tokenizer, the chat template, and the formats of tool calls and reasoning."""
     from octavo.server.answers.answer_form import template_remark
     from octavo.server.answers.known_formats import find_tool_format
     from octavo.server.answers.reasoning_forms import find_reasoning_form

@@ -1,4 +1,4 @@
-"""`octavo models`: what can be run here, by what describes checkpoints and, looked at closer, how their files begin."""
+"""`octavo models`: lists architectures and local checkpoints, or describes one checkpoint."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _built_in() -> Iterator[ModelReport]:
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
-    """Snapshots that huggingface_hub keeps, and GGUF files in them; none where it is not installed."""
+    """Report on snapshots in huggingface_hub's cache and GGUF files in them; none if the package is not installed."""
     try:
         from huggingface_hub import scan_cache_dir  # optional
         from huggingface_hub.errors import CacheNotFound
@@ -151,7 +151,7 @@ def _in_hub_cache() -> Iterator[ModelReport]:
 
 
 def _below(directory: Path) -> Iterator[ModelReport]:
-    """Checkpoints in folders below a directory, and GGUF files."""
+    """Report on the checkpoints and GGUF files below a directory."""
     for path in _find(directory, "config.json"):
         if any(path.parent.glob("*.safetensors")):
             yield report_on(path.parent, path.parent.resolve().name)
@@ -160,7 +160,7 @@ def _below(directory: Path) -> Iterator[ModelReport]:
 
 
 def _gguf_files(directory: Path) -> list[Path]:
-    """Return those below a directory; of a model in several files the first."""
+    """Return the GGUF files below a directory; of a model in several files only the first."""
     parts = {path: _PART.search(path.name) for path in _find(directory, "*.gguf")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 
@@ -170,7 +170,7 @@ def _find(directory: Path, name: str) -> list[Path]:
 
 
 def show_size(num_bytes: int) -> str:
-    """Spell a size with the unit that suits it."""
+    """Format a number of bytes with a suitable unit."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""`python -m octavo.cli.replica serve ...`: octavo as a child of `octavo serve --replicas N`, which it ends with."""
+"""`python -m octavo.cli.replica serve ...`: a child of `octavo serve --replicas N` that exits with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVE_S = 10.0
 
 
 def _end_with_parent() -> None:
-    """Leave when standard input ends: the process at its other end is gone."""
+    """Exit when standard input ends, because then the parent process is gone."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -22,7 +22,7 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no keys yet that it could read anew
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there are no keys to reload yet
     from octavo.cli import main
 
     threading.Thread(target=_end_with_parent, name="octavo-parent-watch", daemon=True).start()

@@ -1,4 +1,4 @@
-"""`octavo serve --replicas N`: as many servers as children, and the router before them in this process."""
+"""`octavo serve --replicas N`: runs N servers as child processes, and a router in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# What is the router's own, or what a replica has of its own.
+# Options that belong to the router, or that differ for each replica.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -38,7 +38,11 @@ def serve_replicas(
     num_replicas: int,
     num_threads: int | None,
 ) -> None:
-    """Run replicas and a router until a signal ends them. num_threads: of each; None: the machine's, split."""
+    """Run replicas and a router until a signal ends them.
+
+    num_threads: threads of each replica; None divides the machine's threads among them. say: shows a line to the user.
+    Raises `ConfigError`.
+    """
     from octavo.router.launcher import LocalReplicas, free_ports
 
     if context.params.get("record") is not None:
@@ -52,7 +56,7 @@ def serve_replicas(
     commands = {f"http://127.0.0.1:{port}": [*serve, *given, *shared, "--port", str(port)] for port in ports}
     own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)}
     own |= {"max_open_requests": None, "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S}
-    # clients' keys may not read metrics, which the router has to
+    # the router reads the replicas' metrics, which clients' keys may not read
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**own, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")
@@ -60,7 +64,7 @@ def serve_replicas(
 
 
 def _given(context: typer.Context) -> list[str]:
-    """Return the options that were set, wherever, as a command line has them."""
+    """Return the options that are not at their defaults as words of a command line."""
     words: list[str] = []
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")

@@ -1,4 +1,4 @@
-"""`octavo route`: many engines behind one address."""
+"""`octavo route`: serves many engines at one address."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @with_options_of({RouterConfig: "Router"})
 class RouterOptions:
-    """What `RouterConfig` is made of."""
+    """Options that make a `RouterConfig`."""
 
-    # Of the configuration's own, what is read here:
+    # Options of the configuration that this class reads:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -57,7 +57,10 @@ def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) 
 def run_router(
     config: RouterConfig, listen: ListenOptions, say: Callable[[str], object], launcher: Launcher | None = None
 ) -> None:
-    """Route until a signal ends it. launcher: runs the engines meanwhile. Raises `ConfigError`."""
+    """Run the router until a signal ends it. Raises `ConfigError`, and `EngineDeadError` if the launcher has failed.
+
+    say: shows a line to the user. launcher: runs the engines meanwhile.
+    """
     from octavo.http.listening import (
         allow_open_files,
         bind,
@@ -69,7 +72,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=3)  # the client's, and one to each engine of a pair
+    max_connections = allow_open_files(files_each=3)  # the client's connection, and one to each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import NoLauncher

@@ -1,4 +1,4 @@
-"""Options of a request. What is left out is the model's own default."""
+"""Sampling options of a request. Options that are not given have the model's defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PANEL = "Sampling"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """What `SamplingParams` is made of; names are its own."""
+    """Options that make `SamplingParams`; they have the names of its fields."""
 
     max_tokens: Annotated[
         int | None,
@@ -118,11 +118,11 @@ class SamplingOptions:
     ) -> SamplingParams:
         """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`.
 
-        unnamed: what holds where the checkpoint names none of these.
+        unnamed: defaults that apply if the checkpoint sets none of these fields.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}
-        # Unless the user or the checkpoint says otherwise an answer may be as long as the context.
+        # Unless the user or the checkpoint sets max_tokens, only the context limits an answer.
         named = processor.model_info.generation_defaults
         own = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
         return processor.default_sampling_params(

@@ -1,4 +1,4 @@
-"""`octavo serve`: the OpenAI API on an address."""
+"""`octavo serve`: serves a model through the OpenAI API."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
-# would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
+# Maximum time for which a thread keeps the interpreter while other threads wait. A request changes threads several
+# times, and would wait each time for a thread that reads a large request: Python's default of 5 ms is for throughput.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # what JavaScript and JSON readers keep of an integer
+_SEED_BITS = 53  # bits of an integer that JavaScript and JSON readers keep
 
 
 @with_options_of({ServerConfig: _PANEL})
 class ServerOptions:
-    """What `ServerConfig` is made of, and where the server listens."""
+    """Options that make a `ServerConfig`, and the number of replicas."""
 
     replicas: Annotated[
         int,
         typer.Option(min=1, rich_help_panel=_PANEL, help="Engines, each in processes of its own, behind one router."),
     ] = 1
-    # Of the configuration's own, what is read here:
+    # Options of the configuration that this class and the command read:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -81,17 +81,17 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # servers that were given no seed do not sample alike; for a replay the log has it
+    if is_drawn:  # servers without a seed sample differently; the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
     config = server.server_config(listen, engine.max_num_seqs + waiting, tokens)
-    # The server counts these itself, and refuses at once: the engine need not.
+    # The server counts waiting requests and refuses excess ones immediately, so the engine need not.
     engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
     if server.api_keys is not None and engine.scheduling_policy is None:
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
-    # What can go wrong without the model is found before it is loaded.
+    # Errors that do not depend on the model are found before it is loaded.
     say = listen.begin_logging(config.log_level)
     for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
         say(line)
@@ -149,9 +149,9 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:
-    """Return how many requests, and how many tokens of theirs, may wait: a server's defaults are finite.
+    """Return the maximum numbers of waiting requests and of their tokens. A server's defaults are finite.
 
-    Raises `ConfigError` for what no engine takes.
+    Raises `ConfigError` if the engine's options are invalid.
     """
     engine.config()
     waiting, tokens = engine.max_num_waiting, engine.max_num_waiting_tokens

@@ -1,4 +1,4 @@
-"""One answer to the terminal, as it is written."""
+"""Streams one answer to the terminal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _request_numbers = itertools.count()
 def stream_answer(
     engine: Engine, prompt: Any, params: SamplingParams, write: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Write an answer piece by piece; return all of it and why it ended. Ctrl-C ends it with "abort".
+    """Write an answer piece by piece; return its text and finish reason. Ctrl-C ends it with the reason "abort".
 
-    params must ask for DELTA outputs. Raises `RequestError`, and `ExecutionError` where the model failed.
+    params: must request DELTA outputs. write: called with each piece. Raises `RequestError`, and `ExecutionError` if
+    the model fails.
     """
     request_id = f"stream-{next(_request_numbers)}"
     engine.add_request(request_id, prompt, params)

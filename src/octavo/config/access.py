@@ -1,4 +1,4 @@
-"""The configuration of what listens: who is let in, and how much is taken from each."""
+"""The configuration that server and router share: access, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
+    """Access, limits and timeouts of a server or a router. Every limit is finite unless it is None.
 
-    api_keys_file: a key for each tenant (`octavo.http.tenants`); neither it nor api_key: nobody is asked.
-    operator_key: beside those of a file, of who has started this server and reads its metrics: a replica's router.
-    max_open_requests: output streams that may be open; more are refused with 429. allowed_hosts, allowed_origins: see
+    api_keys_file: a key for each tenant (`octavo.http.tenants`). Without this file and api_key no key is required.
+    operator_key: an additional key, with which the router of a replica reads its metrics. max_open_requests: maximum
+    number of open output streams; further requests are refused with 429. allowed_hosts, allowed_origins: see
     `octavo.http.origins`.
     """
 
@@ -122,7 +122,7 @@ class AccessConfig:
 
     @property
     def asks_for_key(self) -> bool:
-        """Whether nobody gets in without one."""
+        """Return True if every client must send a key."""
         return self.api_key is not None or self.api_keys_file is not None
 
 

@@ -1,6 +1,6 @@
-"""The configurations of an engine: one for each room.
+"""The configurations of an engine, one for each of its parts.
 
-What a user leaves open is None or "auto" here and is resolved once, in `build.py`, before the engine exists.
+A value that the user does not choose is None or "auto" here. `build.py` resolves it once, before it builds the engine.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
-DEFAULT_GROUP_SIZE = 32  # of weights that are rounded to int4 as they are loaded
+DEFAULT_GROUP_SIZE = 32  # for weights that are rounded to int4 at load
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # where nobody reads along and waits for the end of a step
+DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # for offline use, in which no user waits for the end of a step
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MIXED_STEP_MS = 100.0  # of an engine that somebody reads along with
-DEFAULT_MAX_NUM_WAITING = 1024  # of a server
+DEFAULT_MIXED_STEP_MS = 100.0  # for an engine with users who read answers as they are generated
+DEFAULT_MAX_NUM_WAITING = 1024  # for a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
-    """Who goes first among those who wait, and who is the first victim among those who run."""
+    """The order of waiting requests, which also decides the victims among running requests."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -45,21 +45,21 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """When a waiting request may start: as soon as its known tokens fit, or when all it may ever need is reserved."""
+    """When a waiting request may start: if its known tokens fit, or if all blocks it may ever need are reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
 
 
 class BatchingMode(StrEnum):
-    """Whether a step mixes prompts and answers, or holds only prompts as long as there are any."""
+    """Whether a step mixes prompts and answers, or has only prompts while there are any."""
 
     MIXED = "mixed"
     PREFILL_FIRST = "prefill_first"
 
 
 class PreemptionMode(StrEnum):
-    """What becomes of a victim's KV: computed again, copied to host memory and back, or whichever costs less."""
+    """How a victim's KV is restored: computed again, copied to host memory and back, or the cheaper way (auto)."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -68,20 +68,27 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint, and how it is read.
+    """The checkpoint and how to read it.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
-    quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
-    them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
-    four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
-    these to four bits, too: for small models, whose vocabulary is a large part of the weights. "fp8", for GPUs and
-    plain torch, rounds those of the layers to E4M3, one scale per output feature; activations, embeddings and lm_head
-    stay as they are (W8A16). None leaves weights as they are; FP8 of a checkpoint is expanded, but by kernels in Triton
-    multiplied as it is. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight
-    bits rotated and rounded again.
-    group_size: larger groups take less memory and are less exact.
-    packed_cache_bytes: what was kept serves while the checkpoint's files hold the same bytes.
-    seed: the seeds of requests without one are drawn from it and their arrival number.
+    quantization: how weights are rounded at load.
+
+    - "int8" (W8A8): weights are rotated and rounded, with one scale per output feature. Activations are rotated and
+      rounded to int8, with one scale per token.
+    - "int4" (W4A8): the layers' weights are rounded to four bits, with one scale per group_size input features.
+      Embeddings and lm_head are rounded to int8.
+    - "int4_all": embeddings and lm_head are rounded to four bits, too. For small models, in which the vocabulary is a
+      large part of the weights.
+    - "fp8" (W8A16): the layers' weights are rounded to E4M3, with one scale per output feature. Activations,
+      embeddings and lm_head are not rounded. For GPUs and plain torch.
+    - None: weights are not rounded. Kernels in Triton multiply FP8 weights of a checkpoint directly; the other kernels
+      expand them.
+
+    Integer weights of a checkpoint stay integers in any case: four bits unchanged, eight bits rotated and rounded
+    again.
+    group_size: larger groups need less memory and are less exact.
+    packed_cache_bytes: packed weights in the cache are valid as long as the checkpoint's files have the same bytes.
+    seed: the seed of a request without one is drawn from this seed and the request's arrival number.
     """
 
     model: str | None = None
@@ -156,13 +163,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. Its size is `num_gpu_blocks` blocks, or `kv_cache_memory_bytes`, or found from free memory.
+    """The paged KV cache. Its size is `num_gpu_blocks` blocks, `kv_cache_memory_bytes`, or depends on free memory.
 
-    Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
-    taken as blocks are used.
+    If one of the two is given, the memory is allocated at start, in the background. Otherwise it is allocated as blocks
+    are used.
 
-    kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values of each token and head with a scale
-    of their own. "fp8" is for kernels triton and reference.
+    kv_cache_dtype: "int8" and "fp8" (also named "fp8_e4m3") round keys and values, with one scale per token and head.
+    "fp8" needs kernels triton or reference.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -206,36 +213,38 @@ class CacheConfig:
 
     @property
     def asks_for_memory(self) -> bool:
-        """Whether it says how large the cache is, and does not leave that to the free memory."""
+        """Return True if the cache's size is given, so that it does not depend on free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and of the queue, the order of requests, and what happens when memory is short.
+    """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    mixed_step_ms, max_num_mixed_prefill_tokens: of `mixed` batching.
-    attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
-    budget, as it attends to all before it; 0: as one.
-    None: of mixed_step_ms an engine takes 100 (`LLM` takes 0), of attention_cost_tokens what the model's shape says; a
-    scheduler on its own takes 0 of either.
-    enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
-    ageing_s: None under `priority`: strict classes; under `deadline`: only deadlines count.
-    max_num_waiting, max_num_waiting_tokens: None for no limit (an offline batch is known whole).
-    async_scheduling: nothing is decided ahead where drafts are verified or a grammar is followed.
-    swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each, cost less than
-    computing its tokens again.
-    max_num_preemptions: who was preempted so often starts again only with all the blocks it may ever need, and stays.
-    kv_transfer_timeout_s: so long may KV take on its way from or to a store outside; then it is computed here, or not
-    saved. kv_lookup_timeout_s: so long may a request wait to hear what the store has of it.
-    min_tokens_to_cache: shorter beginnings are neither saved in a store outside nor fetched from it.
+    mixed_step_ms, max_num_mixed_prefill_tokens: apply to `mixed` batching.
+    attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
+    budget, because it attends to all tokens before it. 0: every token counts as one.
+    If mixed_step_ms is None, an engine uses 100 (`LLM` uses 0). If attention_cost_tokens is None, an engine derives it
+    from the model's shape. A scheduler without an engine uses 0 for both.
+    enable_chunked_prefill: False lets a prompt wait until all of it fits; only a prompt above the whole budget is cut.
+    ageing_s: None means strict classes under `priority`, and under `deadline` that only deadlines count.
+    max_num_waiting, max_num_waiting_tokens: None for no limit, as for an offline batch, which is known from the start.
+    async_scheduling: a step is not decided ahead if drafts are verified or a grammar is followed.
+    swap_block_cost_tokens: cost of swapping a block, in computed tokens. Under `auto` a victim is swapped out if that
+    costs less than computing its tokens again.
+    max_num_preemptions: a request that was preempted this often is protected: it restarts only with all the blocks that
+    it may ever need, and is never preempted again.
+    kv_transfer_timeout_s: maximum time of a transfer from or to an external store, in seconds. After it the KV is
+    computed, or is not saved. kv_lookup_timeout_s: maximum time that a request waits for a lookup in the store.
+    min_tokens_to_cache: shorter prefixes are neither saved to an external store nor loaded from it.
 
-    max_batch_prefill_tokens bounds the prompt tokens of one step, those of running prompts included, under every
-    admission rule (None: the step's budget). A prompt that is longer is cut, also without enable_chunked_prefill.
+    max_batch_prefill_tokens: maximum number of prompt tokens in a step, including chunks of running prompts, under
+    every admission rule. None: the step's budget. A longer prompt is cut, even without enable_chunked_prefill.
 
-    With `admission` = reservation (the rule of Hugging Face TGI), and only then: max_batch_total_tokens bounds prompt +
-    max_tokens of all running requests (None: the cache). While requests run, others are admitted only once there are
-    waiting_served_ratio times as many of them, or max_waiting_tokens steps after the last admission.
+    The following fields apply only to `admission` = reservation, the rule of Hugging Face TGI. max_batch_total_tokens:
+    maximum of prompt + max_tokens over all running requests; None: the size of the cache. While requests run, waiting
+    requests are admitted only if there are waiting_served_ratio times as many of them as running ones, or
+    max_waiting_tokens steps after the last admission.
     """
 
     max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Maximum number of sequences in a step.")
@@ -382,7 +391,7 @@ class SchedulerConfig:
             )
 
     def _check_reservation(self) -> None:
-        """Refuse options that another admission rule would ignore."""
+        """Raise `ConfigError` for options of reservation if another admission rule would ignore them."""
         if self.admission is AdmissionRule.RESERVATION:
             return
         for each in fields(self):
@@ -411,7 +420,7 @@ _CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where tensors live and which kernels serve."""
+    """The device of tensors, the kernels and their threads."""
 
     device: str | None = option(
         None, "Where the model runs. Default: CUDA if there is a CUDA device, else the CPU.", unit="cpu|cuda"
@@ -452,7 +461,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of them together, for the one place that builds an engine."""
+    """All configurations of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -483,15 +492,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the engine must know of a loaded model without seeing a tensor.
+    """Facts about a loaded model that the engine needs; they contain no tensors.
 
     generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
-    pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
-    octavo cannot do as it wants, or None. hidden_size: of an embedding.
-    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
-    as config.json names them. num_parameters: weights of the checkpoint. weight_bytes: what they take, rounded as
-    asked, in the checkpoint's dtype. quantization_level, file_type: of a GGUF file, the name of its mix of types and
-    the number, where the file gives one.
+    pooling: the checkpoint's way to make an embedding of hidden states, "last" or "mean". pooling_problem: why octavo
+    cannot pool as the checkpoint asks, or None. hidden_size: length of an embedding.
+    has_head: False for a checkpoint without lm_head, which returns embeddings but no tokens. model_type, architectures:
+    from config.json. num_parameters: number of the checkpoint's weights. weight_bytes: memory of the weights in the
+    checkpoint's dtype, or rounded if quantization is requested. quantization_level, file_type: of a GGUF file, the name
+    of its mix of types and its number, if the file has one.
     """
 
     name: str
@@ -511,7 +520,11 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, asked: str | None = None) -> str:
-        """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""
+        """Return the pooling to use.
+
+        asked: the pooling that was chosen; None for the checkpoint's. Raises `RequestError` if octavo cannot pool as
+        the checkpoint asks.
+        """
         if asked is None and self.pooling_problem is not None:
             raise RequestError(
                 f"{self.pooling_problem}; where a pooling is chosen (--pooling), that one is taken alone"
@@ -520,10 +533,10 @@ class ModelInfo:
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """Return the policy of that name. Raises `ConfigError`."""
+    """Return the policy with a name. Raises `ConfigError` for an unknown name."""
     return SchedulingPolicy(choice("scheduling policy", SchedulingPolicy, name))
 
 
 def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
-    """Return the budget of a step where only the number of requests is named."""
+    """Return the default budget of a step in tokens. is_offline: no user waits for the end of a step."""
     return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)

@@ -1,4 +1,4 @@
-"""Fields of configurations: those that commands offer as options, and what values they take."""
+"""Fields of configurations: declares those that are options of commands, and checks values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from enum import StrEnum
 
 QUANTIZATIONS = ("int8", "int4", "int4_all", "fp8")
-WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of the layers' weights
+WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # bits of the layers' weights
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How the command line offers a field: what its help says, and what does not follow from the field's own type.
+    """How a field is offered as an option of commands.
 
-    unit: what a value is written in; choices: those there are, the only ones that the configuration takes.
-    name: the option's, where that is not the field's; short: its letter. panel: its heading, where that is not the one
-    of the whole configuration. low: the least that is taken. is_open: not given, it is None, and follows from others.
+    help: the help text. unit: shown as the form of a value. choices: the only allowed values; () allows any.
+    name: the option's name, if it differs from the field's. short: its one-letter name. panel: its heading in the help,
+    if it differs from that of the configuration. low: the smallest allowed value. is_open: the option's default is
+    None, and its value is then derived from other options.
     """
 
     help: str
@@ -35,17 +36,20 @@ class Option:
 
 
 def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
-    """Return a field of a configuration that is an option of commands, too; more: see `Option`."""
+    """Return a field of a configuration that is also an option of commands.
+
+    text: its help. shows_value: False hides the value in the configuration's repr. more: see `Option`.
+    """
     return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
 
 
 def options_of(part: type) -> dict[str, Option]:
-    """Return the fields of a configuration that are options, by the fields' names."""
+    """Return field name -> option, for the fields of a configuration that are options."""
     return {each.name: each.metadata["option"] for each in fields(part) if "option" in each.metadata}
 
 
 def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:
-    """Raise `ConfigError` for what is no integer of `low` or more."""
+    """Raise `ConfigError` unless the value is an integer of at least `low`, or None if that is allowed."""
     if value is None and may_be_none:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -53,13 +57,13 @@ def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -
 
 
 def not_negative(name: str, value: object) -> None:
-    """Raise `ConfigError` for what is no number of 0 or more."""
+    """Raise `ConfigError` unless the value is a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ConfigError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
 def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
-    """Return the member of that value. Raises `ConfigError`."""
+    """Return the member of an enumeration with a value. Raises `ConfigError` if there is none."""
     try:
         return kind(value)
     except ValueError:
@@ -67,7 +71,7 @@ def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
 
 
 def check_choices(config: Any) -> None:
-    """Raise `ConfigError` for a field whose value is none of its choices."""
+    """Raise `ConfigError` if the value of a field is not among its choices."""
     for name, each in options_of(type(config)).items():
         value = getattr(config, name)
         if each.choices and value is not None and value not in each.choices:
@@ -75,12 +79,12 @@ def check_choices(config: Any) -> None:
 
 
 def within(name: str, value: object, low: int, high: int) -> None:
-    """Raise `ConfigError` for anything but an integer of that range."""
+    """Raise `ConfigError` unless the value is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for what is not among these."""
+    """Raise `ConfigError` unless the value is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

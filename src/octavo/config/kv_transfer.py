@@ -1,4 +1,4 @@
-"""Where KV is kept outside of an engine's own memory, and how it moves."""
+"""The configuration of external stores of KV, and of KV transfers between engines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _DEFAULT_SEGMENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """Stores of KV outside, the fastest first where there are several; none by default.
+    """External stores of KV, and the engine's role. There are none by default; of several the fastest is asked first.
 
-    disk_dir: a directory for blocks on disk; disk_bytes bounds it, None: 16 GiB, at most half of what is free there.
-    num_threads: so many loads go on at once; saves have a thread of their own.
-    mooncake: the address of a `mooncake_master`, whose pool is used. mooncake_segment_bytes: memory that is lent to the
-    pool, beside the engine's own; 0 uses what others lend. mooncake_protocol: how bytes travel, from engine to engine
-    as well.
-    role: prefill computes prompts and hands their KV over, decode gets it and answers. direct: from one engine to the
-    other, while the prompt is still being computed; direct_bytes: memory for what a prefill engine hands over.
+    disk_dir: a directory for blocks on disk. disk_bytes: its maximum size; None: 16 GiB, at most half of free space.
+    num_threads: number of concurrent loads; saves have a separate thread.
+    mooncake: HOST:PORT of the `mooncake_master` of a pool. mooncake_segment_bytes: memory that this engine lends to the
+    pool, in addition to its own KV cache; 0 only uses memory of other engines. mooncake_protocol: transport of bytes,
+    also for direct transfers between engines.
+    role: a prefill engine computes prompts and passes their KV on; a decode engine receives it and answers. direct:
+    transfer KV from one engine to the other while the prompt is still computed. direct_bytes: a prefill engine's memory
+    for such KV.
     """
 
     disk_dir: Path | None = option(
@@ -88,9 +89,10 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **own: Any) -> KVTransferConfig:
-        """Return the configuration that a user gave, or wrote as a mapping of its fields; None is the default one.
+        """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
 
-        own: fields that were given one by one, None if not. Raises `ConfigError` for both, and for an unknown field.
+        own: fields that were given separately, None for those that were not. Raises `ConfigError` if both are given,
+        and for an unknown field.
         """
         own = {name: value for name, value in own.items() if value is not None}
         if given is None:
@@ -111,7 +113,7 @@ class KVTransferConfig:
 
     @property
     def names_store(self) -> bool:
-        """Whether KV is kept, or goes, outside of this engine."""
+        """Return True if KV is stored outside this engine or passed to another one."""
         return self.disk_dir is not None or self.mooncake is not None or self.direct
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a router: which engines it has, and which of them a request goes to."""
+"""The configuration of a router: its engines, and how it chooses one of them for a request."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # of an engine that does not publish its own limit: octavo's default
-REQUEST_TIMEOUT_MARGIN_S = 30.0  # more than an engine's limit, so that its answer or error comes first
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that does not publish its limit: octavo's default
+REQUEST_TIMEOUT_MARGIN_S = 30.0  # added to an engine's limit, so that its answer or error arrives first
 _MAX_PORT = 65535
 _TIMEOUTS = (
-    "request_timeout_s",  # from which the next may follow
+    "request_timeout_s",  # the default of the next one
     "engine_first_byte_timeout_s",
     "engine_connect_timeout_s",
     "engine_idle_timeout_s",
@@ -27,11 +27,11 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """Engines behind one address. Those that are named in several ways are all taken, each once.
+    """A router over many engines. All engines from the list, the file and DNS are used, each once.
 
-    max_open_requests: None: the engines refuse what is too much for them.
-    request_timeout_s: None: the longest limit of the engines and a margin.
-    engine_first_byte_timeout_s: None becomes request_timeout_s; if both are None: the engine's limit and a margin.
+    max_open_requests: None lets the engines refuse excess requests.
+    request_timeout_s: None means the longest limit of the engines and a margin.
+    engine_first_byte_timeout_s: None means request_timeout_s; if both are None, the engine's limit and a margin.
     balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
     """
 
@@ -161,7 +161,7 @@ def _is_name_and_port(text: str) -> bool:
 
 
 def engine_url(text: str) -> str:
-    """Return the address of an engine in one spelling. Raises `ConfigError` for what is none."""
+    """Normalize the address of an engine. Raises `ConfigError` for an invalid address."""
     try:
         parts = urlsplit(text)
         is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0

@@ -76,12 +76,12 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """Who is let in to one engine, and what its answers look like. Every limit is finite unless it is None.
+    """Access to one engine, and the form of its answers. Every limit is finite unless it is None.
 
-    served_model_names: () for the model's own.
-    max_num_waiting_tokens: tokens of prompts of which no output was told yet (of answers that are not streamed: until
-    their end); more are refused with 429, as are more than max_open_requests that run and wait.
-    request_timeout_s: also where a request's X-Request-Timeout asks for more.
+    served_model_names: () for the model's own name.
+    max_num_waiting_tokens: maximum number of tokens of prompts that have no output yet. An answer that is not streamed
+    has output only at its end. Further requests are refused with 429, as are those above max_open_requests.
+    request_timeout_s: a limit that X-Request-Timeout cannot exceed.
     tool_call_parser, reasoning_parser: names of `octavo.server.answers.known_formats` and `reasoning_forms`.
     """
 

@@ -1,4 +1,4 @@
-"""How tokens are guessed."""
+"""The configuration of speculative decoding."""
 
 from __future__ import annotations
 
@@ -24,25 +24,33 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed, so that one step verifies several; named as in vLLM. No token depends on it.
+    """How tokens are drafted, so that one step verifies several. Fields have vLLM's names.
 
-    method: "auto" is suffix where the kernels compute a row alike in any batch, else none; "none" guesses nothing.
-    "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what followed
-    most often there or in answers given before under the same cache salt; "draft_model" what a smaller model of the
-    same vocabulary goes on with; "quantized" what the model itself does, with its weights rounded.
-    num_speculative_tokens: at most so many are guessed behind the newest token.
-    model: that drafts: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model.
-    Beside "suffix" it is asked where that finds nothing.
-    quantization: how its weights are rounded, as in `ModelConfig`; None: not, and those of "quantized" to int4.
-    verification (octavo's own): "exact" accepts a draft where it is the token that would have come without; "rejection"
-    with the probability min(1, p / q) of classic rejection sampling, so that answers are distributed as without drafts
-    and sampled ones hang on what was drafted.
-    prompt_lookup_min, prompt_lookup_max: how many tokens have to be the same for that; the most are looked for first.
-    None: 2 and 4, or what leaves the other one as it is.
-    suffix_decoding_max_cached_requests: so many answers are kept, 0 for none.
-    suffix_decoding_max_cached_bytes (octavo's own): their tokens take no more. The oldest make way.
-    suffix_decoding_max_spec_factor: at most so many drafts for each token that matches.
-    suffix_decoding_min_token_prob: a draft's estimated probability is at least this.
+    No token depends on drafts, except with verification = "rejection".
+
+    method:
+
+    - "auto": "suffix" if the kernels compute the same row in any batch, otherwise "none".
+    - "none": no drafts.
+    - "ngram": drafts the tokens that followed the last occurrence of the newest tokens in the request.
+    - "suffix": drafts their most frequent continuation in the request, or in earlier answers with the same cache salt.
+    - "draft_model": a smaller model with the same vocabulary drafts.
+    - "quantized": the model itself drafts, with rounded weights.
+
+    num_speculative_tokens: maximum number of drafts after the newest token.
+    model: the drafting model: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in
+    model. With "suffix" it drafts if suffix decoding finds nothing.
+    quantization: how the drafting model's weights are rounded, as in `ModelConfig`. None: not rounded, or int4 for
+    "quantized".
+    verification (octavo's own): "exact" accepts a draft if it equals the token that is chosen without drafts.
+    "rejection" accepts it with the probability min(1, p / q) of classic rejection sampling: answers have the same
+    distribution as without drafts, but sampled tokens depend on the drafts.
+    prompt_lookup_min, prompt_lookup_max: number of newest tokens that "ngram" must find again; the longest match is
+    tried first. None: 2 and 4, adjusted to the other value if it is given.
+    suffix_decoding_max_cached_requests: maximum number of answers that are kept for drafts; 0 for none.
+    suffix_decoding_max_cached_bytes (octavo's own): maximum memory of their tokens. The oldest answers are dropped.
+    suffix_decoding_max_spec_factor: maximum number of drafts per matching token.
+    suffix_decoding_min_token_prob: minimum estimated probability of a draft.
     """
 
     method: str = option(
@@ -128,17 +136,17 @@ class SpeculativeConfig:
 
     @property
     def drafts_by_model(self) -> bool:
-        """Whether a model is loaded to draft."""
+        """Return True if a model is loaded to draft."""
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Return what is done; None where nothing is guessed. is_exact: a row is computed alike in any batch."""
+        """Resolve the method "auto"; None if nothing is drafted. is_exact: a row is computed equally in any batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The least and the most tokens that are looked for."""
+        """The minimum and the maximum number of tokens that "ngram" looks up."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None:
             least = _DEFAULT_LOOKUP[0] if most is None else min(_DEFAULT_LOOKUP[0], most)
@@ -146,7 +154,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
-        """Return the configuration that a user gave, or wrote as a JSON object; None is the default one.
+        """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
 
         Raises `ConfigError`.
         """

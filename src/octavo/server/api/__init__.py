@@ -1,1 +1,1 @@
-"""The APIs: what clients may send, what they get, and the routes. A package or file for each, shared parts beside."""
+"""The APIs: requests, answers and endpoints. Each API has a package or a file; shared modules are next to them."""

@@ -1,4 +1,4 @@
-"""Types of the parts, blocks and items of a conversation: which are read, and which are refused by name."""
+"""Types of the parts, blocks and items of a conversation: accepted types and those that are refused by name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Why fields of a type never change an answer here.
+# Reasons why a field never changes an answer.
 CACHE = "advice to a prompt cache: here every prefix is cached"
 LABEL = "names or counts what the API's own server keeps"
-# Why types are refused.
+# Reason why a type is refused.
 MEDIA = "this server reads text, no images, sound or files"
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What an object may hold.
+    """The fields that an object may have.
 
-    read: fields that are read. harmless: name -> why it changes nothing. unsupported: name -> the values that change
-    nothing; any other is refused.
+    read: fields that are read. harmless: field -> the reason why it changes nothing. unsupported: field -> its values
+    that change nothing; any other value is refused.
     """
 
     read: frozenset[str]
@@ -33,7 +33,10 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for a field that would change the answer and is not read; what is unknown is ignored."""
+        """Raise `RequestError` for an unsupported field that would change the answer. Unknown fields are ignored.
+
+        given: the object. place: its position in the request, for error messages.
+        """
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -45,15 +48,19 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """What may stand in one place of a conversation. taken: type -> its fields. refused: type -> why."""
+    """The types that one place of a conversation accepts.
+
+    taken: accepted type -> its fields. refused: type -> the reason, for the error message.
+    """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Return the type of a block, whose fields are checked. default: what one without a type is.
+        """Check a block's type and fields, and return its type.
 
-        Raises `RequestError` for a type that is not taken.
+        place: its position in the request, for error messages. default: the type of a block that names none.
+        Raises `RequestError` if the type is not accepted or a field is unsupported.
         """
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
@@ -69,12 +76,12 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """Describe a type; its own name is always read. unsupported: see `Fields`."""
+    """Describe the fields of a type; the field `type` is always read. Arguments: see `Fields`."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 
 def text_field(given: Mapping[str, Any], name: str, place: str) -> str:
-    """Return a field that must be text. Raises `RequestError`."""
+    """Return the value of a field that must be a string. Raises `RequestError`."""
     text = given.get(name)
     if not isinstance(text, str):
         raise RequestError(f"{place}.{name} must be a string", parameter=f"{place}.{name}")

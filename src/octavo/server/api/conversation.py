@@ -1,6 +1,6 @@
-"""The messages of a request: checked, brought into the form that chat templates read, and answered.
+"""Checks the messages of a request, converts them to the form that chat templates read, and answers them.
 
-What the APIs that have messages share; each has a way of its own to spell them.
+All APIs with messages share this code; each API converts its own format to these messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
-# What messages of chat completions may hold, by their role.
+# Fields that messages of chat completions may have, in any role.
 MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
 )
@@ -50,9 +50,10 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is to be gone on with. messages, options: as the chat template reads them, and what it is told besides.
+    """A conversation to be answered.
 
-    field: what the API calls the messages. prediction: an answer that is expected; without speculation nobody looks.
+    messages: in the form that chat templates read. options: further arguments of the chat template. field: the API's
+    name of the messages. prediction: text that the client expects as the answer; ignored without speculation.
     """
 
     messages: list[dict[str, Any]]
@@ -64,7 +65,7 @@ class Conversation:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check a conversation; content stays text or text parts. Raises `RequestError` with the place."""
+    """Check messages; content stays a string or a list of text parts. Raises `RequestError` with the place."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -88,7 +89,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     is_answer = role == "assistant"
     refusal = result.pop("refusal", None) if is_answer else None
     content = message.get("content")
-    if content is None and is_answer:  # how a call without text is told is for the template to say
+    if content is None and is_answer:  # the template renders calls without text
         result["content"] = None if "tool_calls" in result else ""
     else:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
@@ -101,9 +102,9 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Return a text, or the text parts that it comes in; how they are joined is for the template to say.
+    """Return content as a string or as text parts. Parts are not joined: the chat template does that.
 
-    types: what the parts may be; each has its text under the name of its type, or under "text".
+    types: the types that parts may have. A refusal has its text in the field "refusal", any other part in "text".
     Raises `RequestError` with the place.
     """
     if isinstance(content, str):
@@ -114,7 +115,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return what a client expects as the answer; an empty text for nothing. Raises `RequestError` with the place."""
+    """Return the text that a client predicts as the answer, or "" if there is none. Raises `RequestError`."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")
@@ -128,7 +129,7 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 
 
 def text_part(text: str) -> dict[str, str]:
-    """Return a text as templates read it among parts."""
+    """Return a text part as chat templates read it."""
     return {"type": "text", "text": text}
 
 
@@ -143,14 +144,17 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return the arguments of a call, which may come as an object. Raises `RequestError` with the place."""
+    """Return the arguments of a call, given as a JSON string or an object. Raises `RequestError` with the place."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
     return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Tell the chat template how much to think; those that know no degrees know whether to. Raises `RequestError`."""
+    """Return template options for a reasoning effort. Raises `RequestError`.
+
+    `enable_thinking` is set as well, for templates that can only switch thinking on or off.
+    """
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -159,13 +163,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tell the chat template to go on with the last message, where that is an answer that has begun."""
+    """Return template options that continue the last message if it is an assistant's, and else begin an answer."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
+    """Return a request's options of the chat template. Raises `RequestError` for options reserved for the server."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
@@ -183,9 +187,10 @@ def template_options(request: ChatFields) -> dict[str, Any]:
 def template_arguments(
     arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
 ) -> dict[str, Any]:
-    """Return what vLLM's chat_template_kwargs tell the template. Raises `RequestError` for what they must not.
+    """Return the template options in vLLM's chat_template_kwargs. Raises `RequestError` for a reserved name.
 
-    reserved: what only the server may tell it, and where an answer begins: most APIs' messages say that.
+    reserved: names that the server sets. By default they include those that say where the answer begins, because in
+    most APIs the messages decide that.
     """
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
@@ -196,7 +201,11 @@ def template_arguments(
 async def render(
     service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
 ) -> dict[str, Any]:
-    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    """Render a conversation with the chat template and tokenize it, on a thread instead of the event loop.
+
+    is_prompt: the conversation will be answered, so a prompt without room for an answer is refused. Returns the
+    prompt's text and token ids, and those of the prediction if there is one and the engine speculates.
+    """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
     def work() -> dict[str, Any]:
@@ -216,7 +225,7 @@ async def render(
 
 
 def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
-    """Return its token ids. Raises `RequestError` for one that no answer can be as long as."""
+    """Return the token ids of a prediction. Raises `RequestError` if it is longer than any answer can be."""
     try:
         return inputs.encode(text, add_special_tokens=False, is_prompt=True)
     except PromptTooLongError as error:
@@ -233,7 +242,7 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation. id_prefix: the request's id begins with it. options: what else its `Job` says."""
+    """Answer a conversation. id_prefix: beginning of the request's id. options: further fields of its `Job`."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         is_whole = not options.get("stream", False)
@@ -252,7 +261,10 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], spell: Callable[[int], Any]
 ) -> Response:
-    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    """Count the tokens of a conversation's prompt. Options of the answer are not checked.
+
+    read: makes the conversation. spell: makes the answer's body of the count.
+    """
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

@@ -1,6 +1,6 @@
-"""What the server tells of itself: GET / for people, GET /model_info and /server_info for gateways, as SGLang has them.
+"""Descriptions of the server: GET / for people, GET /model_info and /server_info for gateways, as in SGLang.
 
-Names are those that clients use: where files lie on this machine is told to nobody.
+Models have the names that clients use; paths of files on this machine are never shown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ those of Ollama, which look here for the words "Ollama is running", under <code>
 
 @endpoint()
 async def front_page(service: Service, _http_request: Request) -> Response:
-    """Return a page with links to what can be looked at."""
+    """Return a page with links to the pages that a browser can show."""
     links = {"/dashboard": "what happens now", **_LINKS} if service.config.dashboard else _LINKS
     lines = [f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in links.items()]
     names = escape(", ".join(service.model_names))
@@ -81,7 +81,7 @@ async def model_info(service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=dict[str, Any])
 async def server_info(service: Service, _http_request: Request) -> Response:
-    """All that the server was started with."""
+    """Return the settings that the server was started with."""
     fingerprint = service.engine.client.capacity.fingerprint
     return JSONResponse(
         {

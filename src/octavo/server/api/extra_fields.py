@@ -1,6 +1,6 @@
-"""Fields of other servers' clients: each stands in a table as taken, refused by name, or known to change nothing.
+"""Fields that clients of other servers send: each is accepted as an alias, refused by name, or known to be harmless.
 
-A table has the fields of one API that octavo does not spell so itself.
+Each table has the fields of one API that octavo lacks under that name.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # unknown fields that a process names: clients choose the names
+_MAX_NAMED = 100  # unknown fields that one process logs: a bound, because clients choose the names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # of one request's: the event loop waits
+_MAX_LOOKED_AT = 1000  # fields of one request: the event loop waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """Another name of a field, or of a part of one (`structured_outputs.json`). nothing: what asks for nothing."""
+    """An alias of a field, or of a part of one (`structured_outputs.json`).
+
+    name: the field that it stands for. nothing: values that request nothing, in addition to null.
+    """
 
     name: str
     nothing: tuple[Any, ...] = ()
 
 
 class Off(tuple[Any, ...]):
-    """Changes the answer, and is refused, unless it has one of these values, or is null."""
+    """A field that changes the answer: it is refused unless it is null or has one of these values."""
 
     __slots__ = ()
 
@@ -42,12 +45,12 @@ class Off(tuple[Any, ...]):
 
 
 class OffPrompt(Off):
-    """The same of what says what a prompt is: routes that only read one refuse it, too."""
+    """An `Off` field that changes the prompt: routes that only read a prompt refuse it, too."""
 
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a text says why a field changes nothing, whatever its value
+Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing, whatever its value
 
 _WHO = "says who asks: here a key does"
 _CACHE = "advice to a prompt cache: here every prefix is cached, and no token depends on it"
@@ -62,12 +65,12 @@ _LOADED = "says how long to keep a model loaded: it stays"
 
 
 def each(told: T, *names: str) -> dict[str, T]:
-    """Say the same of several fields."""
+    """Return a table in which all names have the same entry."""
     return dict.fromkeys(names, told)
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Say of fields that they belong to a switch."""
+    """Return a table of harmless fields that take effect only with a field that is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -97,7 +100,7 @@ VLLM: Table = {
     "guided_decoding_backend": "says which library compiles a grammar",
     "stream_interval": "collects tokens before they are told: each is told at once",
 }
-_SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"  # llama.cpp's, where none are named
+_SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"  # llama.cpp's default
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
     "json_schema": As("structured_outputs.json"),  # SGLang's, too
@@ -130,7 +133,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "says which device chooses tokens",
     "sse_ping_interval": "says how often a silent stream sends a comment: the server's option does",
 }
-# What llama.cpp's penalties look at; without a penalty it is the same whatever they say. Here they look at all tokens.
+# The tokens that llama.cpp's penalties cover. Penalties here cover all tokens. Without a penalty any value is harmless.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -218,13 +221,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# vLLM's that chat completions and completions have.
+# Fields of vLLM that only chat completions and completions accept.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# For the routes that take none of those names.
+# For the routes that accept none of the aliases.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -234,13 +237,13 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
 # For the routes that only read a prompt.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
-# And what changes nothing there: no token is chosen.
+# And the fields that change nothing on those routes, because they choose no token.
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Looks at the fields that routes do not know, and names each in the log once, as far as there is room."""
+    """Checks the fields that routes do not know. Logs each unknown field once, up to 100 per process."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
@@ -253,10 +256,10 @@ class ExtraFields:
         *,
         level: int = logging.INFO,
     ) -> None:
-        """Check the unknown fields of a request; those that are not harmless are ignored, and logged at `level`.
+        """Check the extra fields of a request; fields in no table are ignored, and logged at `level`.
 
-        Raises `RequestError` for one that would change the answer (unsupported: name -> the values that change
-        nothing, besides null).
+        extra: name -> value. unsupported: name -> the values that change nothing, in addition to null.
+        harmless: fields that change nothing. Raises `RequestError` for an unsupported field with another value.
         """
         if not extra:
             return
@@ -274,14 +277,17 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def tell_once(self, name: str, message: str) -> None:
-        """Warn of what a field says, once for each field."""
+        """Log a warning about a field, once for each field."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first field that would change the answer."""
+    """Raise `RequestError` for the first field that would change the answer.
+
+    given: name -> value. unsupported: name -> the values that change nothing, in addition to null.
+    """
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the routes in OpenAPI 3.1, made from their table and the types of their bodies and answers."""
+"""GET /openapi.json: an OpenAPI 3.1 document, made from the table of routes and the types of bodies and answers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 OllamaError = TypedDict("OllamaError", {"error": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
-_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # of a path as Starlette has it
+_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in a path of Starlette
 _OLDER = "The same under its older name."
-_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # the others' is OpenAI's
+_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # all other APIs: OpenAI's
 
 _STATUSES = {
     400: "Something is wrong with the request, or it has no Host or two; the error says what.",
@@ -62,12 +62,12 @@ _OTHER_HOST = 421
 
 @endpoint(answer=_Object)
 async def openapi(service: Service, http_request: Request) -> Response:
-    """This document."""
+    """Return this document."""
     return JSONResponse(describe(service, http_request.app.state.routes))
 
 
 def describe(service: Service, routes: Routes) -> _Object:
-    """Return the document of a server's routes, with its limits and names."""
+    """Return the OpenAPI document of a server's routes, with its limits and names."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -115,7 +115,7 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
 
 
 def _errors(route: Route, told: Endpoint, schemas: dict[Any, _Object]) -> _Object:
-    # An error before a request reaches its route is spelled as OpenAI's.
+    # An error before a request reaches its route has the form of OpenAI's.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if told.body is not None or status not in _POST_ONLY}
@@ -131,9 +131,9 @@ def _content(media_type: str, schema: _Object) -> _Object:
     return {"content": {media_type: {"schema": schema}}}
 
 
-@functools.cache  # it takes long, on the event loop
+@functools.cache  # slow, and it runs on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
-    """Return the schema of each type that a route takes or gives, and those that these refer to, by name."""
+    """Return the schema of each body and answer type, and by name the component schemas that they refer to."""
     told = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in told if each.body is not None}, key=lambda body: body.__name__)
     inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")

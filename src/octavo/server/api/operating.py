@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 @endpoint()
 async def health(service: Service, _http_request: Request) -> Response:
-    """Whether this process lives."""
+    """Return status 200 if this process is alive."""
     service.check_alive()
     return Response()
 
 
 @endpoint()
 async def ready(service: Service, _http_request: Request) -> Response:
-    """Whether requests are taken."""
+    """Return status 200 if the server accepts requests."""
     service.check_ready()
     return Response()
 
 
 @endpoint(answer=str)
 async def metrics(service: Service, http_request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Return metrics for Prometheus."""
     content, content_type = service.metrics.text(http_request.headers.get("accept", ""))
     return Response(content, media_type=content_type)
 
 
 @endpoint(answer=Version)
 async def version(_service: Service, _http_request: Request) -> Response:
-    """The version of octavo."""
+    """Return the version of octavo."""
     return JSONResponse({"version": __version__})

@@ -1,6 +1,6 @@
-"""Types of fields of requests, and of answers without a struct of their own: the OpenAPI document is made of them.
+"""Types of request fields, and of answers without a struct, for the OpenAPI document.
 
-Values are read by their routes, whose errors name the place; pydantic looks at none of these.
+pydantic does not check values against these types: the routes read the values, and their errors name the place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Says what a field holds, in the document alone: beside the type in `Annotated` that pydantic checks."""
+    """A field's type in the OpenAPI document, if it differs from the type in `Annotated` that pydantic checks.
+
+    kind: the type to show.
+    """
 
     kind: Any
 
@@ -37,7 +40,7 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits that the field `name` of `SamplingParams` has; more: numbers that a request may have besides."""
+    """Show the limits of the field `name` of `SamplingParams`. more: further numbers that a request may send."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -51,7 +54,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
-    BeforeValidator(lambda given: {} if given == [] else given),  # as llama.cpp says that there is none
+    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's spelling of none
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
@@ -120,7 +123,7 @@ ChatChoice = Mode | NamedChatTool | AllowedChatChoice
 
 Prediction = TypedDict("Prediction", {"type": Literal["content"], "content": Content})
 
-# --- of /api/chat
+# --- conversations of /api/chat
 OllamaFunction = TypedDict("OllamaFunction", {"name": str, "arguments": NotRequired[Object]})
 OllamaCall = TypedDict("OllamaCall", {"id": NotRequired[str | None], "function": OllamaFunction})
 OllamaMessage = TypedDict(
@@ -135,7 +138,7 @@ OllamaMessage = TypedDict(
     },
 )
 
-# --- of /v1/messages
+# --- conversations of /v1/messages
 ToolUse = TypedDict("ToolUse", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 ToolResult = TypedDict(
     "ToolResult", {"type": Literal["tool_result"], "tool_use_id": str, "content": NotRequired[Content]}
@@ -156,7 +159,7 @@ ThinkingConfig = TypedDict("ThinkingConfig", {"type": Literal["enabled", "disabl
 OutputFormat = TypedDict("OutputFormat", {"type": Literal["json_schema"], "schema": Object})
 OutputConfig = TypedDict("OutputConfig", {"effort": str | None, "format": OutputFormat}, total=False)
 
-# --- of /v1/responses
+# --- conversations of /v1/responses
 InputText = TypedDict("InputText", {"type": Literal["input_text", "output_text"], "text": str})
 InputContent = str | list[InputText]
 MessageItem = TypedDict(

@@ -1,4 +1,4 @@
-"""A request's fields to `SamplingParams`, on top of the checkpoint's own defaults."""
+"""Converts a request's fields to `SamplingParams`; missing fields have the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
-_ANY_SEED = -1  # as vLLM, llama.cpp and Ollama say that none is chosen
+_SCHEMA_KEYS = ("schema", "value")  # in a json_object: llama.cpp's name, and huggingface_hub's for a json_schema
+_ANY_SEED = -1  # no seed, in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) -> SamplingParams:
-    """Build a request's parameters: what its fields say that are named alike, but for what its API spells otherwise.
+    """Build sampling parameters from the request's fields that have the name of a field of `SamplingParams`.
 
-    own: that. Raises `RequestError` with the field's name.
+    defaults: values of the fields that are missing or null. own: values of the fields that the API names or reads
+    differently; they take precedence. Raises `RequestError` with the field's name.
     """
     known = type(request).model_fields
     given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -34,7 +35,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) ->
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format or vLLM's structured_outputs."""
+    """Read OpenAI's response_format or vLLM's structured_outputs. Raises `RequestError` if both are given."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -47,14 +48,17 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """Return how many tokens an answer may have at most; None, which -1 says, for what the context leaves."""
+    """Return the maximum number of tokens of an answer; None if only the context limits it.
+
+    given: the client's limit: -1 for none, None for `default`.
+    """
     if given == -1:
         return None
     return default if given is None else given
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Read what form an answer shall have, as OpenAI's API has it. Raises `RequestError`."""
+    """Read OpenAI's response_format; None for plain text. parameter: its name in errors. Raises `RequestError`."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     kind = "text" if given is None else given.get("type")
@@ -82,7 +86,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """JSON has strings as keys, where token ids are meant. Raises `RequestError`."""
+    """Convert the keys of a logit bias, which are strings in JSON, to token ids. Raises `RequestError`."""
     if not biases:
         return None
     for key in biases:

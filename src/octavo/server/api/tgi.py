@@ -1,6 +1,6 @@
 """POST /generate, /generate_stream and /, GET /info: the API of Hugging Face's text-generation-inference.
 
-`huggingface_hub.InferenceClient` speaks it. Parameters that are not served are refused by name.
+`huggingface_hub.InferenceClient` uses it. Unsupported parameters are refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# Beside `inputs`, `options` is not Ollama's but of Hugging Face's own service: caches and waiting.
+# Next to `inputs`, `options` is not Ollama's field, but that of Hugging Face's own service (caches and waiting).
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _SPELLED = {
@@ -56,7 +56,7 @@ _SPELLED = {
 
 
 class Grammar(BaseModel):
-    """What form the answer must have: a JSON schema or a regular expression."""
+    """The structure of the answer: a JSON schema or a regular expression."""
 
     model_config = ConfigDict(strict=True)
 
@@ -65,7 +65,7 @@ class Grammar(BaseModel):
 
 
 class GenerateParameters(Body):
-    """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
+    """Parameters of generation. Greedy unless do_sample, temperature, top_k, top_p or typical_p asks for sampling."""
 
     decoder_input_details: bool | None = None
     details: bool | None = None
@@ -94,7 +94,7 @@ class GenerateRequest(Body):
 
 
 class Details(Struct):
-    """What is told beside the text. receipt: octavo's own."""
+    """Details of a whole answer. receipt: octavo's own field."""
 
     finish_reason: str
     generated_tokens: int
@@ -113,7 +113,7 @@ class Generated(Struct):
 
 
 class StreamDetails(Struct):
-    """What is told beside the text, in a stream's last event. receipt: octavo's own."""
+    """Details in a stream's last event. receipt: octavo's own field."""
 
     finish_reason: str
     generated_tokens: int
@@ -123,7 +123,7 @@ class StreamDetails(Struct):
 
 
 class StreamEvent(Struct):
-    """POST /generate_stream: one token; the last one has the whole text."""
+    """POST /generate_stream: an event for one token; the last event has the whole text."""
 
     index: int
     token: Token
@@ -153,7 +153,7 @@ async def generate_either(service: Service, http_request: Request, request: Gene
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """Continue a prompt. in_list: a whole answer comes as a list of one, as TGI's does at /."""
+    """Continue a prompt. in_list: return a whole answer as a list of one element, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -246,7 +246,7 @@ def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
     value = grammar.value
     if kind == "json" and isinstance(value, str):
         value = _parsed(value)
-    if grammar.type == "json_schema" and isinstance(value, dict):  # with its name, as OpenAI has it
+    if grammar.type == "json_schema" and isinstance(value, dict):  # an object with name and schema, as in OpenAI's API
         value = value.get("schema")
     if kind is None or (kind == "json" and not isinstance(value, dict)):
         raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")
@@ -263,14 +263,14 @@ def _parsed(text: str) -> Any:
 
 
 def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
-    """Return a prompt of a text's last tokens: truncate."""
+    """Return a prompt of a text's last `num_kept` tokens. Raises `RequestError` if `num_kept` is below 1."""
     if num_kept < 1:
         raise RequestError("truncate must be at least 1", parameter="truncate")
     return {"prompt": text, "prompt_token_ids": service.engine.input_processor.encode_end(text, num_kept)}
 
 
 class GenerateReply:
-    """Spells outputs as TGI does."""
+    """Converts outputs to answers of TGI's API."""
 
     def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
         self._is_special = service.engine.input_processor.tokenizer.is_special
@@ -290,7 +290,7 @@ class GenerateReply:
         for token in tokens:
             token.text = ""
         rest = self._share_text(tokens, update.output, whole=self._text if completion.finished else None)
-        tokens = tokens or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
+        tokens = tokens or [Token(0, "", None, special=True)]  # an end without a token, such as an abort
         tokens[-1].text += rest
         events = []
         for position, token in enumerate(tokens):
@@ -320,7 +320,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """The last token's event is the last one."""
+        """Return nothing: the event of the last token ends the stream."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
@@ -344,7 +344,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error in mid-stream."""
+        """Return the event of an error during a stream."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:

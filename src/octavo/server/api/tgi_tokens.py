@@ -31,7 +31,7 @@ class TokenTexts:
     """Gives each token of an answer the text that it adds. Joined, the visible tokens' texts are the answer."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
-        """detokenizer: starts after the prompt, and hides special tokens."""
+        """detokenizer: begins after the prompt, and hides special tokens."""
         self._detokenizer = detokenizer
         self._held = ""  # text that belongs to the next visible token
         self._num_chars = 0
@@ -39,9 +39,9 @@ class TokenTexts:
     def share(self, tokens: list[Token], whole: str | None) -> str:
         """Set the texts of the next tokens; special tokens keep theirs.
 
-        whole: the whole answer, with the last tokens. A stop string may end it inside of a token's text, and it may end
-        with bytes that never became a character: the last visible token of these has them. Returns that end if none of
-        these tokens is visible.
+        whole: the whole answer if these are its last tokens, otherwise None. A stop string may end the answer within a
+        token's text. The answer may also end with bytes that never became a character: the last visible token gets
+        them. Returns this remaining text if no token is visible, otherwise "".
         """
         visible = None
         for token in tokens:

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as vLLM has them, and as llama.cpp's server has."""
+"""POST /tokenize and POST /detokenize, as in vLLM and in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 
-# What would change the tokens, or the text; the template is the server's.
+# Fields that would change the tokens or the text, with the values that change nothing. The template is the server's.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **OF_PROMPTS,
     "chat_template": Off(),
@@ -42,10 +42,10 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeRequest(ChatFields, Aliased, Body):
-    """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default.
+    """A text, or a conversation to be rendered by the chat template.
 
-    content: the text as llama.cpp's clients name it; without add_special it gets none.
-    Of a chat's fields those are read that its prompt depends on.
+    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's name of the text, which
+    gets special tokens only with add_special. Of the fields of a chat, only those that its prompt depends on are read.
     """
 
     model: str | None = None
@@ -61,7 +61,7 @@ class TokenizeRequest(ChatFields, Aliased, Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids. skip_special_tokens: SGLang's, and false unless it is said."""
+    """Token ids. skip_special_tokens: SGLang's field, false by default."""
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]
@@ -98,7 +98,7 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
-    """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
+    """Run the work and encode its result on a thread. It takes a place in the limits, like any other request."""
     with service.enter(http_request, 1) as place:
         content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")
@@ -127,7 +127,7 @@ def _told(token_id: int, piece: str | bytes) -> TokenPiece:
     if isinstance(piece, str):
         return TokenPiece(token_id, piece)
     try:
-        return TokenPiece(token_id, piece.decode())  # of a vocabulary that spells a line's end by its byte
+        return TokenPiece(token_id, piece.decode())  # some vocabularies have a line's end as a byte
     except UnicodeDecodeError:
         return TokenPiece(token_id, list(piece))
 

@@ -1,4 +1,4 @@
-"""vLLM's truncate_prompt_tokens: a prompt of which only so many tokens are kept."""
+"""vLLM's truncate_prompt_tokens: keeps a limited number of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How many tokens of a prompt are kept: the last ones, or the first. num_tokens: None for all."""
+    """The number of prompt tokens to keep.
+
+    num_tokens: None keeps all. from_left: cut on the left, so that the last tokens are kept; otherwise the first.
+    """
 
     num_tokens: int | None = None
     from_left: bool = True
 
     @classmethod
     def of(cls, request: TruncationFields, num_output_tokens: int, max_model_len: int) -> Truncation:
-        """Read a request; -1 stands for as many tokens as leave room for the output."""
+        """Read a request's truncation; -1 keeps as many tokens as fit in addition to `num_output_tokens`."""
         num_tokens = request.truncate_prompt_tokens
         if num_tokens == -1:
             num_tokens = max(1, max_model_len - num_output_tokens)
         return cls(num_tokens, request.truncation_side != "right")
 
     def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:
-        """Return what is kept of a prompt: the text, or its token ids. Raises `RequestError`."""
+        """Truncate a prompt, a string or an object with token ids. Raises `RequestError`."""
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt": they were counted
+            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt" marks them as counted
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids that are kept of a text, of which not much more is read. Raises `RequestError`."""
+        """Tokenize only the part of a text that is kept. Raises `RequestError`."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

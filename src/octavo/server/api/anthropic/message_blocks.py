@@ -1,4 +1,4 @@
-"""Conversations as Anthropic's API spells them, in blocks: checked, and brought into the form that templates read."""
+"""Checks the blocks of Anthropic's conversations and converts them to messages that chat templates read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.server.api.extra_fields import each
 
 if TYPE_CHECKING:
     Message = dict[str, Any]
-    Placed = tuple[Any, str]  # a block, and where it stands
+    Placed = tuple[Any, str]  # a block and its position in the request
 
 _ACCOUNTING = "x-anthropic-billing-header"
 _ROLES = {"user", "assistant", "system"}
@@ -43,7 +43,7 @@ _REFUSED: dict[str, str] = {
     "compaction": "it holds what Anthropic's servers made of older turns; send the turns",
     "fallback": "there is one model",
 }
-# What may stand where.
+# The types that each place accepts.
 SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, each(_SETTING, "tool_addition", "tool_removal"))
 USER_BLOCKS = BlockTypes(
     {**_TEXTS, "tool_result": _TOOL_RESULT},
@@ -64,9 +64,9 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Return the messages as chat templates read them: turns of one role behind each other are one turn.
+    """Return the messages in the form that chat templates read. Raises `RequestError` with the place.
 
-    Raises `RequestError` with the place.
+    Consecutive turns of the same role are joined.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
@@ -79,9 +79,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Return what the system says, without Claude Code's note for Anthropic's accounting.
+    """Return the system message, without Claude Code's note for Anthropic's accounting.
 
-    That differs in every request and stands before all else: no prefix of a conversation would be found in the cache.
+    That note is at the beginning and differs in every request, so the conversation would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -93,7 +93,7 @@ def _read_system(system: Any) -> list[Message]:
 
 
 def _read_blocks(message: Any, place: str) -> tuple[str, list[Placed]]:
-    """Return a message's role and its blocks; a plain text is a block, too."""
+    """Return a message's role and its blocks with their places; a plain string becomes one block."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
@@ -110,7 +110,7 @@ def _placed(content: Any, place: str) -> list[Placed]:
 
 
 def _read_answer(blocks: list[Placed]) -> Message:
-    """Read what the model said, thought and called. A call without text has null: how is for the template to say."""
+    """Read an assistant's turn: its texts, thoughts and calls. The content of calls without text is None."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
             case "thinking":
                 thoughts.append(text_field(block, "thinking", place))
             case "redacted_thinking":
-                text_field(block, "data", place)  # which nobody can read
+                text_field(block, "data", place)  # checked only: its content is encrypted
             case kind:
                 texts.append(_read_text(kind, block, place))
     message: Message = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
@@ -133,7 +133,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Read what a user said, and what tools gave: results are messages of their own for chat templates."""
+    """Read a user's or system's turn. Results of tools become separate messages, as chat templates need them."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []
@@ -150,13 +150,13 @@ def _content(texts: list[str]) -> str | list[dict[str, str]]:
 
 
 def _read_texts(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Read a text or blocks that have one."""
+    """Read a string, or blocks that have text."""
     blocks = _placed(content, place)
     return _content([_read_text(types.check(block, where), block, where) for block, where in blocks])
 
 
 def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
-    """Return the text of a block: a document and a search result have tags around them, so that one sees its ends."""
+    """Return the text of a block. Documents and search results get tags around them, which mark their ends."""
     match kind:
         case "document":
             told = [name for name in ("title", "context") if block.get(name) is not None]
@@ -167,7 +167,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
             text = text_of(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
             return _tagged("search_result", "\n".join([*about, text]))
         case "tool_reference":
-            return text_field(block, "tool_name", place)  # all tools are shown, deferred ones, too
+            return text_field(block, "tool_name", place)  # the template gets all tools, including deferred ones
     return text_field(block, "text", place)
 
 
@@ -190,7 +190,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
         raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
     text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
     if is_error and not text:
-        text = "error"  # templates have no other place for it; mostly the content says what went wrong
+        text = "error"  # templates have no field for errors; usually the content describes it
     return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, as its SDK and agents speak it."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, as its SDK and agents use it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The engine's names of parameters, and Anthropic's.
+# The engine's name of a parameter -> Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
 _FORMAT = "output_config.format"
 _OUTPUT_CONFIG = {"effort", "format"}
@@ -64,7 +64,7 @@ _THINKING = BlockTypes(
     {"enabled": fields(harmless=_THOUGHTS), "adaptive": fields(harmless=_THOUGHTS), "disabled": fields()},
     {"between_tools": "a chat template begins thinking or does not"},
 )
-# What would change the answer, and the values that change nothing.
+# Fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "chat_template", "compaction", "container", "thread"),
     **each(Off(), "output_format"),  # an older name of output_config.format
@@ -74,9 +74,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ThreadsUnsupportedError(RequestError):
-    """A request asks the server to hold its conversation, which Anthropic's API calls a thread.
+    """A request asks the server to store its conversation, which Anthropic's API calls a thread.
 
-    Anthropic's SDK reads `details` and sends the whole conversation instead.
+    Anthropic's SDK reads `details` and then sends the whole conversation instead.
     """
 
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -89,7 +89,7 @@ class ThreadsUnsupportedError(RequestError):
 class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens.
 
-    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
+    An unlisted field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
     """
 
     model: str
@@ -116,7 +116,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageUsage(Struct):
-    """Token counts; those of the prompt that were found in the prefix cache stand apart. receipt: octavo's own."""
+    """Token counts. input_tokens excludes tokens found in the prefix cache. receipt: octavo's own field."""
 
     input_tokens: int
     output_tokens: int
@@ -187,7 +187,7 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
 
 
 def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    """Read the schema that an answer shall have. Raises `RequestError`."""
+    """Read the schema that the answer must follow. Raises `RequestError`."""
     config = config or {}
     if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
         name = f"output_config.{min(unknown)}"[:100]
@@ -208,7 +208,7 @@ def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | No
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the chat template is told: an answer that has begun already is gone on with."""
+    """Return the template's options. A last message of the assistant is continued."""
     options = continuing(messages)
     effort = (request.output_config or {}).get("effort")
     options |= effort_options(effort, "output_config.effort")
@@ -239,24 +239,24 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by what they grow by
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by the kind of part
 
 
 class MessageReply:
-    """Spells outputs as messages: blocks of text, thinking and calls, one behind the other."""
+    """Converts outputs to messages: a sequence of blocks of text, thinking and calls."""
 
     def __init__(self, job: Job, form: AnswerForm) -> None:
         self._job = job
         self._form = form
         self._reader = AnswerReader(form)
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # of the last one
+        self._arguments = ""  # of the last block
         self._is_cut = False
         self._is_open = False
         self._end: dict[str, Any] = {}
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return the events of some update."""
+        """Return the events of an update."""
         begun = b""
         if update.is_first:
             num_cached = update.output.num_cached_tokens
@@ -266,7 +266,7 @@ class MessageReply:
         return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events: why it ended, and the counts."""
+        """Return the last events: the reason of the end, and the counts."""
         return self._tell("message_delta", delta=self._end, usage=_usage_of(usage)) + self._tell("message_stop")
 
     def error(self, error: HttpError) -> bytes:
@@ -319,7 +319,7 @@ class MessageReply:
         return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
 
     def _input(self) -> dict[str, Any]:
-        """Return the arguments of the last call: if it was cut off, those that came."""
+        """Return the arguments of the last call; if the call was cut off, those that are complete."""
         if self._is_cut:
             return begun_arguments(self._arguments)
         whole = parse_arguments(self._arguments)
@@ -338,7 +338,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Sign thoughts: clients send only those back that are signed. Nothing here asks for it, and it proves nothing."""
+    """Return a signature of thoughts: clients send back only signed ones. It proves nothing, and no code reads it."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

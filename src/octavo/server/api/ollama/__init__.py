@@ -1,1 +1,1 @@
-"""Ollama's API: chat, generate, embeddings, and what its clients ask of models. Nothing here loads or changes one."""
+"""Ollama's API: chat, generate, embeddings, and descriptions of models. No route loads or changes a model."""

@@ -89,7 +89,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
-    """Check a request's fields; return what it tells its job beside its prompt and parameters."""
+    """Check a request's fields; return the fields of its job, except prompt and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
     spelled = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
@@ -102,14 +102,14 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, told: Answer) -> Response:
-    """Answer an empty request, which loads or unloads a model. Here the model stays loaded in both cases."""
+    """Answer an empty request, by which Ollama loads or unloads a model. Here the model stays loaded in both cases."""
     service.check_ready()
     told.done, told.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(told)
 
 
 class OllamaReply:
-    """Spells outputs as lines, the last of which has the counts. Calls are told whole."""
+    """Converts outputs to lines; the last line has the counts. Each call is sent as a whole."""
 
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
@@ -135,7 +135,7 @@ class OllamaReply:
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return the line of an error in mid-stream."""
+        """Return the line of an error during a stream."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
@@ -165,10 +165,10 @@ class OllamaReply:
         return told
 
     def _end_call(self, message: AnswerMessage) -> list[Call]:
-        """Return the call that has ended.
+        """Return the call that has ended, if any.
 
-        A call that was cut off, or whose arguments are no object, is added to the message's content: clients run every
-        call they see, and would run this one without its arguments.
+        A call that was cut off or has invalid arguments is added to the message's content instead: clients run every
+        call that they receive, and would run this one without its arguments.
         """
         name, text, self._called, self._arguments = self._called, self._arguments, "", ""
         if not name:
@@ -198,7 +198,11 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return what requests took from first to last, in nanoseconds: all of it, until the first token, behind it."""
+    """Return the durations of requests in nanoseconds: in total, until the first token, and after it.
+
+    Several requests count as one, from the earliest to the latest time. All are 0 if no request has both started and
+    finished.
+    """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:
         return 0, 0, 0

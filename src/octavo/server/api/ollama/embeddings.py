@@ -1,4 +1,4 @@
-"""POST /api/embed, and /api/embeddings, its older form."""
+"""POST /api/embed and its older form, /api/embeddings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
     """Turn texts into vectors.
 
-    Their length is 1.
+    The vectors are normalized to length 1.
     """
     model = request.settle(service)
     if request.input in (None, "", []):
@@ -56,7 +56,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
 async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
     """Turn a text into a vector.
 
-    Its length is 1.
+    The vector is normalized to length 1.
     """
     model = request.settle(service)
     if not request.prompt:
@@ -65,13 +65,13 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
 
 
 def _none(service: Service, told: Struct) -> Response:
-    """Say that the model is there, which is what an empty request asks for."""
+    """Answer an empty request, which asks whether the model is ready."""
     service.check_ready()
     return json_response(told)
 
 
 class EmbedReply:
-    """Spells outputs as vectors; there are no streams of them."""
+    """Converts outputs to vectors. They are never streamed."""
 
     def __init__(self, request: EmbedRequest, _job: Job) -> None:
         self._request = request
@@ -87,7 +87,7 @@ class EmbedReply:
 
 
 class EmbeddingReply:
-    """Spells one output as a vector."""
+    """Converts one output to a vector."""
 
     def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
         """Return the vector."""

@@ -1,4 +1,4 @@
-"""Messages as Ollama's API spells them, brought into the form of chat completions, which templates read."""
+"""Converts messages of Ollama's API to messages of chat completions, which chat templates read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check messages, and spell them as those of chat completions. Raises `RequestError` with the place.
+    """Check messages and convert them to those of chat completions. Raises `RequestError` with the place.
 
-    Calls and results need no ids in this API, and some templates want them: the same ones in every turn.
+    Calls and results need no ids in this API, but some templates require them. So ids are made from positions, which
+    gives a call the same id in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_spelled(message, index, open_calls) for index, message in enumerate(messages)])
 
 
 def _spelled(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """Spell one message. open_calls: tools by the ids of calls that have no result yet; mutated."""
+    """Convert one message. open_calls: call id -> tool name, for calls that have no result yet; mutated."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -48,7 +49,7 @@ def _with_id(call: Any, own: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Return the name of the tool that each call names; what is wrong with them is told where they are read."""
+    """Return call id -> name of the called tool. `read_messages` reports the errors in calls."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

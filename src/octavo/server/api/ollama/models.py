@@ -1,4 +1,4 @@
-"""What clients of Ollama ask of models: GET /api/tags, /api/ps and /api/version, POST /api/show."""
+"""Ollama's routes that describe models: GET /api/tags, /api/ps and /api/version, POST /api/show."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-API_VERSION = "0.12.11"  # the version of Ollama whose API this is: clients ask for a least one
-_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # when a model is unloaded that Ollama keeps for ever
+API_VERSION = "0.12.11"  # the version of Ollama that has this API: clients require a minimum
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's expiry time of a model that it never unloads
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
 
 @endpoint()
 async def refuse(_service: Service, _http_request: Request) -> Response:
-    """Raise `NotAllowedError`: models are the operator's."""
+    """Raise `NotAllowedError`: only the operator may change models."""
     raise NotAllowedError("this server changes no models: it serves the one that it was started with")
 
 
 @endpoint(answer=Version)
 async def version(_service: Service, _http_request: Request) -> Response:
-    """The version of Ollama that this is like."""
+    """Return the version of Ollama's API that is served."""
     return json_response({"version": API_VERSION})
 
 
@@ -41,7 +41,7 @@ async def version(_service: Service, _http_request: Request) -> Response:
 async def tags(service: Service, http_request: Request) -> Response:
     """List the models.
 
-    Names have a tag, as clients write them.
+    The names have a tag, as clients expect.
     """
     started = http_request.app.state.started
     return json_response({"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]})
@@ -51,7 +51,7 @@ async def tags(service: Service, http_request: Request) -> Response:
 async def loaded(service: Service, _http_request: Request) -> Response:
     """List the models that are loaded.
 
-    All of them are, and they are never unloaded.
+    All models are loaded, and they are never unloaded.
     """
     room = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
     return json_response({"models": [{**_card(service, name), **room} for name in service.model_names]})
@@ -61,7 +61,7 @@ async def loaded(service: Service, _http_request: Request) -> Response:
 async def show(service: Service, http_request: Request, request: ShowRequest) -> Response:
     """Describe a model.
 
-    The answer has neither its files nor its template, which are the operator's.
+    The answer has neither the model's files nor its template, because these belong to the operator.
     """
     asked = request.model or request.name
     if not asked:
@@ -94,7 +94,7 @@ async def show(service: Service, http_request: Request, request: ShowRequest) ->
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Describe a name. size: what weights take; digest: of the name, as clients tell models apart by it."""
+    """Describe a served name. size: bytes of the weights. digest: of the name, as clients identify models by it."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
     size = service.model_info.weight_bytes
@@ -114,7 +114,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """Write a number as people say it: 134.5M. "" where it is not known."""
+    """Write a number with a suffix, such as 134.5M; "" for 0, which means unknown."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"

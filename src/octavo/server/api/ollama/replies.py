@@ -1,4 +1,4 @@
-"""What clients of Ollama get. Durations are nanoseconds."""
+"""Answers of Ollama's API. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _now() -> datetime:
 
 
 class FunctionToCall(Struct):
-    """What is called."""
+    """The called function and its arguments."""
 
     index: int
     name: str
@@ -24,14 +24,14 @@ class FunctionToCall(Struct):
 
 
 class Call(Struct):
-    """A call of a tool, whole."""
+    """A complete call of a tool."""
 
     id: str
     function: FunctionToCall
 
 
 class AnswerMessage(Struct):
-    """An answer, or what it grew by."""
+    """An answer, or its next piece in a stream."""
 
     role: str = "assistant"
     content: str = ""
@@ -40,10 +40,11 @@ class AnswerMessage(Struct):
 
 
 class Answer(Struct):
-    """A line of a stream, or a whole answer. message: of a chat; response and thinking: of a prompt.
+    """A whole answer, or a line of a stream.
 
-    cached_tokens, receipt: octavo's own; the first are those of the prompt that were found in the prefix cache. The
-    counts stand last: a router reads them there, whatever a model has written before.
+    message: in an answer to a chat. response, thinking: in an answer to a prompt. cached_tokens, receipt: octavo's own
+    fields; cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last
+    fields: a router reads them from the end, so text of the model cannot be mistaken for them.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""What clients of Ollama may send. Types are strict; None means "the default"."""
+"""Requests of Ollama's API. Types are strict; None means "the default"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "says how to load a model: it is loaded already"
-# Options that change nothing. Options in neither table are unknown to Ollama, too, which ignores them.
+# Options that change nothing. Options in neither table are unknown to Ollama, too, and it ignores them.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -43,10 +43,10 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "penalize_newline": Off(True),
     "tfs_z": UNSUPPORTED_OR_ALIAS["tfs_z"],
 }
-# Beside `options`: what would change the answer, and the values that change nothing.
+# Fields next to `options` that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # what a full context has no room for is refused, whatever they say
+    **each(Off(False, True), "shift", "truncate"),  # no value helps: too long a prompt is refused
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -54,13 +54,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
-_LAST_N = 64  # tokens that penalties look at in Ollama where nothing is said
+_LAST_N = 64  # Ollama's default of repeat_last_n, the number of last tokens that penalties cover
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # of num_predict, besides -1; a full context ends an answer here
+_NO_LIMIT = (-2, 0)  # values of num_predict that mean no limit, like -1; here a full context ends an answer
 _ZERO_TIME = re.compile(
     r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
-)  # as Go writes durations
+)  # a duration of 0 in Go's notation
 _SPELLED = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -68,7 +68,7 @@ _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_
 
 
 class Options(SamplingControls):
-    """How tokens are chosen: Ollama's names, and vLLM's. What says how to load a model changes nothing."""
+    """Options that choose tokens, under Ollama's names and vLLM's. Options about loading a model change nothing."""
 
     num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | list[types.StopText])] | None = None
@@ -92,7 +92,7 @@ class Options(SamplingControls):
 
 
 class AnswerRequest(Body):
-    """What both routes take whose answers a model writes."""
+    """Fields that /api/chat and /api/generate share."""
 
     model: str
     stream: bool | None = None
@@ -101,12 +101,15 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # as Open WebUI sends it, too
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Return the name that is served. Raises `RequestError` for a field that would be ignored."""
+        """Return the served name of the model.
+
+        Raises `ModelNotFoundError`, and `RequestError` for an unsupported field that would change the answer.
+        """
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -119,7 +122,10 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return how tokens are chosen; without num_predict the checkpoint's limit holds, or else the context's."""
+        """Return the sampling parameters. Raises `RequestError`.
+
+        Without num_predict the checkpoint's limit applies, or that of the context if the checkpoint has none.
+        """
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -144,14 +150,14 @@ class AnswerRequest(Body):
 
     @property
     def is_unloading(self) -> bool:
-        """Whether an empty request asks to unload the model: with a keep_alive of 0."""
+        """Return True if an empty request asks to unload the model: its keep_alive is 0."""
         given = self.keep_alive
         if isinstance(given, str):
             return _ZERO_TIME.fullmatch(given) is not None
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return what the chat template is told. Raises `RequestError` for thinking where it knows none."""
+        """Return the template's options. Raises `RequestError` if the model cannot think and the request wants it."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -161,14 +167,14 @@ class AnswerRequest(Body):
 
 
 class ChatRequest(AnswerRequest):
-    """POST /api/chat. Without messages the model is loaded, which it is."""
+    """POST /api/chat. A request without messages asks to load the model, which is loaded already."""
 
     messages: Annotated[list[Any], Shown(list[types.OllamaMessage])] | None = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
 
 
 class PromptRequest(AnswerRequest):
-    """POST /api/generate. Without a prompt the model is loaded. raw: the prompt stands as it is, without a template."""
+    """POST /api/generate. A request without a prompt asks to load the model. raw: do not apply the chat template."""
 
     prompt: str | None = None
     system: str | None = None
@@ -176,40 +182,46 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """What both routes take that give vectors. options: they say how tokens are chosen, and none is."""
+    """Fields that both routes of embeddings share. options: ignored, as they choose tokens, and none is chosen."""
 
     model: str
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Return the name that is served. Raises `RequestError` for a field that would be ignored."""
+        """Return the served name of the model.
+
+        Raises `ModelNotFoundError`, and `RequestError` for an unsupported field that would change the vectors.
+        """
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: false refuses an input that is too long, of which else the beginning counts."""
+    """POST /api/embed. truncate: false refuses an input that is too long; otherwise only its beginning is used."""
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all, as Ollama's own clients say
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0, from Ollama's own clients: all
 
 
 class EmbeddingsRequest(_VectorsRequest):
-    """POST /api/embeddings, the older form of one text."""
+    """POST /api/embeddings, the older form for one text."""
 
     prompt: str | None = None
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: what older clients call the model."""
+    """POST /api/show. name: the field of older clients for the model."""
 
     model: str | None = None
     name: str | None = None
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name for one that may have Ollama's tag. Raises `ModelNotFoundError`, in Ollama's words."""
+    """Return the served name for a name with or without Ollama's tag.
+
+    Raises `ModelNotFoundError` with Ollama's message.
+    """
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

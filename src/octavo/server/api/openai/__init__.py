@@ -1,1 +1,1 @@
-"""OpenAI's API: completions, chat completions, responses, embeddings. Names of fields are OpenAI's and vLLM's."""
+"""OpenAI's API: completions, chat completions, responses, embeddings. Fields have OpenAI's and vLLM's names."""

@@ -87,7 +87,11 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Without max_tokens (newer: max_completion_tokens) the checkpoint's limit holds, or else the context's."""
+    """Return the sampling parameters. Raises `RequestError`.
+
+    Without max_tokens (newer: max_completion_tokens) the checkpoint's limit applies, or that of the context if the
+    checkpoint has none.
+    """
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
@@ -104,21 +108,21 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 
 
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
-    """Spells outputs as chat completions."""
+    """Converts outputs to chat completions."""
 
     def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
         self._piece = service.engine.output_processor.piece
         self._form = form
         self._request = request
-        # What has the reasoning; None where it is left out.
+        # The answer's field for reasoning; None if reasoning is omitted.
         self._reasoning_field = None if request.include_reasoning is False else service.config.reasoning_field
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """The first one of a choice has the role.
+        """Return the next delta of a choice; the first one has the role. None if there is nothing to send.
 
-        Plain content has a chunk for each step, empty where its text is held back.
+        Plain content has a chunk for each step, which is empty if the text is held back.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -128,7 +132,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
-            return None  # a parser waits for more
+            return None  # a parser holds the text back
         choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
         choice.token_ids = token_ids
         if update.is_first:
@@ -146,7 +150,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         event.prompt_token_ids = update.output.prompt_token_ids if self._request.return_token_ids else None
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add how many of the tokens were reasoning."""
+        """Add the number of reasoning tokens."""
         if self._form.has_reasoning:
             num_tokens = sum(answer.reader.num_reasoning_tokens for answer in self._answers.values())
             usage.completion_tokens_details = usage.completion_tokens_details or CompletionTokensDetails()
@@ -156,7 +160,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
         chunk = ChatCompletionChunk(self._job.request_id, self._job.created, self._job.model, choices)
         if self._job.include_usage:
-            chunk.usage = usage  # null until the last event, unless counts are wanted all along
+            chunk.usage = usage  # null before the last event, unless the client wants continuous counts
         return chunk
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
@@ -164,7 +168,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return chat_logprobs(completion.logprobs, num_top, self._piece, as_ids=as_ids)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-        """All n choices of the one prompt."""
+        """Return all n choices of the prompt."""
         (output,) = outputs
         choices = [self._choice(each) for each in output.outputs]
         counts = self._counted(usage)
@@ -188,7 +192,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """One choice while it grows."""
+    """The state of one choice of an answer."""
 
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
@@ -197,7 +201,7 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return a whole answer, which is what it grew by at once."""
+        """Return the message of a whole answer."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
@@ -208,7 +212,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return what an answer grew by."""
+        """Return the next delta of the answer; None if it is empty."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 
@@ -222,7 +226,7 @@ class _Answer:
                     delta.reasoning_content = (delta.reasoning_content or "") + part.text
                 case _:
                     delta.tool_calls = delta.tool_calls or []
-                    if part.kind == "arguments" and delta.tool_calls:  # a chunk tells of each call once
+                    if part.kind == "arguments" and delta.tool_calls:  # one entry of a call in each chunk
                         delta.tool_calls[-1].function.arguments += part.text
                         continue
                     call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
@@ -231,7 +235,7 @@ class _Answer:
         return delta
 
     def _named(self, answer: Told) -> Told:
-        """Give the reasoning the name that the server has for it."""
+        """Move the reasoning to the field that the server is configured to use."""
         if self._reasoning_field == "reasoning" and answer.reasoning_content is not UNSET:
             answer.reasoning, answer.reasoning_content = answer.reasoning_content, UNSET
         return answer
@@ -241,7 +245,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Tell why it ended, in the API's words: a call that the client forced by name is an ordinary end."""
+        """Return the finish reason: "tool_calls" if a call ended the answer, unless the client forced it by name."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

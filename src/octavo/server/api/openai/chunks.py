@@ -1,4 +1,4 @@
-"""What chat completions and completions share: what a request tells its job, and answers as chunks."""
+"""Shared code of chat completions and completions: options of a job, and answers as chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return what the OpenAI API's requests tell a job beside their prompts and parameters."""
+    """Return the fields of a request's `Job`, except prompts and parameters. prompt_field: its name of the prompt."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -36,7 +36,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
 
 
 class OpenAIReply(Generic[Choice, Chunk]):
-    """What replies share that are chunks."""
+    """Base of replies that are streamed as chunks."""
 
     _done = b"data: [DONE]\n\n"
 
@@ -44,9 +44,10 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
+        """Return the chunks of an update. usage: the counts so far, if the client wants them in each chunk.
 
-        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
+        A chunk is sent even if its text is held back, so that a client can count chunks to see when tokens arrive.
+        The finish reason has a last chunk of its own: a client that stops reading at it has received everything.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -57,27 +58,27 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
-        """Return the counts, if they are asked for, and the end."""
+        """Return the counts, if the client asked for them, and the end of the stream."""
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error object, and the end."""
+        """Return an error object and the end of the stream."""
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return what a choice grew by; None where a client hears of nothing."""
+        """Return the next piece of a choice; None if there is nothing to send."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
-        """Return why a choice ended, and nothing else."""
+        """Return the last piece of a choice, which has only the reason of its end."""
         raise NotImplementedError
 
     def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add what the first chunk of a choice has besides."""
+        """Add the fields that only the first chunk of a choice has."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Return the last counts."""
+        """Return the counts at the end of a stream; a subclass may add details."""
         return usage

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.token_places import TokenPlace
     from octavo.server.service import Service
 
-MAX_CHOICES = 1024  # of one request: prompts times n
+MAX_CHOICES = 1024  # choices of one request: prompts times n
 
 
 @endpoint(body=CompletionRequest, answer=Completion, is_streamed=True)
@@ -71,7 +71,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
-        if request.prompt_logprobs is None:  # those of an echo
+        if request.prompt_logprobs is None:  # only an echo sets them
             job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
@@ -79,7 +79,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Return what is kept of prompts, cut beside the event loop."""
+    """Truncate prompts, on a thread instead of the event loop."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -89,12 +89,15 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """An echo with logprobs needs those of the prompt; max_tokens 0 with an echo scores a prompt."""
+    """Return the sampling parameters. Raises `RequestError`.
+
+    An echo with logprobs also needs those of the prompt. max_tokens 0 with an echo only scores the prompt.
+    """
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
     if request.echo and max_tokens == 0:
-        max_tokens = 1  # a model computes nothing without a next token; it is left out of the reply
+        max_tokens = 1  # the engine samples at least one token; the reply omits it
     params = sampling_params(request, defaults, max_tokens=max_tokens, structured_outputs=read_structure(request))
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
@@ -102,7 +105,10 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return the prompts of a field: text, texts, token ids, or lists of token ids. Raises `RequestError`."""
+    """Return a field's prompts. Raises `RequestError`.
+
+    prompt: a text, texts, token ids, or lists of token ids. name: the field's name. limit: maximum number of prompts.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -124,17 +130,20 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Whether the prompt stands before its completion, or alone. What all choices of a prompt echo is made once."""
+    """The echo of prompts; its text and places are computed once for all choices of a prompt.
+
+    is_wanted: the prompt is returned before its completion. is_alone: it is returned without a completion.
+    """
 
     is_wanted: bool
     is_alone: bool
     processor: OutputProcessor
     skip_special_tokens: bool
-    texts: dict[str, str] = field(default_factory=dict)  # by request id, as the next
+    texts: dict[str, str] = field(default_factory=dict)  # by request id, like places
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """The text that is echoed."""
+        """Return the echoed text; "" if there is no echo."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -145,7 +154,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """The places of the prompt's tokens in that text."""
+        """Return the places of the prompt's tokens in the echoed text."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -157,13 +166,13 @@ class Echo:
         return self.places[output.request_id]
 
     def places_behind(self, output: RequestOutput) -> TokenPlaces:
-        """What finds the places of a choice's tokens."""
+        """Return an object that finds the places of a choice's tokens, after the echo."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
-    """Spells outputs as text completions."""
+    """Converts outputs to text completions."""
 
     def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)
@@ -172,7 +181,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         self._scored: dict[int, PlacedLogprobs] = {}  # by choice
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
-        """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
+        """Return the next piece of a choice; the first one has the echoed prompt. None if only the end remains."""
         choice = self._choice(update.choice, update.completion, update.output, with_prompt=update.is_first)
         has_tokens = choice.token_ids or (choice.logprobs is not None and choice.logprobs.tokens)
         return choice if choice.text or has_tokens or not update.completion.finished else None
@@ -187,7 +196,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Spell n choices for each prompt, in the order of the prompts."""
+        """Return n choices for each prompt, in the order of the prompts."""
         choices = [
             self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)

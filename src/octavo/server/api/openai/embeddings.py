@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
 
-MAX_INPUTS = 2048  # as the OpenAI API
-# What would change a vector, and the values that change nothing: of vLLM, llama.cpp, TEI, and services behind gateways.
+MAX_INPUTS = 2048  # as in OpenAI's API
+# Fields that would change a vector, with the values that change nothing: of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -55,7 +55,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class EmbeddingRequest(Body, TruncationFields):
-    """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
+    """POST /v1/embeddings. The route checks `input`: a text, texts, token ids or lists of token ids."""
 
     model: str | None = None
     input: Annotated[Any, Shown(Prompts)]
@@ -65,7 +65,7 @@ class EmbeddingRequest(Body, TruncationFields):
     cache_salt: CacheSalt | None = None
 
     def check(self, max_model_len: int) -> None:
-        """Raise `RequestError` for a wrong number of tokens to keep, or more than an input may have."""
+        """Raise `RequestError` if truncate_prompt_tokens is invalid or above the maximum length of an input."""
         self.check_truncation()
         if (self.truncate_prompt_tokens or 0) > max_model_len:
             message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"
@@ -73,7 +73,7 @@ class EmbeddingRequest(Body, TruncationFields):
 
 
 class Embedding(Struct):
-    """One vector: numbers, or float32 of the least significant byte first, in base64."""
+    """One vector: a list of numbers, or little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -81,7 +81,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Token counts over all inputs. receipt: octavo's own."""
+    """Token counts over all inputs. receipt: octavo's own field."""
 
     prompt_tokens: int
     total_tokens: int
@@ -102,7 +102,7 @@ class EmbeddingList(Struct):
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
     """Turn texts into vectors.
 
-    Their length is 1.
+    The vectors are normalized to length 1.
     """
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
@@ -131,7 +131,10 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Turn prompts into vectors. options: what else their `Job` says. Raises `RequestError`."""
+    """Turn prompts into vectors. Raises `RequestError` if `dimensions` is not between 1 and the model's hidden size.
+
+    dimensions: length of the vectors; None for the model's. options: further fields of the `Job`.
+    """
     size = service.model_info.hidden_size
     if dimensions is not None and not 0 < dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
@@ -150,7 +153,7 @@ async def embed_prompts(
 
 
 class EmbeddingReply:
-    """Spells outputs as embeddings; there are no streams of them."""
+    """Converts outputs to embeddings. They are never streamed."""
 
     def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job

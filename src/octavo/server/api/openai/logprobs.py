@@ -1,4 +1,4 @@
-"""Log probabilities as the APIs spell them, and which of an answer's tokens are its content."""
+"""Log probabilities in the forms of the APIs, and the tokens of an answer that belong to its content."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
+    Piece: TypeAlias = Callable[[int], str | bytes]  # returns a token's text, also that of a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
-_LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
+_LOWEST = -9999.0  # replaces -infinity, which JSON lacks, as in vLLM
 
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
 ) -> replies.ChatLogprobs | None:
-    """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
+    """Convert the positions of a chat choice; None if the request asked for none.
+
+    num_top: number of alternatives at each position. as_ids: write tokens as vLLM's token_id:123 instead of their text.
+    """
     if positions is None:
         return None
     content = []
@@ -41,14 +44,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """The log probabilities of an answer's tokens and the place of each, told when that is certain."""
+    """Pairs the log probabilities of an answer's tokens with their places, once these are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Take some more tokens."""
+        """Add tokens; return the places that are certain now, with their positions. is_over: the answer is complete."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -57,23 +60,23 @@ class PlacedLogprobs:
 
 
 class ContentLogprobs:
-    """Finds the tokens of each part by the place where it stands in the answer, however that was cut.
+    """Finds the tokens of an answer's content by their places, however the answer was cut into parts.
 
-    A token that has some character of the content, or of one a part, is the content's, whatever else it has. Others are
-    in none: those of reasoning and calls, of the marks around them, hidden ones, and the one that ends an answer.
+    A token belongs to the content if it has at least one character of the content, or a part of one. Tokens of
+    reasoning, calls and their markers, hidden tokens and the token that ends an answer do not belong to it.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """Start with the places of the answer's tokens. hides_end: the token that ends it is none of its text."""
+        """places: finds the places of the answer's tokens. hides_end: the token that ends the answer has no text."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_told = False  # the first of them, which the last content ended in
+        self._is_told = False  # the first token is already returned: the last content ended within it
 
     def add(self, completion: CompletionOutput) -> None:
-        """Take some more tokens; none where no log probabilities were asked for."""
+        """Add tokens. Does nothing if the request asked for no log probabilities."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -82,7 +85,10 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part, if it is content; one that it goes on with is told already."""
+        """Return the tokens of the answer's next part; none if it is not content.
+
+        A token that began in the part before is not returned again.
+        """
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_told = False
@@ -110,9 +116,10 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> replies.CompletionLogprobs:
-    """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
+    """Convert the positions of a completion choice; the first position of an echoed prompt is None.
 
-    as_ids: as in `chat_logprobs`. Those of a prompt may be 40,000 alternatives, of which no objects are made.
+    as_ids: as in `chat_logprobs`. A prompt's positions are a `TokenLogprobs` each, because there may be 40,000
+    alternatives: an object for each would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
@@ -135,13 +142,13 @@ def completion_logprobs(
 def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
     if isinstance(position, dict):
         return {token_id: _finite(entry) for token_id, entry in position.items()}
-    return dict(zip(position.token_ids, _all_finite(position), strict=True))  # a token that comes twice is the same
+    return dict(zip(position.token_ids, _all_finite(position), strict=True))  # a token listed twice has the same value
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
-    """Spell all tokens of a position, its own first; of those that read alike all but the first by their ids."""
+    """Return text -> score for a position, its own token first. A token whose text is taken has its id as the key."""
     texts = list(map(texts_by_id.__getitem__, scores))
-    is_start = texts[0] == " " + place.text  # of a text, which has no space there
+    is_start = texts[0] == " " + place.text  # at the start of a text a space is stripped
     texts[0] = place.text
     if is_start:
         texts = [text.removeprefix(" ") for text in texts]
@@ -155,7 +162,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Spell vLLM's prompt_logprobs, by token id."""
+    """Convert to vLLM's prompt_logprobs: a list of positions, each token id -> entry."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
@@ -163,7 +170,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, told, strict=True))
-        by_id[names[0]] = told[0]  # where it is among the best, too, and others are as probable, its rank is another
+        by_id[names[0]] = told[0]  # if it is among the best as well, its rank there may differ: ties
         result.append(by_id)
     return result
 
@@ -183,7 +190,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    r"""Return text, log probability and own bytes; a part of a character reads `\xf0\x9f`, as in OpenAI's API."""
+    r"""Return a token's text, log probability and bytes. Part of a character is `\xf0\x9f`, as in OpenAI's API."""
     own = piece(token_id)
     text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
     data = own.encode() if isinstance(own, str) else own

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @endpoint(answer=ModelList)
 async def list_models(service: Service, http_request: Request) -> Response:
-    """List the names that are served."""
+    """List the served names of models."""
     data = [_card(service, http_request, name) for name in service.model_names]
     return JSONResponse({"object": "list", "data": data})
 
 
 @endpoint(answer=Model)
 async def describe_model(service: Service, http_request: Request) -> Response:
-    """Describe a name that is served."""
+    """Describe a served name of a model."""
     name = service.check_model(http_request.path_params["model"], aliases=())
     return JSONResponse(_card(service, http_request, name))
 

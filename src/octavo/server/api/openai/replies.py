@@ -1,4 +1,4 @@
-"""What clients get: the OpenAI API's objects. Structs, because encoding one takes a tenth of pydantic's time."""
+"""Answers of OpenAI's API. They are structs, because encoding one takes a tenth of pydantic's time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads the typ
 
 
 class TopLogprob(Struct):
-    """One token that might have come."""
+    """One token that was possible at a position."""
 
     token: str
     logprob: float
@@ -22,7 +22,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that came, and the most probable ones at its place."""
+    """The chosen token, and the most probable ones at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -46,14 +46,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionCall(Struct):
-    """What is called: arguments are JSON as the model wrote it. In a stream: what they grow by, the name once."""
+    """The called function. arguments: JSON as the model wrote it. In a stream: their next piece, and the name once."""
 
     arguments: str = ""
     name: str | UnsetType = UNSET
 
 
 class ToolCall(Struct):
-    """A call of a tool. In a stream index says which one, and what is told once is left out later."""
+    """A call of a tool. In a stream, index identifies the call, and only its first piece has id, type and name."""
 
     function: FunctionCall
     id: str | UnsetType = UNSET
@@ -62,9 +62,9 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """The answer. content is null where there is nothing but calls; other nulls are fields that clients of vLLM read.
+    """The answer. content is null if there are only calls. Clients of vLLM read the fields that are always null.
 
-    Of the two names of the reasoning one is there, as the server is told.
+    The server's option decides which of the two fields has the reasoning; the other is absent.
     """
 
     content: str | None
@@ -90,7 +90,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """POST /v1/chat/completions, whole."""
+    """POST /v1/chat/completions: a whole answer."""
 
     id: str
     created: int
@@ -106,17 +106,17 @@ class ChatCompletion(Struct):
 
 
 class ChatDelta(Struct):
-    """What an answer grows by; the first one of a choice has the role."""
+    """The next piece of an answer; the first piece of a choice has the role."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # instead of it, where the server is told so
+    reasoning: str | UnsetType = UNSET  # instead of reasoning_content, if the server is configured so
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
-    """ChoiceUpdate of one choice; the last one has the finish_reason and nothing else."""
+    """An update of one choice; the last update has only the finish_reason."""
 
     index: int
     delta: ChatDelta
@@ -127,7 +127,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Struct):
-    """POST /v1/chat/completions, one event of a stream."""
+    """POST /v1/chat/completions: one event of a stream."""
 
     id: str
     created: int
@@ -140,7 +140,7 @@ class ChatCompletionChunk(Struct):
 
 
 class Tokenized(Struct):
-    """POST /tokenize. token_strs: as the vocabulary spells them."""
+    """POST /tokenize. token_strs: the tokens as written in the vocabulary."""
 
     count: int
     max_model_len: int
@@ -156,14 +156,14 @@ class Detokenized(Struct):
 
 
 class TokenPiece(Struct):
-    """What a token reads as: text, or its bytes where they are none alone."""
+    """A token's text, or its bytes if they are not text by themselves."""
 
     id: int
     piece: str | list[int]
 
 
 class TokenizedContent(Struct):
-    """POST /tokenize with `content`, as llama.cpp's server answers."""
+    """POST /tokenize with `content`: the answer of llama.cpp's server."""
 
     tokens: list[int | TokenPiece]
 
@@ -178,7 +178,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One of the choices: n for each prompt, in the order of the prompts. In a stream: its update."""
+    """One of the choices: n for each prompt, in the order of the prompts. In a stream: an update of a choice."""
 
     index: int
     text: str
@@ -186,12 +186,12 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # of a whole answer
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # in a whole answer only
     prompt_token_ids: list[int] | None = None
 
 
 class Completion(Struct):
-    """POST /v1/completions, whole or one event of a stream, which lacks what is null in every whole answer."""
+    """POST /v1/completions: a whole answer or one event of a stream. Events lack the fields that are always null."""
 
     id: str
     created: int
@@ -205,14 +205,14 @@ class Completion(Struct):
 
 
 class InputTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+    """Counts of the prompt's tokens. cached_tokens: tokens whose KV was found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class ResponseUsage(Struct):
-    """Token counts. receipt: octavo's own."""
+    """Token counts. receipt: octavo's own field."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -223,7 +223,7 @@ class ResponseUsage(Struct):
 
 
 class ResponseObject(Struct):
-    """POST /v1/responses: an answer, or what there is of it."""
+    """POST /v1/responses: an answer, whole or as far as it is generated."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""What clients may send: the OpenAI API's fields and vLLM's extra ones. Types are strict; None means "the default"."""
+"""Requests: OpenAI's fields and vLLM's additional ones. Types are strict; None means "the default"."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# A list stops being checked at its first bad element: a body of millions of them must not become millions of errors.
+# The check of a list stops at its first bad element: millions of bad elements must not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """What a client sends to any route: types are strict, and fields that are not known are looked at by the route."""
+    """The body of a request to any route: types are strict, and the route checks unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides text."""
+    """Information that a stream has in addition to text."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
+    """Fields that choose tokens. On every route, each means the same as the field of `SamplingParams` with its name."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -63,7 +63,7 @@ class SamplingControls(Body):
 
 
 class OtherNames(BaseModel):
-    """Fields of other servers' clients that are taken; `octavo.server.api.extra_fields.ALIASES` says as what."""
+    """Accepted fields of other servers' clients; `octavo.server.api.extra_fields.ALIASES` maps them to octavo's."""
 
     n_cmpl: types.NumChoices | None = None
     n_predict: types.MaxTokens | None = None
@@ -84,13 +84,13 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Takes what stands under other servers' names. aliases: those of the class."""
+    """Base of requests that accept other servers' names of fields. aliases: the names that the class accepts."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Write each into the field that it stands for. Raises `RequestError` where that says something else."""
+        """Write each alias into the field that it names. Raises `RequestError` if that field has another value."""
         for name, told in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *told.nothing):
@@ -119,7 +119,7 @@ class TruncationFields(BaseModel):
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
-    """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
+    """Fields of chat completions and completions. A field named like one of `SamplingParams` means the same."""
 
     model: str | None = None
     stream: bool | None = None
@@ -140,9 +140,9 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Take what stands under other servers' names, and log what nobody knows.
+        """Apply aliases, log unknown fields, and check the fields that depend on each other.
 
-        Raises `RequestError` for a field that would be ignored though it changes the answer.
+        Raises `RequestError` for invalid fields, and for an unsupported field that would change the answer.
         """
         extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
         self.take_aliases()
@@ -154,7 +154,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse llama.cpp's penalties of the last tokens alone: here a penalty looks at all of them."""
+        """Refuse llama.cpp's penalties that cover only the last tokens: here a penalty covers all tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, as a penalty looks at all tokens here"
             raise RequestError(message, parameter="repeat_penalty")
@@ -163,16 +163,16 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
     def named_as_sent(self) -> AbstractContextManager[None]:
-        """Name the field that an error is about as the client did."""
+        """Return a context in which errors name a field as the client sent it."""
         return spelling(self._sent_as, in_text=True)
 
     def spelled(self, **names: str) -> dict[str, str]:
-        """Return the engine's names of parameters and the client's. names: those of the route."""
+        """Return the engine's name of a parameter -> the client's. names: engine's name -> the route's name."""
         return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
 
 
 class ChatFields(BaseModel):
-    """What a chat's prompt depends on, beside its messages."""
+    """Fields that a chat's prompt depends on, in addition to its messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -184,7 +184,7 @@ class ChatFields(BaseModel):
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
+    """POST /v1/completions. The route checks `prompt`: a text, texts, token ids or lists of token ids."""
 
     prompt: Annotated[Any, Shown(types.Prompts)]
     best_of: int | None = None
@@ -200,7 +200,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):
-    """POST /v1/chat/completions. `messages` is checked by its route."""
+    """POST /v1/chat/completions. The route checks `messages`."""
 
     messages: Annotated[Any, Shown(types.ChatMessages)]
     max_completion_tokens: types.MaxTokens | None = None
@@ -208,7 +208,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     top_logprobs: types.NumLogprobs | None = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[Any, Shown(types.Prediction | None)] = None
-    include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
+    include_reasoning: bool | None = None  # vLLM's: false omits it from the answer
 
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -222,7 +222,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Take what stands under other servers' names; here alternatives come with the tokens' own alone."""
+        """Check the fields and apply aliases, as the base class does. n_probs also sets logprobs, which it needs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

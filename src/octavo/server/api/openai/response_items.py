@@ -1,4 +1,4 @@
-"""Conversations as OpenAI's Responses API spells them, in items: checked, and brought into the form of messages."""
+"""Checks the items of conversations in OpenAI's Responses API, and converts them to messages."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 
 
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
-    """Return the messages as chat templates read them: what stands together and is of one role is one message.
+    """Return the messages in the form that chat templates read. Raises `RequestError` with the place.
 
-    Raises `RequestError` with the place.
+    instructions: the first system message, if any. given: a text or a list of items. Consecutive items of the
+    assistant or of the system become one message.
     """
     turns: list[_Turn] = []
     if instructions is not None:
@@ -73,7 +74,7 @@ def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message while it is put together from items. parts: what it says where that came in parts."""
+    """A message that is assembled from items."""
 
     role: str
     texts: list[str] = field(default_factory=list)
@@ -82,13 +83,13 @@ class _Turn:
     call_id: str | None = None
 
     def add(self, other: _Turn) -> None:
-        """Go on with what follows."""
+        """Append the texts, thoughts and calls of the next item."""
         self.texts += other.texts
         self.thoughts += other.thoughts
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return the message; how a call without text is told, and parts are joined, is for the template to say."""
+        """Return the message. The chat template renders calls without text, and joins text parts."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content
@@ -133,7 +134,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return the thoughts; where there are none, what other servers tell of theirs."""
+    """Return the thoughts of a reasoning item; if there are none, its summary, as other servers send it."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

@@ -1,6 +1,6 @@
 """POST /v1/responses and /v1/responses/input_tokens: OpenAI's newer API.
 
-Nothing is stored: a request brings its whole conversation.
+Nothing is stored: each request contains its whole conversation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SPELLED = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-# What would change the answer, and the values that change nothing.
+# Fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "access_programs", "background_options", "chat_template", "conversation", "max_completion_tokens"),
     **each(Off(), "max_tokens", "moderation", "personality", "previous_input_messages", "previous_response_id"),
@@ -74,11 +74,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": Off("disabled"),
     **UNSUPPORTED_OR_ALIAS,
 }
-# What objects inside of a request may hold.
+# Fields of the objects within a request.
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # asks for no answer at all
+        prewarm=(None, False),  # true asks for no answer at all
     ),
     "reasoning": fields(
         "effort",
@@ -95,7 +95,7 @@ _NESTED = {
 class ResponsesRequest(SamplingControls):
     """POST /v1/responses, with vLLM's extra fields.
 
-    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
+    An unlisted field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
     """
 
     model: str | None = None
@@ -107,7 +107,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
+    stream_options: dict[str, Any] | None = None  # about padding only, which is never sent here
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
@@ -161,7 +161,10 @@ def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) ->
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
+    """Return the sampling parameters. Raises `RequestError`.
+
+    Without max_output_tokens the checkpoint's limit applies, or that of the context if the checkpoint has none.
+    """
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
@@ -189,16 +192,16 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         place = f"tools[{index}]"
         check_tool_type(tool, place, "function", '{"type": "function", "name": ...}')
         described.append(read_function(tool, place))
-    has_tools = request.tools is not None or request.tool_choice == "auto"  # which answers say without tools, too
+    has_tools = request.tools is not None or request.tool_choice == "auto"  # even answers without tools have "auto"
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
-_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by what they grow by
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by the kind of part
 
 
 class ResponseReply:
-    """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
+    """Converts outputs to responses: a sequence of items of reasoning, messages and calls."""
 
     def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
@@ -212,7 +215,7 @@ class ResponseReply:
         self._tells = job.stream  # a whole answer has no events
         self._num_events = 0
         self._events = b""
-        self._is_open = False  # the last item of the output goes on
+        self._is_open = False  # the last item of the output continues
         self._ending: CompletionOutput | None = None
         self._response = ResponseObject(
             id=job.request_id,
@@ -233,7 +236,7 @@ class ResponseReply:
         )
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return the events of some update."""
+        """Return the events of an update."""
         if update.is_first:
             self._tell("response.created", response=self._response)
             self._tell("response.in_progress", response=self._response)
@@ -247,7 +250,7 @@ class ResponseReply:
         return self._told()
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error: the answer, as one that failed."""
+        """Return the event of an error: the answer with status "failed"."""
         if not self._num_events:
             self._tell("response.created", response=self._response)
         self._response.status = "failed"

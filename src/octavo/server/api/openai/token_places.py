@@ -1,4 +1,4 @@
-"""What the tokens of a completion read as, and where in its text each of them begins."""
+"""The text of each token of a completion, and its place in the completion's text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
-BYTES = "bytes:"  # in front of bytes that are no text
-_MOST_SKIPPED_BYTES = 32  # of a prompt, for which no token stands: white space beside a special one, say
-_CONTINUING = frozenset(range(0x80, 0xC0))  # bytes of UTF-8 that no character begins with
+BYTES = "bytes:"  # prefix of bytes that are not text
+_MOST_SKIPPED_BYTES = 32  # of a prompt, that no token represents: for example white space next to a special token
+_CONTINUING = frozenset(range(0x80, 0xC0))  # continuation bytes of UTF-8
 
 
 class TokenPlace(NamedTuple):
-    """Where a token's text begins, in characters, and how it reads there; a hidden token stands there by its name.
+    """A token's place in a text. offset: characters before the token's text. text: its text, or a hidden token's name.
 
-    num_chars: the characters of the text that it is, or is a part of.
+    num_chars: number of characters that the token has, or has a part of; 0 for a hidden token.
     """
 
     offset: int
@@ -28,12 +28,12 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where its text ends."""
+        """The offset of the end of its text, in characters."""
         return self.offset + self.num_chars
 
 
 def spelled(piece: str | bytes) -> str:
-    r"""Spell a token that stands alone: as text, or `bytes:\xf0\x9f` as OpenAI's API has a part of a character."""
+    r"""Return a single token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
     if isinstance(piece, str):
         return piece
     try:
@@ -47,24 +47,24 @@ def _spelled_bytes(data: bytes) -> str:
 
 
 class TokenPlaces:
-    """Follows a text token by token. A part of a character stands where the character does.
+    """Finds the places of tokens as a text grows. A part of a character has the character's offset.
 
-    Of tokens in a run of bytes (`octavo.engine.detokenizer`) it is known behind the run what they are.
+    The places of tokens in a run of bytes (`octavo.engine.detokenizer`) are certain only after the run.
     """
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], offset: int, *, skip_special_tokens: bool
     ) -> None:
-        """Start behind a prompt, at an offset."""
+        """Start after a prompt. offset: characters of the text before the first token."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._offset = offset  # behind all text that is certain
-        self._run = b""  # with what the prompt has of it
+        self._offset = offset  # the end of all text that is certain
+        self._run = b""  # includes the run's bytes in the prompt
         self._num_prompt_bytes = 0
-        self._waiting: list[tuple[int, int]] = []  # tokens of the run, and how many bytes stand before each
+        self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Take tokens in; return the places that are certain now, in the order of the tokens."""
+        """Add tokens; return the places that are certain now, in the order of the tokens."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -80,24 +80,24 @@ class TokenPlaces:
         return places
 
     def finish(self) -> list[TokenPlace]:
-        """Return the places that were not certain."""
+        """Return the remaining places."""
         return self._end_run(self._detokenizer.finish())
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
-        num_chars_before = max(len(text) - len(piece), 0)  # the start of a text may have less than the piece
+        num_chars_before = max(len(text) - len(piece), 0)  # at the start of a text, the piece's space may be stripped
         places = self._end_run(text[:num_chars_before])
         places.append(TokenPlace(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
         return places
 
     def _place_bytes(self, token_id: int, piece: bytes) -> TokenPlace:
-        """Find the character that the first byte is part of: one that has begun, or the one behind it."""
+        """Find the character that the first byte is part of: one that has begun, or the next one."""
         held = self._detokenizer.held
         index = len((held + piece[:1]).decode(errors="replace")) - 1
         num_chars = len((held + piece).decode(errors="replace")) - index
         if index and self._detokenizer.num_prompt_bytes:
-            index -= 1  # what the prompt began and nobody ended is not in this text
+            index -= 1  # an unfinished character of the prompt is not in this text
         place = TokenPlace(self._offset + index, _spelled_bytes(piece), token_id, num_chars)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
@@ -116,7 +116,7 @@ class TokenPlaces:
         if not waiting:
             return []
         try:
-            num_stripped = len(run.decode()) - len(text)  # at the start of a text
+            num_stripped = len(run.decode()) - len(text)  # characters stripped at the start of a text
         except UnicodeDecodeError:
             num_before, is_text = list(range(len(run) + 1)), False
             num_stripped = self._num_prompt_bytes
@@ -125,7 +125,7 @@ class TokenPlaces:
         places = []
         for token_id, position in waiting:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
-            # A byte that goes on with a character stands where that does.
+            # A byte that continues a character has the character's offset.
             index = num_before[position] - (is_text and _goes_on(run, position))
             offset = start + max(index - num_stripped, 0)
             if not isinstance(piece, bytes):
@@ -140,14 +140,14 @@ class TokenPlaces:
 
 
 def _goes_on(data: bytes, position: int) -> bool:
-    """Whether a byte goes on with a character that has begun."""
+    """Return True if the byte at a position continues a character."""
     return position < len(data) and data[position] in _CONTINUING
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the tokens of a prompt in the text that they were made of; those that it has no text for add nothing.
+    """Find the places of a prompt's tokens in its text. A token that is not found has no characters.
 
-    A tokenizer may have read it otherwise than it stands there: with a space before its first word, say.
+    The tokens' text may differ from the prompt: a tokenizer may add a space before the first word, for example.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]
