@@ -13,7 +13,7 @@ from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import read_architecture
-from octavo.models.rope import find_wrong_row, inverse_frequencies, make_cos_sin, make_query_scale
+from octavo.models.rope import find_wrong_row, first_rows, inverse_frequencies, make_cos_sin, make_query_scale
 from octavo.models.rope_config import RopeConfig, read_rope
 
 CPU = torch.device("cpu")
@@ -209,6 +209,28 @@ def test_queries_are_scaled_as_in_transformers():
 
 def test_default_theta():
     assert read_rope(ConfigFile(None, {}), 2048) == RopeConfig(kind="default", theta=10000.0)
+
+
+def test_without_rope_a_table_has_no_columns():
+    table = make_cos_sin(None, 8, 5)
+    assert (table.shape, table.dtype) == ((5, 0), torch.float32)
+    assert find_wrong_row(table, None, 8) is None
+    assert first_rows(None, 8, 100, 3).shape == (3, 0)
+    assert make_query_scale(None, 5, CPU) is None
+
+
+def test_the_first_wrong_row_is_found():
+    rope = RopeConfig(theta=1e4)
+    table = make_cos_sin(rope, 8, 3000)
+    table[[1500, 1700, 2999]] += 1
+    assert find_wrong_row(table, rope, 8) == 1500
+    assert find_wrong_row(table[:1500], rope, 8) is None
+
+
+def test_the_first_rows_are_those_of_the_table_for_its_length():
+    plain = RopeConfig(theta=1e4)
+    assert torch.equal(first_rows(plain, 8, 10, 4), make_cos_sin(plain, 8, 10)[:4])
+    assert torch.equal(first_rows(plain, 8, 2, 4), make_cos_sin(plain, 8, 4))
 
 
 def test_tables_leave_the_number_of_threads_as_it_was():

@@ -71,7 +71,12 @@ ROOMS = (
     Room(
         "models",
         "octavo.models",
-        ("models/test_rope.py", "models/test_gguf_file.py", "models/test_gguf_limits.py"),
+        (
+            "models/test_rope.py",
+            "models/test_gguf_file.py",
+            "models/test_gguf_limits.py",
+            "models/test_gguf_pieces.py",
+        ),
         ("rope.py", "gguf_file.py"),
         left_out=("tests/models/test_rope.py::test_peak_memory_is_little_more_than_the_table",),
     ),

@@ -148,7 +148,10 @@ class Sweep:
             yield verdict
 
     def _try_patched(self, mutant: Mutant, checks: list[Check]) -> object:
-        mutant.patch()
+        try:
+            mutant.patch()
+        except SyntaxError:  # a name that an inner function binds by nonlocal is gone, say
+            return "compilation", 0
         return self._try(mutant, checks)
 
     def _try_imported(self, mutant: Mutant) -> object:
