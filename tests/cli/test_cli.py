@@ -109,7 +109,7 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
     }
     assert {"starlette", "msgspec", "zmq"} <= modules
     assert {*PACKAGES} <= modules
-    can_do_without = {"uvloop", "llguidance"}
+    can_do_without = {"uvloop", "llguidance", "tomlkit"}  # the last: only `octavo keys` writes files of keys
     names.remove("pydantic")  # typer imports it if it is installed
     modules.remove("pydantic")
     assert len(PACKAGES) == len(names - can_do_without), "serve looks for each of the others"
